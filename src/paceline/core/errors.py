@@ -1,0 +1,111 @@
+"""The exception tree. Each error says what happened, to what, and what to do.
+
+    PacelineError
+    |-- UserError                 exit code 2: the person can fix it
+    |   |-- ConfigError           a flag, a setting, an environment variable
+    |   |-- ModelNotFound         no such model here or at the hub
+    |   |-- ModelFileError        a weights, tokenizer or config file is corrupt, truncated or unknown
+    |   |-- UnsupportedModel      a model family or tensor type Paceline does not run
+    |   |-- OutOfMemory           a model or a context larger than this machine's memory
+    |   `-- DownloadError         a pull that could not be finished
+    |-- RequestError              a request that can't be served as asked (HTTP 4xx)
+    |   |-- InvalidRequest        a field is wrong; `field` names it
+    |   |-- ContextOverflow       prompt + max_tokens beyond the context
+    |   |-- UnknownModel          the model named is not served here
+    |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
+    `-- ExecutorLost              spans of the model can't be reached any more
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class PacelineError(Exception):
+    """Root of everything Paceline raises on purpose.
+
+    Args:
+        message: what happened, and to what.
+        hint: what the reader can do about it; empty where there is nothing to do.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.hint}" if self.hint else self.message
+
+
+class UserError(PacelineError):
+    """Something the person at the keyboard can fix; the CLI prints it without a traceback and exits 2."""
+
+
+class ConfigError(UserError):
+    """A flag, a setting or an environment variable is wrong."""
+
+
+class ModelNotFound(UserError):
+    """No such model on this machine, nor where it was looked for."""
+
+
+class ModelFileError(UserError):
+    """A weights, tokenizer or config file is missing, corrupt, truncated or of an unknown kind."""
+
+
+class UnsupportedModel(UserError):
+    """A model family, tensor type or feature that Paceline does not run."""
+
+
+class OutOfMemory(UserError):
+    """A model or a context that does not fit this machine's memory."""
+
+
+class DownloadError(UserError):
+    """A pull that could not be finished; what was fetched is kept and resumed next time."""
+
+
+class RequestError(PacelineError):
+    """A request that can't be served as asked."""
+
+
+class InvalidRequest(RequestError):
+    """A field of a request is wrong."""
+
+    def __init__(self, message: str, hint: str = "", *, field: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.field = field
+
+
+class ContextOverflow(InvalidRequest):
+    """Prompt and answer together are longer than the model's context."""
+
+
+class UnknownModel(RequestError):
+    """The model named in a request is not served here."""
+
+
+class Overloaded(RequestError):
+    """The bounded queue is full."""
+
+    def __init__(self, message: str, hint: str = "", *, retry_after_s: int) -> None:
+        super().__init__(message, hint)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class LostSpan:
+    """Layers [start, stop) of the model that can't be reached, and who held them."""
+
+    start: int
+    stop: int
+    holder: str
+
+
+class ExecutorLost(PacelineError):
+    """Spans of the model can't be reached; the engine replays live sequences once they are back."""
+
+    def __init__(self, message: str, spans: tuple[LostSpan, ...], hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.spans = spans

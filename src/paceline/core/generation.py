@@ -1,0 +1,88 @@
+"""A generation as the server asks for it and the engine answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from paceline.core.ids import RequestId
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. The first two are OpenAI's; the others never reach a client as an answer."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Ranges are checked by whoever builds one (the server names the field at fault).
+
+    Order: logit_bias, penalties, temperature, top-k, top-p, min-p, then the draw from noise keyed by (seed, position).
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """Fixed at admission where missing, so that a replay draws the same."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    logprobs: int | None = None
+    """None: no logprobs. Otherwise the number of top alternatives (0 to 20) reported beside each token's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One client request, tokenized. Each of its `n` sequences i draws with seed + i."""
+
+    request_id: RequestId
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    """Text that ends an answer; not part of it."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer, beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Benchmarks ban the end of sequence: its logits are masked, so that lengths are exact."""
+    use_prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of a drawn token and its top alternatives, under the model's distribution before temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """What one sequence of a request gained in one step.
+
+    `text` may lag behind `token_ids`: bytes of an unfinished UTF-8 character or of a possible stop string are held back.
+    """
+
+    request_id: RequestId
+    index: int
+    """Which of the request's `n` sequences."""
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """Set with `FinishReason.ERROR`: what happened."""
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""

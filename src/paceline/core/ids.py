@@ -1,0 +1,15 @@
+"""Distinct id types, so that a block can't be passed where a sequence is meant."""
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""One client request. Unique within a process."""
+
+SequenceId = NewType("SequenceId", int)
+"""One generated sequence of a request (a request with `n=3` has three). Never reused within a process."""
+
+BlockId = NewType("BlockId", int)
+"""Index of a KV block in one pool. Local to one executor."""
+
+BatchId = NewType("BatchId", int)
+"""A step batch; strictly increasing within one engine."""

@@ -1,0 +1,83 @@
+"""Sizes and shape of a model, without its weights. What engine, fleet and backends agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class WeightsFormat(StrEnum):
+    """How linear weights are held in memory. Part of what decides a model's bytes."""
+
+    INT4 = "int4"
+    """Groups of 32 along the input: 4-bit codes, one scale and one offset a group (GGUF's Q4_1). The head is at least int8."""
+    INT8 = "int8"
+    """Groups of 32 along the input: 8-bit codes and one scale a group (GGUF's Q8_0)."""
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers [start, stop) of a model."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, layer: int) -> bool:
+        return self.start <= layer < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding, half-split ("NeoX") pairing.
+
+    `llama3` scaling as in Llama 3.1's config: (factor, low_freq_factor, high_freq_factor, original_context).
+    """
+
+    theta: float
+    llama3: tuple[float, float, float, int] | None = None
+    linear_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Mixture of experts in place of the dense feed-forward: `n_experts` of width `ffn`, `top_k` used a token."""
+
+    n_experts: int
+    top_k: int
+    ffn: int
+    norm_topk: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes of a decoder-only transformer."""
+
+    model_type: str
+    """Hugging Face's name of the family: llama, mistral, qwen2, qwen3, qwen3_moe."""
+    n_layers: int
+    hidden: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_context: int
+    rms_eps: float
+    rope: RopeSpec
+    tied_head: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    moe: MoeSpec | None = None
+    sliding_window: int | None = None
+
+    @property
+    def all_layers(self) -> LayerRange:
+        return LayerRange(0, self.n_layers)
+
+    def kv_bytes_per_token(self, layers: LayerRange) -> int:
+        """Bytes of K and V one token takes in `layers`, at bf16."""
+        return 2 * 2 * self.n_kv_heads * self.head_dim * len(layers)

@@ -1,0 +1,76 @@
+"""How weights reach a backend: a source of named tensors, whatever file they lie in.
+
+Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`, `model.embed_tokens.weight`, `lm_head.weight`,
+`model.norm.weight`). Sources translate (GGUF's names, GGUF's permuted q/k rows of the llama family) and read lazily:
+only what is asked for is read.
+
+Shapes: N outputs (rows), K inputs (columns), G = K / 32 groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.model import ModelSpec
+
+GROUP = 32
+"""Weights that share one scale, along the input dimension: GGUF's block and the group of both quantised formats."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTensor:
+    """A tensor of plain numbers. `data` is float32, float16, or uint16 holding bf16 bits, as `dtype` says."""
+
+    data: npt.NDArray[np.generic]
+    dtype: Literal["f32", "f16", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTensor:
+    """A matrix quantised in groups of 32 inputs: `w[n, k] = scale[n, k // 32] * code[n, k] + offset[n, k // 32]`.
+
+    Attributes:
+        codes_NK: uint8 of 0..15 (`bits` 4) or int8 (`bits` 8).
+        scale_NG: float16.
+        offset_NG: float16, or None where it is zero (`bits` 8).
+    """
+
+    bits: Literal[4, 8]
+    codes_NK: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
+    scale_NG: npt.NDArray[np.float16]
+    offset_NG: npt.NDArray[np.float16] | None
+
+
+StoredTensor = DenseTensor | GroupedTensor
+
+
+class WeightSource(Protocol):
+    """The tensors of one model on disk."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 that names the weights: equal digests, equal tensors."""
+        ...
+
+    def names(self) -> Iterable[str]: ...
+
+    def nbytes(self, name: str) -> int:
+        """Size of a tensor in its file, without reading it."""
+        ...
+
+    def read(self, name: str) -> StoredTensor:
+        """Read one tensor. The arrays are the caller's own, not views of a mapped file.
+
+        Raises:
+            ModelFileError: it is missing, or its bytes are short or damaged.
+            UnsupportedModel: its type is unknown.
+        """
+        ...

@@ -1,0 +1,107 @@
+"""How the engine runs a model without knowing how the model is spread.
+
+A `StepBatch` is complete in itself but for its deltas (blocks gained, sequences released), so a rank or a stage holds no
+scheduling state that could drift. `submit` and `collect` are apart so that a pipeline stays full: batch N+1 enters while N is inside.
+
+Shapes: T rows (tokens) of a batch, R rows that need logits, S sequences, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.ids import BatchId, BlockId, SequenceId
+
+
+class Path(IntEnum):
+    """Which kernels a row runs: decided by its position alone, never by how it is batched (byte identity, rule 1)."""
+
+    PROMPT = 0
+    GENERATED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """The rows one sequence runs in one batch. All are of one path; a sequence stands in a batch at most once."""
+
+    sequence: SequenceId
+    epoch: int
+    """Raised when guessed rows turn out wrong: a collected row of an older epoch is stale."""
+    token_ids: Sequence[int]
+    first_position: int
+    """Position of the first row. Whatever the sequence held from here on is forgotten: a rejected draft needs no message."""
+    path: Path
+    new_blocks: Sequence[BlockId]
+    """Blocks the sequence's table gained at its end since the last batch (all of them, the first time and after a preemption)."""
+    logits_rows: Sequence[int]
+    """Which of the rows need logits: the last for decode, all for verification, none inside a prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass."""
+
+    batch_id: BatchId
+    steps: tuple[SequenceStep, ...]
+    released: tuple[SequenceId, ...] = ()
+    """Sequences whose tables are to be forgotten before this batch runs (ended or preempted)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Logits of a batch's rows, in the order of its steps and, within a step, of its `logits_rows`."""
+
+    batch_id: BatchId
+    logits_RV: npt.NDArray[np.float32]
+    """Valid until the next `submit`; may be written to by its reader."""
+
+
+class Executor(Protocol):
+    """Runs step batches of one model. Owned by engine; every way of spreading a model implements it."""
+
+    @property
+    def depth(self) -> int:
+        """Batches that may be in flight: a pipeline's stages, 1 alone."""
+        ...
+
+    @property
+    def n_blocks(self) -> int:
+        """KV blocks that the engine may hand out: ids 0 .. n_blocks - 1."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block holds."""
+        ...
+
+    @property
+    def one_path(self) -> bool:
+        """Prompt and generated rows run the same kernels, so generated blocks may enter the prefix cache too (rule 3)."""
+        ...
+
+    @property
+    def numerics_id(self) -> str:
+        """Hash of what the kernels compute here; equal ids give equal bytes (rule 7)."""
+        ...
+
+    def submit(self, batch: StepBatch) -> None:
+        """Start a batch. At most `depth` may be in flight."""
+        ...
+
+    def collect(self, deadline: float) -> StepOutput:
+        """Wait for the oldest batch in flight, until `deadline` on the monotonic clock.
+
+        Raises:
+            ExecutorLost: spans of the model can't be reached; what was in flight is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop threads and processes, free memory. Idempotent."""
+        ...

@@ -1,0 +1,126 @@
+"""The executor of one machine: keeps block tables from the batches' deltas and drives a `LayerRunner`.
+
+Shapes: T rows, S sequences, B blocks of the longest table, R rows with logits, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.ids import SequenceId
+from paceline.engine.executor import StepBatch, StepOutput
+
+Int32 = npt.NDArray[np.int32]
+Activations = TypeVar("Activations")
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Where a batch's rows stand: what a runner needs beside the activations. Rows of a sequence are contiguous."""
+
+    row_start_S: Int32
+    """First row of each sequence in the batch."""
+    n_rows_S: Int32
+    first_position_S: Int32
+    path_S: Int32
+    """`Path` of each sequence's rows."""
+    tables_SB: Int32
+    """Block ids, padded with -1. Entry b holds positions [b * block_size, (b + 1) * block_size)."""
+
+
+class LayerRunner(Protocol[Activations]):
+    """A backend's view of a range of layers: it holds weights and KV, and no scheduling state.
+
+    Each method is invariant: a row's result does not depend on the rows beside it, on how a prompt was cut, or on threads.
+    The activations type is the backend's own; across a wire it is bf16 [T, D].
+    """
+
+    @property
+    def n_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def one_path(self) -> bool: ...
+    @property
+    def numerics_id(self) -> str: ...
+
+    def embed(self, token_ids_T: Int32) -> Activations: ...
+
+    def run_layers(self, x_TD: Activations, plan: RowPlan) -> Activations:
+        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16, after the last layer."""
+        ...
+
+    def logits(self, x_TD: Activations, rows_R: Int32) -> npt.NDArray[np.float32]:
+        """Final norm and head of the rows named, float32 [R, V]. May reuse one buffer from call to call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalExecutor(Generic[Activations]):
+    """Runs whole batches on one runner, in the caller's thread."""
+
+    depth = 1
+
+    def __init__(self, runner: LayerRunner[Activations]) -> None:
+        self._runner = runner
+        self._tables: dict[SequenceId, list[int]] = {}
+        self._pending: deque[StepBatch] = deque()
+
+    @property
+    def n_blocks(self) -> int:
+        return self._runner.n_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._runner.block_size
+
+    @property
+    def one_path(self) -> bool:
+        return self._runner.one_path
+
+    @property
+    def numerics_id(self) -> str:
+        return self._runner.numerics_id
+
+    def submit(self, batch: StepBatch) -> None:
+        if len(self._pending) >= self.depth:
+            raise RuntimeError(f"batch {batch.batch_id} submitted with {len(self._pending)} in flight; depth is {self.depth}")
+        for sequence in batch.released:
+            self._tables.pop(sequence, None)
+        for step in batch.steps:
+            self._tables.setdefault(step.sequence, []).extend(step.new_blocks)
+        self._pending.append(batch)
+
+    def collect(self, deadline: float) -> StepOutput:
+        batch = self._pending.popleft()
+        plan = self._plan(batch)
+        token_ids = np.fromiter((t for step in batch.steps for t in step.token_ids), np.int32, int(plan.n_rows_S.sum()))
+        x = self._runner.run_layers(self._runner.embed(token_ids), plan)
+        starts = plan.row_start_S.tolist()
+        rows = [start + row for start, step in zip(starts, batch.steps, strict=True) for row in step.logits_rows]
+        return StepOutput(batch.batch_id, self._runner.logits(x, np.array(rows, np.int32)))
+
+    def close(self) -> None:
+        self._tables.clear()
+        self._pending.clear()
+        self._runner.close()
+
+    def _plan(self, batch: StepBatch) -> RowPlan:
+        n_rows = np.array([len(step.token_ids) for step in batch.steps], np.int32)
+        tables = [self._tables[step.sequence] for step in batch.steps]
+        tables_SB = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
+        for row, table in zip(tables_SB, tables, strict=True):
+            row[: len(table)] = table
+        return RowPlan(
+            row_start_S=(np.cumsum(n_rows) - n_rows).astype(np.int32),
+            n_rows_S=n_rows,
+            first_position_S=np.array([step.first_position for step in batch.steps], np.int32),
+            path_S=np.array([step.path for step in batch.steps], np.int32),
+            tables_SB=tables_SB,
+        )
