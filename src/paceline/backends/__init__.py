@@ -1,0 +1,1 @@
+"""Run layers on this machine."""

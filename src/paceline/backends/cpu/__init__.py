@@ -1,0 +1,1 @@
+"""Layers in compiled Numba kernels, for processors with AVX512-BF16."""

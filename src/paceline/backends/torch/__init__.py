@@ -1,0 +1,1 @@
+"""Layers in torch: CUDA, and every processor the cpu backend has no kernels for."""

@@ -1,0 +1,1 @@
+"""Weights, tokenizers and models on disk; pulling them from a hub."""
