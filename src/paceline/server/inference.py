@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.stats import EngineStats
 from paceline.core.text import Tokenizer
 
 
@@ -22,27 +23,6 @@ class ServedModel:
     tokenizer: Tokenizer
     fingerprint: str
     """Model digest, weights format and numerics id, shortened: OpenAI's `system_fingerprint`. Equal ones give equal bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters and gauges of the engine at one moment."""
-
-    waiting: int = 0
-    running: int = 0
-    blocks_total: int = 0
-    blocks_in_use: int = 0
-    """Held by live sequences; a block that only the prefix cache keeps is not in use."""
-    blocks_cached: int = 0
-    prefix_queries_tokens: int = 0
-    """Prompt tokens looked up in the prefix cache, in all."""
-    prefix_hits_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    finished: dict[str, int] = field(default_factory=dict[str, int])
-    """Sequences ended, by finish reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,36 @@
+"""What a backend is asked to load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from paceline.core.model import LayerRange, WeightsFormat
+
+LoadProgress = Callable[[int, int], None]
+"""Called with (bytes read, bytes to read) while a model loads."""
+
+
+class PromptWeights(StrEnum):
+    """Where the prompt path's bf16 weights live, on kernels that need them beside int4 or int8 ones. Same bytes either way."""
+
+    RESIDENT = "resident"
+    STREAMED = "streamed"
+    """Dequantised layer by layer into one scratch buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """A range of layers, its weights format and its share of this machine."""
+
+    layers: LayerRange
+    weights: WeightsFormat
+    n_blocks: int
+    """KV blocks to allocate."""
+    block_size: int = 16
+    threads: int = 1
+    edges: bool = True
+    """Load the embedding, the final norm and the head too. Stages of a pipeline leave them to the orchestrator."""
+    prompt_weights: PromptWeights | None = None
+    """None: resident where memory allows it."""

@@ -1,0 +1,26 @@
+"""What an engine counts, as metrics and status show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters and gauges of the engine at one moment."""
+
+    waiting: int = 0
+    running: int = 0
+    blocks_total: int = 0
+    blocks_in_use: int = 0
+    """Held by live sequences; a block that only the prefix cache keeps is not in use."""
+    blocks_cached: int = 0
+    prefix_queries_tokens: int = 0
+    """Prompt tokens looked up in the prefix cache, in all."""
+    prefix_hits_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    finished: dict[str, int] = field(default_factory=dict[str, int])
+    """Sequences ended, by finish reason."""
