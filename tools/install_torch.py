@@ -1,0 +1,71 @@
+"""Install torch, without gigabytes of CUDA where there is no NVIDIA GPU.
+
+On macOS, or beside an NVIDIA GPU, pip's ordinary torch is right. On Linux without one, a CPU build is looked for: first where this
+machine's own pip looks (its configuration, a wheel folder), then, as PyTorch's documentation has it, through uv's `--torch-backend cpu`.
+`TORCH_SPEC` overrides what is installed; `PIP_EXTRA` adds options to pip (an index or a wheel folder of your own).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def pinned() -> str:
+    """The torch that pyproject.toml pins."""
+    (spec,) = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]["torch"]
+    return spec
+
+
+def has_nvidia_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+
+
+def installed() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def attempts(spec: str) -> list[list[str]]:
+    """Commands to try, in order; the first that succeeds is enough."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_EXTRA", ""))]
+    if "TORCH_SPEC" in os.environ or platform.system() != "Linux" or has_nvidia_gpu() or "+" in spec:
+        return [[*pip, spec]]
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, "--torch-backend", "cpu", spec]
+    return [[*pip, f"{spec}+cpu"], uv]
+
+
+def main() -> int:
+    spec = os.environ.get("TORCH_SPEC", pinned())
+    if (have := installed()) is not None and spec in {f"torch=={have}", f"torch=={have.partition('+')[0]}"}:
+        return 0
+    print(f"Installing {spec}", flush=True)
+    commands = attempts(spec)
+    for command in commands:
+        if command[2] == "uv":
+            subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "uv>=0.8,<1"], check=True)
+        # An attempt that fails is not yet an error: pip says "no matching distribution" where no CPU build is configured.
+        last = command is commands[-1]
+        if subprocess.run(command, check=False, stderr=None if last else subprocess.DEVNULL).returncode == 0:
+            return 0
+    print(
+        f"No CPU build of {spec} could be installed. Give pip a place that has one and try again:\n"
+        f"  make install PIP_EXTRA='--find-links FOLDER' TORCH_SPEC={spec}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
