@@ -1,0 +1,22 @@
+"""The two complaints about a model's files, worded alike everywhere: it is damaged, or it is of a kind Paceline does not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.core.errors import ModelFileError, UnsupportedModel
+
+
+def damaged(path: Path, reason: str) -> ModelFileError:
+    """The file at `path` can't be what it claims to be."""
+    return ModelFileError(f"{path} is not a usable model file: {reason}", "Delete it and get it again (`paceline pull`)")
+
+
+def unsupported(path: Path, reason: str) -> UnsupportedModel:
+    """The file at `path` is whole, but Paceline does not run what is in it."""
+    return UnsupportedModel(f"{path}: {reason}", "Paceline runs Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models")
+
+
+def unreadable(path: Path, error: OSError) -> ModelFileError:
+    """The operating system would not give the file's bytes."""
+    return ModelFileError(f"{path} can't be read: {error.strerror or error}", "Check that it exists and that you may read it")

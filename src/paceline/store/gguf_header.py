@@ -1,0 +1,330 @@
+"""The head of a GGUF file: metadata and tensor table. Nothing in it is trusted.
+
+Every count, length and offset is checked against the file's size before anything is allocated or read for it; what does not fit
+raises ModelFileError, an unknown version or tensor type UnsupportedModel. Long arrays (vocabularies) are only located, and decoded
+when asked for. Plain reads, no mapping: mapped pages would count as this process's memory.
+Source: ggml's docs/gguf.md, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.store.faults import damaged, unreadable, unsupported
+
+MAX_HEADER_BYTES: Final = 256 << 20
+"""Beyond the largest vocabularies by ten; raising it lets a damaged count read more of the file before it is found out."""
+_FIRST_READ: Final = 4 << 20
+_MAX_DIMS: Final = 4
+_STRING: Final = 8
+_ARRAY: Final = 9
+_SCALARS: Final[Mapping[int, struct.Struct]] = {
+    0: struct.Struct("<B"), 1: struct.Struct("<b"), 2: struct.Struct("<H"), 3: struct.Struct("<h"), 4: struct.Struct("<I"),
+    5: struct.Struct("<i"), 6: struct.Struct("<f"), 7: struct.Struct("<?"), 10: struct.Struct("<Q"), 11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}  # fmt: skip
+_U32: Final = struct.Struct("<I")
+_U64: Final = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A GGML type: `block` weights take `nbytes` bytes."""
+
+    code: int
+    name: str
+    block: int
+    nbytes: int
+
+
+TENSOR_TYPES: Final[Mapping[int, TensorType]] = {
+    code: TensorType(code, name, block, nbytes)
+    for code, name, block, nbytes in (
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34), (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136), (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies. `shape` is row-major: (outputs, inputs) for a matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: TensorType
+    offset: int
+    """From the start of the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRef:
+    """An array of the metadata, not decoded: its element type, its length and where it lies in the file."""
+
+    kind: int
+    count: int
+    start: int
+    stop: int
+
+
+Scalar = int | float | bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata and tensor table of one file."""
+
+    path: Path
+    file_size: int
+    metadata: Mapping[str, Scalar | ArrayRef]
+    tensors: Mapping[str, TensorInfo]
+
+    def text(self, key: str) -> str | None:
+        """A string, None where the key is absent. Raises ModelFileError where it is something else."""
+        value = self.metadata.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise damaged(self.path, f"metadata {key} is not a string")
+
+    def integer(self, key: str) -> int | None:
+        """An integer, None where the key is absent. Raises ModelFileError where it is something else."""
+        value = self.metadata.get(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise damaged(self.path, f"metadata {key} is not an integer")
+
+    def number(self, key: str) -> float | None:
+        """A float, None where the key is absent. Raises ModelFileError where it is something else."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        raise damaged(self.path, f"metadata {key} is not a number")
+
+    def flag(self, key: str) -> bool | None:
+        """A boolean, None where the key is absent. Raises ModelFileError where it is something else."""
+        value = self.metadata.get(key)
+        if value is None or isinstance(value, bool):
+            return value
+        raise damaged(self.path, f"metadata {key} is not a boolean")
+
+    def strings(self, key: str) -> list[str] | None:
+        """An array of strings, read from the file; None where the key is absent. Raises ModelFileError where it is something else."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, ArrayRef) or value.kind != _STRING:
+            raise damaged(self.path, f"metadata {key} is not an array of strings")
+        data = self._read(value)
+        found: list[str] = []
+        at = 0
+        for _ in range(value.count):
+            stop = at + 8 + _U64.unpack_from(data, at)[0]
+            try:
+                found.append(data[at + 8 : stop].decode())
+            except UnicodeDecodeError as error:
+                raise damaged(self.path, f"metadata {key} holds text that is not UTF-8") from error
+            at = stop
+        return found
+
+    def numbers(self, key: str) -> list[float] | None:
+        """An array of numbers, read from the file; None where the key is absent. Raises ModelFileError where it is something else."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, ArrayRef) or value.kind not in _SCALARS:
+            raise damaged(self.path, f"metadata {key} is not an array of numbers")
+        return [item[0] for item in _SCALARS[value.kind].iter_unpack(self._read(value))]
+
+    def _read(self, array: ArrayRef) -> bytes:
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(array.start)
+                data = file.read(array.stop - array.start)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if len(data) != array.stop - array.start:
+            raise damaged(self.path, "it changed while it was read")
+        return data
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Parse the head of a GGUF file.
+
+    Raises:
+        ModelFileError: the file is missing, truncated or damaged.
+        UnsupportedModel: its GGUF version, byte order or a tensor type is not one Paceline reads.
+    """
+    try:
+        return _parse(_Cursor(path, path.stat().st_size))
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+class _Cursor:
+    """A position in the file's head, over a buffer that grows with what is asked for, up to MAX_HEADER_BYTES."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self.size = size
+        self.at = 0
+        self._data = b""
+
+    def need(self, n: int, what: str) -> int:
+        """Make sure that `n` bytes lie ahead, and step over them. Returns where they start."""
+        start, stop = self.at, self.at + n
+        if stop > self.size:
+            raise damaged(self.path, f"it ends inside {what} (it has {self.size} bytes and needs {stop})")
+        if stop > len(self._data):
+            self._grow(stop)
+        self.at = stop
+        return start
+
+    def _grow(self, stop: int) -> None:
+        if stop > MAX_HEADER_BYTES:
+            raise damaged(self.path, f"its metadata is longer than {MAX_HEADER_BYTES >> 20} MiB")
+        target = min(self.size, MAX_HEADER_BYTES, max(stop, 2 * len(self._data), _FIRST_READ))
+        with self.path.open("rb", buffering=0) as file:
+            self._data = file.read(target)
+        if len(self._data) < stop:
+            raise damaged(self.path, "it changed while it was read")
+
+    def peek(self, start: int, n: int) -> bytes:
+        """Bytes already stepped over."""
+        return self._data[start : start + n]
+
+    def u32(self, what: str) -> int:
+        start = self.need(4, what)
+        return _U32.unpack_from(self._data, start)[0]
+
+    def u64(self, what: str) -> int:
+        start = self.need(8, what)
+        return _U64.unpack_from(self._data, start)[0]
+
+    def scalar(self, kind: int, what: str) -> Scalar:
+        codec = _SCALARS[kind]
+        start = self.need(codec.size, what)
+        return codec.unpack_from(self._data, start)[0]
+
+    def count(self, least_bytes: int, what: str) -> int:
+        """A number of things that take at least `least_bytes` each, so that more than fit the file is a lie."""
+        n = self.u64(what)
+        if n * least_bytes > self.size - self.at:
+            raise damaged(self.path, f"it claims {n} {what}, more than its {self.size} bytes can hold")
+        return n
+
+    def string(self, what: str) -> str:
+        n = self.u64(what)
+        start = self.need(n, what)
+        try:
+            return self._data[start : start + n].decode()
+        except UnicodeDecodeError as error:
+            raise damaged(self.path, f"{what} is not UTF-8") from error
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """Step over strings. The hot loop of opening a model (a vocabulary has 10^5), hence not through `need`."""
+        unpack, data, at = _U64.unpack_from, self._data, self.at
+        for _ in range(count):
+            if at + 8 > len(data):
+                self.at = at
+                self.need(8, what)
+                data = self._data
+            at += 8 + unpack(data, at)[0]
+        if at > self.size:
+            raise damaged(self.path, f"it ends inside {what} (it has {self.size} bytes and needs {at})")
+        self.at = at
+
+
+def _parse(cursor: _Cursor) -> GgufHeader:
+    path = cursor.path
+    if cursor.size < 24:
+        raise damaged(path, f"{cursor.size} bytes are too few for a GGUF file")
+    start = cursor.need(4, "the magic number")
+    magic = cursor.peek(start, 4)
+    if magic != b"GGUF":
+        raise damaged(path, f"it starts with {magic!r}, not with b'GGUF'")
+    version = cursor.u32("the version")
+    if version not in {2, 3}:
+        raise unsupported(path, f"GGUF version {version} (or big-endian) is not one Paceline reads")
+    n_tensors = cursor.count(24, "tensors")
+    n_keys = cursor.count(13, "metadata keys")
+    metadata = _parse_metadata(cursor, n_keys)
+    tensors = [_parse_tensor(cursor) for _ in range(n_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment not in {1 << n for n in range(3, 17)}:
+        raise damaged(path, f"its alignment is {alignment!r}")
+    data_start = -(-cursor.at // alignment) * alignment
+    placed: dict[str, TensorInfo] = {}
+    for tensor in tensors:
+        absolute = data_start + tensor.offset
+        if absolute + tensor.nbytes > cursor.size:
+            end = absolute + tensor.nbytes
+            raise damaged(path, f"it is truncated: tensor {tensor.name} ends at byte {end}, the file at {cursor.size}")
+        if tensor.name in placed:
+            raise damaged(path, f"tensor {tensor.name} is there twice")
+        placed[tensor.name] = TensorInfo(tensor.name, tensor.shape, tensor.type, absolute, tensor.nbytes)
+    return GgufHeader(path, cursor.size, metadata, placed)
+
+
+def _parse_metadata(cursor: _Cursor, n_keys: int) -> dict[str, Scalar | ArrayRef]:
+    metadata: dict[str, Scalar | ArrayRef] = {}
+    for _ in range(n_keys):
+        key = cursor.string("a metadata key")
+        kind = cursor.u32(f"metadata {key}")
+        if key in metadata:
+            raise damaged(cursor.path, f"metadata {key} is there twice")
+        if kind == _STRING:
+            metadata[key] = cursor.string(f"metadata {key}")
+        elif kind == _ARRAY:
+            metadata[key] = _parse_array(cursor, key)
+        elif kind in _SCALARS:
+            metadata[key] = cursor.scalar(kind, f"metadata {key}")
+        else:
+            raise damaged(cursor.path, f"metadata {key} has unknown type {kind}")
+    return metadata
+
+
+def _parse_array(cursor: _Cursor, key: str) -> ArrayRef:
+    kind = cursor.u32(f"metadata {key}")
+    what = f"elements of metadata {key}"
+    if kind == _STRING:
+        count = cursor.count(8, what)
+        start = cursor.at
+        cursor.skip_strings(count, what)
+    elif kind in _SCALARS:
+        width = _SCALARS[kind].size
+        count = cursor.count(width, what)
+        start = cursor.need(count * width, what)
+    else:
+        raise damaged(cursor.path, f"metadata {key} is an array of unknown type {kind}")
+    return ArrayRef(kind, count, start, cursor.at)
+
+
+def _parse_tensor(cursor: _Cursor) -> TensorInfo:
+    """One row of the tensor table; its offset is still relative to the data section."""
+    path = cursor.path
+    name = cursor.string("a tensor's name")
+    n_dims = cursor.u32(f"tensor {name}")
+    if not 1 <= n_dims <= _MAX_DIMS:
+        raise damaged(path, f"tensor {name} has {n_dims} dimensions")
+    dims = [cursor.u64(f"tensor {name}") for _ in range(n_dims)]
+    code = cursor.u32(f"tensor {name}")
+    kind = TENSOR_TYPES.get(code)
+    if kind is None:
+        raise unsupported(path, f"tensor {name} is of GGML type {code}, which Paceline does not read")
+    offset = cursor.u64(f"tensor {name}")
+    weights = 1
+    for dim in dims:
+        weights *= dim
+    if weights == 0 or dims[0] % kind.block:
+        raise damaged(path, f"tensor {name} of type {kind.name} has the impossible shape {dims}")
+    return TensorInfo(name, tuple(reversed(dims)), kind, offset, weights // kind.block * kind.nbytes)

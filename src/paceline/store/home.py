@@ -1,0 +1,92 @@
+"""PACELINE_HOME: where models, caches and identity live (default `~/.paceline`).
+
+    models/<org>/<name>/         files of a pulled model, and `paceline.json`, its manifest
+    cache/digests/               SHA-256 of files, by path, size and modification time
+    cache/tokenizers/            tokenizers built from GGUF metadata
+
+Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs time
+at the next start and nothing else, so that is logged and not raised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Paths under one PACELINE_HOME. Nothing is created before it is written to."""
+
+    root: Path
+
+    @classmethod
+    def from_environment(cls) -> Home:
+        """The folder `PACELINE_HOME` names, else `~/.paceline`."""
+        named = os.environ.get("PACELINE_HOME")
+        return cls(Path(named).expanduser().absolute() if named else Path.home() / ".paceline")
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def digests(self) -> Path:
+        return self.root / "cache" / "digests"
+
+    @property
+    def tokenizers(self) -> Path:
+        return self.root / "cache" / "tokenizers"
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` at `path`, whole or not at all.
+
+    Raises:
+        OSError: the folder can't be made or the file not written; no temporary file stays behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_cache(path: Path, data: bytes) -> None:
+    """`write_file` for what can be made again: a failure is logged, not raised."""
+    try:
+        write_file(path, data)
+    except OSError as error:
+        logger.warning("could not keep %s for the next start: %s", path, error)
+
+
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file of ours; None where the file is missing or damaged, which are the same to a cache."""
+    try:
+        value: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def identity_key(path: Path, purpose: str) -> str:
+    """A short name for a file as it is now: another path, size or modification time gives another key.
+
+    Raises:
+        OSError: the file can't be examined.
+    """
+    status = path.stat()
+    facts = f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0{purpose}"
+    return hashlib.sha256(facts.encode("utf-8", "surrogateescape")).hexdigest()[:40]

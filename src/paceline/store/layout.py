@@ -1,0 +1,96 @@
+"""Which tensors a model of a given spec must have, by Hugging Face's names, and what shapes.
+
+Checked when a model is opened, so that a wrong file is refused before anything is loaded, and by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from paceline.core.model import ModelSpec
+from paceline.store.faults import damaged, unsupported
+
+Shape = tuple[int, ...]
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Every tensor of a model and its shape: (outputs, inputs) for a matrix."""
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden), "model.norm.weight": (spec.hidden,)}
+    if not spec.tied_head:
+        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
+    for layer in range(spec.n_layers):
+        for name, shape in _layer_shapes(spec):
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    return shapes
+
+
+def check_tensors(path: Path, spec: ModelSpec, found: Mapping[str, Shape]) -> None:
+    """Hold the tensors of a file against its own spec.
+
+    Raises:
+        ModelFileError: a tensor is missing or of another shape.
+        UnsupportedModel: there are tensors this family does not have, so running it without them would be wrong.
+    """
+    expected = expected_shapes(spec)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise damaged(path, f"tensor {missing[0]}{more} is missing")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise damaged(path, f"tensor {name} has shape {list(found[name])}, its configuration says {list(shape)}")
+    extra = sorted(found.keys() - expected.keys() - {"lm_head.weight"})
+    if extra:
+        raise unsupported(path, f"tensor {extra[0]} is not part of the {spec.model_type} family")
+
+
+def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    yield "input_layernorm.weight", (spec.hidden,)
+    yield "post_attention_layernorm.weight", (spec.hidden,)
+    for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        yield f"self_attn.{name}_proj.weight", (rows, spec.hidden)
+        if spec.qkv_bias:
+            yield f"self_attn.{name}_proj.bias", (rows,)
+    yield "self_attn.o_proj.weight", (spec.hidden, q)
+    if spec.qk_norm:
+        yield "self_attn.q_norm.weight", (spec.head_dim,)
+        yield "self_attn.k_norm.weight", (spec.head_dim,)
+    if spec.moe is None:
+        yield from _mlp_shapes("mlp", spec.hidden, spec.ffn)
+        return
+    yield "mlp.gate.weight", (spec.moe.n_experts, spec.hidden)
+    for expert in range(spec.moe.n_experts):
+        yield from _mlp_shapes(f"mlp.experts.{expert}", spec.hidden, spec.moe.ffn)
+
+
+def _mlp_shapes(prefix: str, hidden: int, ffn: int) -> Iterator[tuple[str, Shape]]:
+    yield f"{prefix}.gate_proj.weight", (ffn, hidden)
+    yield f"{prefix}.up_proj.weight", (ffn, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, ffn)
+
+
+def check_sizes(path: Path, spec: ModelSpec) -> None:
+    """Sizes that no model has, found before they are used to allocate or to divide.
+
+    Raises:
+        ModelFileError: a size is out of range, or sizes contradict one another.
+    """
+    sizes = {
+        "layers": spec.n_layers, "hidden size": spec.hidden, "heads": spec.n_heads, "KV heads": spec.n_kv_heads,
+        "head size": spec.head_dim, "feed-forward size": spec.ffn, "vocabulary": spec.vocab, "context": spec.max_context,
+    }  # fmt: skip
+    if spec.moe is not None:
+        sizes |= {"experts": spec.moe.n_experts, "experts a token": spec.moe.top_k, "expert size": spec.moe.ffn}
+    for name, size in sizes.items():
+        if not 0 < size < 1 << 31:
+            raise damaged(path, f"its configuration says {name} = {size}")
+    if spec.n_layers > 4096 or (spec.moe is not None and spec.moe.n_experts > 4096):
+        raise damaged(path, f"its configuration says {spec.n_layers} layers")
+    if spec.n_heads % spec.n_kv_heads or spec.head_dim % 2:
+        raise damaged(path, f"{spec.n_heads} heads, {spec.n_kv_heads} KV heads and head size {spec.head_dim} don't go together")
+    if spec.moe is not None and spec.moe.top_k > spec.moe.n_experts:
+        raise damaged(path, f"its configuration uses {spec.moe.top_k} of {spec.moe.n_experts} experts")
+    if not (spec.rope.theta > 0 and spec.rms_eps >= 0 and spec.rope.linear_factor > 0):
+        raise damaged(path, f"its rope base is {spec.rope.theta} and its norm's epsilon {spec.rms_eps}")
