@@ -1,0 +1,215 @@
+"""Runs a call and writes its answer straight to ASGI: no framework between a token and the socket.
+
+Law: one task pumps, one waits for the client to go away, and neither costs the other anything per token. Whichever ends
+first (or the server's stop) ends the other, and the generation is closed before the answer is over. A status is sent only
+when the first tokens are there, so that a refusal at admission is a real 4xx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.core.clock import Clock
+from paceline.core.errors import PacelineError
+from paceline.core.generation import FinishReason, GenerationChunk
+from paceline.server.call import Call, Endpoint, Usage
+from paceline.server.chat_shape import ChatShape
+from paceline.server.completion_shape import CompletionShape
+from paceline.server.faults import STOPPING, Fault, Refusal, of_error, server_fault
+from paceline.server.inference import Inference
+from paceline.server.metrics import Meter
+from paceline.server.shapes import DONE, Collected, Shape
+from paceline.server.streams import close, open_call
+
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class Tally:
+    """Counts a call's tokens and times them."""
+
+    def __init__(self, call: Call, meter: Meter, clock: Clock, arrived_s: float) -> None:
+        self._meter = meter
+        self._clock = clock
+        self._arrived_s = arrived_s
+        self._prompt = sum(len(request.prompt_ids) for request in call.requests)
+        self._completion = 0
+        self._cached = 0
+        self._last_s: list[float | None] = [None] * (call.n * len(call.requests))
+        self.base = {request.request_id: place * call.n for place, request in enumerate(call.requests)}
+        """First choice of each prompt."""
+        self.open = len(self._last_s)
+        """Choices that have not ended."""
+
+    def count(self, chunks: Sequence[GenerationChunk]) -> None:
+        """Take note of one item of the stream.
+
+        Raises:
+            Refusal: a sequence ended by an error.
+        """
+        now_s = self._clock.monotonic()
+        for chunk in chunks:
+            choice = self.base[chunk.request_id] + chunk.index
+            tokens = len(chunk.token_ids)
+            if tokens:
+                last_s = self._last_s[choice]
+                if last_s is None:
+                    self._meter.ttft.observe(now_s - self._arrived_s)
+                    if tokens > 1:
+                        self._meter.inter_token.observe(0.0, tokens - 1)
+                    if not chunk.index:
+                        self._cached += chunk.cached_tokens
+                else:
+                    self._meter.inter_token.observe((now_s - last_s) / tokens, tokens)
+                self._last_s[choice] = now_s
+                self._completion += tokens
+            match chunk.finish_reason:
+                case None:
+                    pass
+                case FinishReason.ERROR | FinishReason.ABORT:
+                    raise Refusal(server_fault(chunk.error or "The generation was aborted by the server"))
+                case _:
+                    self.open -= 1
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return Usage(self._prompt, self._completion, self._cached)
+
+
+class Answer(Response):
+    """The response to a call. FastAPI hands it the ASGI channel and stays out of the way."""
+
+    media_type = None
+
+    def __init__(
+        self, call: Call, inference: Inference, meter: Meter, clock: Clock, arrived_s: float, stopping: asyncio.Future[None]
+    ) -> None:
+        super().__init__()
+        self._call = call
+        self._inference = inference
+        self._meter = meter
+        self._shape: Shape = ChatShape(call) if call.endpoint is Endpoint.CHAT else CompletionShape(call)
+        self._tally = Tally(call, meter, clock, arrived_s)
+        self._stopping = stopping
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run to the first of: answered, client gone, server stopping."""
+        pump = asyncio.create_task(self._stream(send) if self._call.stream else self._whole(send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((pump, gone, self._stopping), return_when=asyncio.FIRST_COMPLETED)
+            finished = pump.done()
+        finally:
+            gone.cancel()
+            pump.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+        if finished:
+            await self._end(pump, scope, receive, send)
+        elif gone.done() and not gone.cancelled():
+            self._meter.disconnects += 1
+        else:
+            await self._fail(STOPPING, scope, receive, send)
+
+    async def _end(self, pump: asyncio.Task[None], scope: Scope, receive: Receive, send: Send) -> None:
+        match pump.exception():
+            case None:
+                pass
+            case Refusal() as refusal:
+                await self._fail(refusal.fault, scope, receive, send)
+            case PacelineError() as error:
+                await self._fail(of_error(error), scope, receive, send)
+            case error:
+                if self._started:
+                    await self._fail(server_fault("The server failed while it answered"), scope, receive, send)
+                raise error
+
+    async def _fail(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
+        """As a status while none is sent, else as the stream's last event (without [DONE]: the answer is not complete)."""
+        if self._started:
+            await send({"type": "http.response.body", "body": fault.event(), "more_body": False})
+        else:
+            await fault.response()(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        shape, tally = self._shape, self._tally
+        event, base = shape.event, tally.base
+        chunks = open_call(self._inference, self._call)
+        try:
+            async for item in chunks:
+                tally.count(item)
+                body = b"".join([event(base[c.request_id] + c.index, c.text, c.logprobs, c.finish_reason) for c in merged(item)])
+                if not self._started:
+                    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                    self._started = True
+                    body = shape.opening() + body
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        finally:
+            await close(chunks)
+        self._check_complete()
+        ending = shape.usage_event(tally.usage()) + DONE if self._call.include_usage else DONE
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _whole(self, send: Send) -> None:
+        tally = self._tally
+        choices = [Collected() for _ in range(tally.open)]
+        await self._collect(open_call(self._inference, self._call), choices)
+        self._check_complete()
+        body = self._shape.whole(choices, tally.usage())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _collect(self, chunks: AsyncIterator[Sequence[GenerationChunk]], choices: list[Collected]) -> None:
+        tally = self._tally
+        try:
+            async for item in chunks:
+                tally.count(item)
+                for chunk in item:
+                    choice = choices[tally.base[chunk.request_id] + chunk.index]
+                    choice.text.append(chunk.text)
+                    choice.logprobs.extend(chunk.logprobs)
+                    choice.finish = chunk.finish_reason
+        finally:
+            await close(chunks)
+
+    def _check_complete(self) -> None:
+        """A generation that just stops is a failure, not a short answer."""
+        if self._tally.open:
+            raise Refusal(server_fault("The generation ended before its answer did"))
+
+
+def merged(chunks: Sequence[GenerationChunk]) -> Sequence[GenerationChunk]:
+    """Chunks of one sequence that queued up while the loop was busy become one event: less to write, less to parse."""
+    if len(chunks) < 2:  # noqa: PLR2004 - nothing to merge
+        return chunks
+    by_sequence: dict[tuple[str, int], list[GenerationChunk]] = {}
+    for chunk in chunks:
+        by_sequence.setdefault((chunk.request_id, chunk.index), []).append(chunk)
+    if len(by_sequence) == len(chunks):
+        return chunks
+    return [several[0] if len(several) == 1 else _one(several) for several in by_sequence.values()]
+
+
+def _one(several: list[GenerationChunk]) -> GenerationChunk:
+    first = several[0]
+    return GenerationChunk(
+        request_id=first.request_id,
+        index=first.index,
+        token_ids=tuple(token for chunk in several for token in chunk.token_ids),
+        text="".join([chunk.text for chunk in several]),
+        logprobs=tuple(logprob for chunk in several for logprob in chunk.logprobs),
+        finish_reason=several[-1].finish_reason,
+        cached_tokens=first.cached_tokens,
+    )
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has closed its end."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

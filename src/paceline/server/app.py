@@ -1,0 +1,217 @@
+"""The application: routes, and nothing that happens per token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.errors import PacelineError
+from paceline.server import replies
+from paceline.server.answer import Answer
+from paceline.server.body import BodyReader
+from paceline.server.call import Call
+from paceline.server.faults import STOPPING, Fault, Refusal, of_error, server_fault
+from paceline.server.guard import Guard
+from paceline.server.inference import Inference, ServedModel
+from paceline.server.intake import Intake, unknown_model
+from paceline.server.metrics import Meter, MetricsPage
+from paceline.server.openapi import body_of, document
+from paceline.server.settings import ServerSettings
+
+INLINE_BODY_BYTES = 16 << 10
+"""Longer bodies are parsed and tokenized in a thread, so that one long prompt does not hold up everyone's tokens."""
+
+Documented = dict[int | str, dict[str, Any]]
+_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "Server-sent events, ended by `data: [DONE]`."}}}
+_REASONS = {
+    400: "Malformed, or a field at fault, named in `param`",
+    404: "No such model here",
+    413: "The body is too long",
+    429: "Too busy; see Retry-After",
+    500: "The generation failed",
+    503: "Stopping",
+}
+_FAULTS: Documented = {status: {"model": replies.ErrorReply, "description": reason} for status, reason in _REASONS.items()}
+
+
+class Service:
+    """What the routes share. One an application, on one event loop."""
+
+    def __init__(self, inference: Inference, settings: ServerSettings, clock: Clock) -> None:
+        self.inference = inference
+        self.settings = settings
+        self.clock = clock
+        self.meter = Meter()
+        self.metrics = MetricsPage(inference, self.meter)
+        self._intake = Intake(inference, clock)
+        self._bodies = BodyReader(settings)
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-intake")
+        self._stopping: asyncio.Future[None] | None = None
+
+    def stop(self) -> None:
+        """End every stream and refuse new calls. Called on the event loop."""
+        future = self._stop_future()
+        if not future.done():
+            future.set_result(None)
+
+    def close(self) -> None:
+        """Join the intake thread."""
+        self._tokenizing.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop_future().done()
+
+    def _stop_future(self) -> asyncio.Future[None]:
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_future()
+        return self._stopping
+
+    async def answer(self, request: Request, parse: Callable[[Intake, bytes], Call]) -> Response:
+        """Read, check, and hand over to an `Answer`.
+
+        Raises:
+            Refusal, PacelineError: turned into an error answer by the application.
+        """
+        arrived_s = self.clock.monotonic()
+        if self.is_stopping:
+            raise Refusal(STOPPING)
+        async with self._bodies.read(request.scope, request.receive) as body:
+            if len(body) <= INLINE_BODY_BYTES:
+                call = parse(self._intake, body)
+            else:
+                call = await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
+        return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future())
+
+    def health(self) -> tuple[int, dict[str, object]]:
+        """Status and body of /health: whether work advances."""
+        progress = self.inference.progress()
+        stalled = progress.busy and progress.seconds_since_step > self.settings.stall_after_s
+        status = "failed" if progress.error is not None else "stalled" if stalled else "stopping" if self.is_stopping else "ok"
+        body: dict[str, object] = {
+            "status": status,
+            "busy": progress.busy,
+            "seconds_since_step": round(progress.seconds_since_step, 3),
+            "error": progress.error,
+        }
+        return (200 if status == "ok" else 503), body
+
+
+def service_of(app: FastAPI) -> Service:
+    """The service of an application made by `create_app`."""
+    return cast("Service", app.state.service)
+
+
+def create_app(inference: Inference, settings: ServerSettings | None = None, clock: Clock | None = None) -> FastAPI:
+    """The OpenAI API over `inference`.
+
+    Args:
+        inference: runs the generations.
+        settings: bounds and the key; the defaults where missing.
+        clock: for `created` and the latency histograms; the machine's where missing.
+    """
+    service = Service(inference, settings or ServerSettings(), clock or SystemClock())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        yield
+        service.close()
+
+    app = FastAPI(
+        title="Paceline",
+        version="1",
+        description="One OpenAI endpoint out of the machines you own.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    app.add_middleware(Guard, settings=service.settings, meter=service.meter)
+    _add_faults(app)
+    _add_routes(app, service)
+    app.openapi = lambda: document(app, inference, with_key=service.settings.api_key is not None)
+    return app
+
+
+def _add_faults(app: FastAPI) -> None:
+    """Errors leave in OpenAI's shape, whoever raised them."""
+
+    async def refusal(_: Request, error: Exception) -> Response:
+        return cast("Refusal", error).fault.response()
+
+    async def typed(_: Request, error: Exception) -> Response:
+        return of_error(cast("PacelineError", error)).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        raised = cast("HTTPException", error)
+        message = f"{request.method} {request.url.path}: {raised.detail}"
+        return Fault(
+            raised.status_code, message, code="not_found" if raised.status_code == 404 else None, headers=dict(raised.headers or {})
+        ).response()  # noqa: PLR2004
+
+    async def left(_: Request, __: Exception) -> Response:
+        return Response(status_code=400)  # nobody is there to read it
+
+    async def unexpected(_: Request, __: Exception) -> Response:
+        return server_fault("The server failed while it answered; its log says why").response()
+
+    app.add_exception_handler(Refusal, refusal)
+    app.add_exception_handler(PacelineError, typed)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, left)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    failing: Documented = (
+        {401: {"model": replies.ErrorReply, "description": "No or a wrong key"}} if service.settings.api_key is not None else {}
+    )
+
+    def answers(model: type, content: dict[str, Any] | None = None) -> Documented:
+        return {200: {"model": model, "content": content or {}}, **_FAULTS, **failing}
+
+    @app.post("/v1/chat/completions", responses=answers(replies.ChatCompletion, _STREAM), openapi_extra=body_of("ChatCompletionRequest"))
+    async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await service.answer(request, Intake.chat)
+
+    @app.post("/v1/completions", responses=answers(replies.Completion, _STREAM), openapi_extra=body_of("CompletionRequest"))
+    async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await service.answer(request, Intake.completion)
+
+    @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **failing})
+    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json({"object": "list", "data": [_model(model) for model in service.inference.models()]})
+
+    @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.Model}, 404: _FAULTS[404], **failing})
+    async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        served = service.inference.models()
+        for one in served:
+            if one.name == model_id:
+                return _json(_model(one))
+        raise unknown_model(model_id, [one.name for one in served])
+
+    @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
+    async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
+        status, body = service.health()
+        return _json(body, status)
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **failing}, response_class=Response)
+    async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _model(model: ServedModel) -> dict[str, object]:
+    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "paceline", "max_model_len": model.max_context}
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")

@@ -1,0 +1,50 @@
+"""A client's call after intake: checked, tokenized, ready to run. One call may hold several prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from paceline.core.generation import GenerationRequest
+from paceline.server.inference import ServedModel
+
+
+class Endpoint(StrEnum):
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What `/v1/chat/completions` or `/v1/completions` was asked for."""
+
+    id: str
+    endpoint: Endpoint
+    model: ServedModel
+    created: int
+    """Unix seconds."""
+    requests: tuple[GenerationRequest, ...]
+    """One a prompt, each with the same `n`. Choice `i` of prompt `p` has index `p * n + i`."""
+    n: int
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens a call took."""
+
+    prompt: int
+    completion: int
+    cached: int
+    """Of the prompts' tokens, those found in the prefix cache."""
+
+    def as_json(self) -> dict[str, object]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }

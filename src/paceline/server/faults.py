@@ -1,0 +1,112 @@
+"""Every failure in OpenAI's shape: one table from what went wrong to (status, type, code, param)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import orjson
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded, PacelineError, UnknownModel
+from paceline.server.requests import REFUSED, UNION_TAGS
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error as a client sees it."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+
+    def body(self) -> bytes:
+        """The JSON of the error."""
+        detail = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": detail})
+
+    def event(self) -> bytes:
+        """The same as an SSE event, for a stream that has begun: its status can't change any more."""
+        return b"data: " + self.body() + b"\n\n"
+
+    def response(self) -> Response:
+        """The whole HTTP answer."""
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+class Refusal(Exception):
+    """Carries a fault up to where the answer is written."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+STOPPING = Fault(
+    503, "The server is stopping. Try again in a moment.", "server_error", code="server_stopping", headers={"Retry-After": "2"}
+)
+BAD_KEY = Fault(
+    401,
+    "Missing or wrong API key. Send it as 'Authorization: Bearer KEY'.",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+
+
+def overloaded(message: str, retry_after_s: int) -> Fault:
+    """429: come back later."""
+    return Fault(429, message, "rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(max(1, retry_after_s))})
+
+
+def server_fault(message: str) -> Fault:
+    """500: ours, not the client's."""
+    return Fault(500, message, "server_error", code="internal_error")
+
+
+def of_error(error: PacelineError) -> Fault:
+    """A typed error of Paceline's as a fault."""
+    match error:
+        case ContextOverflow():
+            return Fault(400, str(error), param=error.field, code="context_length_exceeded")
+        case InvalidRequest():
+            return Fault(400, str(error), param=error.field, code="invalid_value")
+        case UnknownModel():
+            return Fault(404, str(error), param="model", code="model_not_found")
+        case Overloaded():
+            return overloaded(str(error), error.retry_after_s)
+        case _:
+            return server_fault(str(error))
+
+
+def of_validation(error: ValidationError) -> Fault:
+    """A body that does not fit its model: the first field at fault, by name."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return Fault(400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
+    param = _param(first["loc"])
+    if not param:
+        return Fault(400, "The body should be a JSON object", code="invalid_type")
+    match first["type"]:
+        case "missing":
+            return Fault(400, f"Missing required field: {param}", param=param, code="missing_required_parameter")
+        case "extra_forbidden":
+            return Fault(400, f"Unrecognized field: {param}", param=param, code="unknown_parameter")
+        case _:
+            refused = next((REFUSED[part] for part in first["loc"] if isinstance(part, str) and part in REFUSED), None)
+            if refused is not None:
+                return Fault(400, f"{param}: {refused}", param=param, code="unsupported_parameter")
+            return Fault(400, f"{param}: {first['msg']}", param=param, code="invalid_value")
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """A pydantic location as OpenAI writes it: messages[0].content."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part not in UNION_TAGS and part != "[key]":
+            name += f".{part}" if name else part
+    return name

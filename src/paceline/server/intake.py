@@ -1,0 +1,213 @@
+"""Bytes of a request body in, a `Call` out: parse, check, tokenize. Pure and synchronous; big bodies run in a worker thread.
+
+A text is refused by its length before it is tokenized where even the longest tokens could not fit it into the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ContextOverflow, InvalidRequest, UnknownModel
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.server.call import Call, Endpoint
+from paceline.server.faults import Refusal, of_validation
+from paceline.server.inference import Inference, ServedModel
+from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
+
+Body = TypeVar("Body", bound=Sampling)
+
+NFC_SHRINK = 3
+"""Unicode composition, which some tokenizers apply first, shortens UTF-8 at most threefold. ASCII it leaves alone."""
+SPECIAL_TOKEN_BYTES = 64
+"""Special tokens have no bytes in the vocabulary but some in a text; none is longer than this."""
+
+
+class Intake:
+    """Turns request bodies into calls for the models served."""
+
+    def __init__(self, inference: Inference, clock: Clock) -> None:
+        self._inference = inference
+        self._clock = clock
+        self._longest_token: dict[str, int] = {}
+
+    def chat(self, body: bytes) -> Call:
+        """A chat completion.
+
+        Raises:
+            Refusal: the body is malformed.
+            InvalidRequest, ContextOverflow, UnknownModel: it can't be served as asked.
+        """
+        asked = _parse(ChatCompletionRequest, body)
+        model = self._model(asked.model)
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise InvalidRequest("top_logprobs: only together with logprobs: true", field="top_logprobs")
+        if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+            raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
+        messages = [{"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in asked.messages]
+        self._check_length(model, [m["content"] for m in messages], "messages")
+        try:
+            ids = model.tokenizer.render_chat(messages)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
+        return self._call(Endpoint.CHAT, asked, model, [ids], most, logprobs, "messages")
+
+    def completion(self, body: bytes) -> Call:
+        """A plain completion; raises as `chat` does."""
+        asked = _parse(CompletionRequest, body)
+        model = self._model(asked.model)
+        prompt = asked.prompt
+        prompts: list[list[int]] = []
+        if isinstance(prompt, str):
+            self._check_length(model, [prompt], "prompt")
+            prompts.append(model.tokenizer.encode(prompt))
+        else:
+            texts = [item for item in prompt if isinstance(item, str)]
+            for text in texts:
+                self._check_length(model, [text], "prompt")
+                prompts.append(model.tokenizer.encode(text))
+            if not texts:
+                nested = [item for item in prompt if isinstance(item, list)]
+                prompts.extend(nested or [[item for item in prompt if isinstance(item, int)]])
+        if len(prompts) * (asked.n or 1) > MAX_CHOICES:
+            raise InvalidRequest(f"n: prompts times n is {len(prompts) * (asked.n or 1)}, beyond {MAX_CHOICES}", field="n")
+        for ids in prompts:
+            if not ids:
+                raise InvalidRequest("prompt: empty, and this model starts no text by itself", field="prompt")
+            if max(ids) >= model.tokenizer.size:
+                raise InvalidRequest(f"prompt: token {max(ids)} is not one of the model's {model.tokenizer.size}", field="prompt")
+        return self._call(Endpoint.COMPLETION, asked, model, prompts, asked.max_tokens, asked.logprobs, "prompt")
+
+    def _model(self, name: str) -> ServedModel:
+        models = self._inference.models()
+        for model in models:
+            if model.name == name:
+                return model
+        raise unknown_model(name, [model.name for model in models])
+
+    def _check_length(self, model: ServedModel, texts: list[str], field: str) -> None:
+        """Refuse texts that can't fit, by their length alone.
+
+        Raises:
+            ContextOverflow: the fewest tokens they could make are more than the context.
+        """
+        fewest = 0
+        for text in texts:
+            size = len(text) if text.isascii() else len(text.encode()) // NFC_SHRINK
+            if size <= model.max_context:
+                continue  # most texts: no need to know the vocabulary
+            fewest += size // self._longest(model)
+        if fewest >= model.max_context:
+            raise ContextOverflow(
+                f"{field}: at least {fewest} tokens, and {model.name} holds {model.max_context} with the answer",
+                "Send less text.",
+                field=field,
+            )
+
+    def _longest(self, model: ServedModel) -> int:
+        longest = self._longest_token.get(model.name)
+        if longest is None:
+            vocabulary = model.tokenizer
+            longest = max(SPECIAL_TOKEN_BYTES, *(len(vocabulary.token_bytes(i)) for i in range(vocabulary.size)))
+            self._longest_token[model.name] = longest
+        return longest
+
+    def _call(
+        self,
+        endpoint: Endpoint,
+        asked: Sampling,
+        model: ServedModel,
+        prompts: list[list[int]],
+        most: int | None,
+        logprobs: int | None,
+        field: str,
+    ) -> Call:
+        if asked.stream_options is not None and not asked.stream:
+            raise InvalidRequest("stream_options: only together with stream: true", field="stream_options")
+        sampling = _sampling(asked, logprobs, model.tokenizer.size)
+        call_id = ("chatcmpl-" if endpoint is Endpoint.CHAT else "cmpl-") + uuid4().hex
+        n = asked.n or 1
+        stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+        stop_ids = frozenset(_in_vocabulary(asked.stop_token_ids or (), model.tokenizer.size, "stop_token_ids"))
+        return Call(
+            id=call_id,
+            endpoint=endpoint,
+            model=model,
+            created=int(self._clock.wall()),
+            requests=tuple(
+                GenerationRequest(
+                    request_id=RequestId(f"{call_id}-{place}" if len(prompts) > 1 else call_id),
+                    prompt_ids=tuple(ids),
+                    max_tokens=_max_tokens(model, len(ids), most, field),
+                    sampling=sampling,
+                    n=n,
+                    stop=stop,
+                    stop_ids=stop_ids,
+                    ignore_eos=bool(asked.ignore_eos),
+                )
+                for place, ids in enumerate(prompts)
+            ),
+            n=n,
+            stream=bool(asked.stream),
+            include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
+            logprobs=logprobs is not None,
+        )
+
+
+def unknown_model(name: str, served: list[str]) -> UnknownModel:
+    """The error for a model that is not served here."""
+    return UnknownModel(f"The model {name!r} is not served here", f"Served: {', '.join(served) or 'none'}.")
+
+
+def _parse(kind: type[Body], body: bytes) -> Body:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise Refusal(of_validation(error)) from error
+
+
+def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int:
+    room = model.max_context - prompt
+    if room < 1 or (most is not None and most > room):
+        asked = f" and {most} of answer" if most is not None else ""
+        raise ContextOverflow(
+            f"{field}: {prompt} tokens of prompt{asked} exceed the context of {model.name}, {model.max_context} tokens",
+            "Shorten the prompt or lower max_tokens.",
+            field=field,
+        )
+    return room if most is None else most
+
+
+def _sampling(asked: Sampling, logprobs: int | None, vocabulary: int) -> SamplingParams:
+    """The client's fields, where missing OpenAI's defaults."""
+    return SamplingParams(
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_k=max(asked.top_k or 0, 0),
+        # 0 means "the likeliest token only" to OpenAI's clients; any positive share keeps that one.
+        top_p=1.0 if asked.top_p is None else max(asked.top_p, 1e-9),
+        min_p=asked.min_p or 0.0,
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        seed=None if asked.seed is None else asked.seed & ((1 << 63) - 1),
+        logit_bias=_logit_bias(asked.logit_bias or {}, vocabulary),
+        logprobs=logprobs,
+    )
+
+
+def _logit_bias(asked: Mapping[str, float], vocabulary: int) -> dict[int, float]:
+    ids = _in_vocabulary([int(key) for key in asked], vocabulary, "logit_bias")
+    return dict(zip(ids, asked.values(), strict=True))
+
+
+def _in_vocabulary(ids: list[int] | tuple[int, ...], size: int, field: str) -> list[int] | tuple[int, ...]:
+    if ids and max(ids) >= size:
+        raise InvalidRequest(f"{field}: token {max(ids)} is not one of the model's {size}", field=field)
+    return ids

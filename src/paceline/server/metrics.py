@@ -1,0 +1,101 @@
+"""What the server measures, and the Prometheus page made of it and of the engine's counters when it is scraped.
+
+Everything runs on the event loop, so counting needs no lock: a token costs one bisection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.server.inference import Inference
+
+TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
+INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class Histogram:
+    """Counts by upper bound. prometheus-client's own takes a lock and a linear search for each observation."""
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_s = tuple(bounds_s)
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """Count `times` observations of `seconds` each."""
+        self._counts[bisect_left(self._bounds_s, seconds)] += times
+        self._sum_s += seconds * times
+
+    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+        """As Prometheus wants it: cumulative, with +Inf last."""
+        buckets: list[tuple[str, float]] = []
+        total = 0
+        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum_s)
+
+
+class Meter:
+    """The server's own counts."""
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(TTFT_BOUNDS_S)
+        self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
+        self.answers: Counter[tuple[str, int]] = Counter()
+        """HTTP answers begun, by path and status."""
+        self.disconnects = 0
+        """Calls whose client went away before their end."""
+        self.in_flight = 0
+        """HTTP requests being answered."""
+
+
+class MetricsPage(Collector):
+    """Collects the meter and the engine's stats; `render` writes them in Prometheus' text format."""
+
+    def __init__(self, inference: Inference, meter: Meter) -> None:
+        self._inference = inference
+        self._meter = meter
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The page."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing ahead of time: the registry then takes the collector as it is."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a metric."""
+        meter, stats = self._meter, self._inference.stats()
+        yield meter.ttft.family("paceline_ttft_seconds", "From a call's arrival to its first token.")
+        yield meter.inter_token.family("paceline_inter_token_seconds", "Between two tokens of one sequence.")
+        yield GaugeMetricFamily("paceline_requests_waiting", "Sequences waiting for their turn.", value=stats.waiting)
+        yield GaugeMetricFamily("paceline_requests_running", "Sequences being run.", value=stats.running)
+        yield GaugeMetricFamily("paceline_kv_blocks_total", "KV blocks of the pool.", value=stats.blocks_total)
+        yield GaugeMetricFamily("paceline_kv_blocks_used", "KV blocks held by live sequences.", value=stats.blocks_in_use)
+        yield GaugeMetricFamily("paceline_kv_blocks_cached", "KV blocks the prefix cache keeps.", value=stats.blocks_cached)
+        yield CounterMetricFamily("paceline_prefix_cache_queries", "Prompt tokens looked up.", value=stats.prefix_queries_tokens)
+        yield CounterMetricFamily("paceline_prefix_cache_hits", "Prompt tokens found.", value=stats.prefix_hits_tokens)
+        yield CounterMetricFamily("paceline_prompt_tokens", "Prompt tokens of all calls.", value=stats.prompt_tokens)
+        yield CounterMetricFamily("paceline_generated_tokens", "Tokens generated.", value=stats.generated_tokens)
+        yield CounterMetricFamily("paceline_preemptions", "Sequences preempted for memory.", value=stats.preemptions)
+        yield CounterMetricFamily("paceline_steps", "Engine steps.", value=stats.steps)
+        finished = CounterMetricFamily("paceline_sequences_finished", "Sequences ended.", labels=["reason"])
+        for reason, count in stats.finished.items():
+            finished.add_metric([str(reason)], count)
+        yield finished
+        answers = CounterMetricFamily("paceline_http_responses", "HTTP answers begun.", labels=["path", "status"])
+        for (path, status), count in meter.answers.items():
+            answers.add_metric([path, str(status)], count)
+        yield answers
+        yield CounterMetricFamily("paceline_client_disconnects", "Calls whose client went away.", value=meter.disconnects)
+        yield GaugeMetricFamily("paceline_http_in_flight", "HTTP requests being answered.", value=meter.in_flight)

@@ -1,0 +1,208 @@
+"""The request bodies of the API, as pydantic models: what is accepted, and the OpenAPI schema, from one source.
+
+A field falls in one of three groups. *Served*: it does what OpenAI (or, for top_k, min_p, repetition_penalty,
+stop_token_ids and ignore_eos, vLLM) says. *Harmless*: clients send it, it never changes an answer here, it is ignored
+(user, metadata, store, service_tier, safety_identifier, prompt_cache_key, prompt_cache_retention, prediction,
+parallel_tool_calls, a message's name). *Refused*: it would change the answer and is not served, so only the value that
+means "off" passes. An unknown field is refused: there is no silent fallback.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+UNION_TAGS = frozenset({"as-string", "as-list"})
+"""Parts of a pydantic error location that are ours, not the client's."""
+
+MAX_CHOICES = 128
+MAX_PROMPT_IDS = 1 << 22
+
+
+def _string_or_list(value: object) -> str:
+    return "as-string" if isinstance(value, str) else "as-list"
+
+
+class Strict(BaseModel):
+    """No coercion ("1" is not 1), no unknown field."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(default=None, description="Ignored.")
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[
+    Annotated[StopString, Tag("as-string")] | Annotated[list[StopString], Field(max_length=16), Tag("as-list")],
+    Discriminator(_string_or_list),
+]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Sampling(Strict):
+    """What chat and plain completions share."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31, description="Where missing: the rest of the context.")
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy; default 1.")
+    top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31, description="0 or -1 keeps all.")
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    logit_bias: dict[TokenKey, Bias] | None = Field(default=None, max_length=1024)
+    stop: Stop | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
+    ignore_eos: bool | None = None
+
+    user: str | None = Field(default=None, description="Ignored.")
+    metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")
+    store: bool | None = Field(default=None, description="Ignored.")
+    service_tier: str | None = Field(default=None, description="Ignored.")
+    safety_identifier: str | None = Field(default=None, description="Ignored.")
+    prompt_cache_key: str | None = Field(default=None, description="Ignored.")
+    prompt_cache_retention: str | None = Field(default=None, description="Ignored.")
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("as-string")] | Annotated[list[TextPart], Field(min_length=1), Tag("as-list")],
+    Discriminator(_string_or_list),
+]
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="`developer` is rendered as `system`.")
+    content: Content
+    name: str | None = Field(default=None, description="Ignored.")
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[Any] | None = Field(default=None, max_length=0)
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+
+    @property
+    def text(self) -> str:
+        """The message's text, its parts joined."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatCompletionRequest(Sampling):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="Only with `logprobs`.")
+
+    prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
+    parallel_tool_calls: bool | None = Field(default=None, description="Ignored.")
+
+    tools: list[Any] | None = Field(default=None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    functions: list[Any] | None = Field(default=None, max_length=0)
+    function_call: Literal["none", "auto"] | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    web_search_options: None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+def _check_prompt(value: object) -> str | list[str] | list[int] | list[list[int]]:
+    """By hand, since a long list of ids in a pydantic union costs seconds: one pass of C loops instead."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt", "Input should be a string, a list of strings, a list of token ids or a list of such lists")
+    items = cast("list[object]", value)
+    kinds = set(map(type, items))
+    if kinds == {str}:
+        prompts, inner = len(items), cast("list[list[object]]", [])
+    elif kinds == {list}:
+        inner = cast("list[list[object]]", items)
+        prompts = len(inner)
+    else:
+        inner = [items]
+        prompts = 1
+    if prompts > MAX_CHOICES:
+        raise PydanticCustomError("prompt", "At most {limit} prompts in one request", {"limit": MAX_CHOICES})
+    for ids in inner:
+        if set(map(type, ids)) != {int}:
+            raise PydanticCustomError("prompt", "Token ids should be integers, at least one for each prompt")
+        if len(ids) > MAX_PROMPT_IDS:
+            raise PydanticCustomError("prompt", "A prompt of {count} token ids is longer than any context", {"count": len(ids)})
+        numbers = cast("list[int]", ids)
+        if min(numbers) < 0 or max(numbers) >= 1 << 31:
+            raise PydanticCustomError("prompt", "Token ids should be from the model's vocabulary")
+    return cast("str | list[str] | list[int] | list[list[int]]", value)
+
+
+_ID_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}}
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string"}},
+                _ID_SCHEMA,
+                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _ID_SCHEMA},
+            ]
+        }
+    ),
+]
+
+
+class CompletionRequest(Sampling):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: int | None = Field(default=None, ge=0, le=20, description="Top alternatives beside each token's own.")
+
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+
+REFUSED = {
+    "tools": "Tools are not served",
+    "tool_choice": "Tools are not served",
+    "functions": "Functions are not served",
+    "function_call": "Functions are not served",
+    "tool_calls": "Tools are not served",
+    "response_format": "Only response_format of type text is served",
+    "modalities": "Only text is served",
+    "audio": "Audio is not served",
+    "web_search_options": "Web search is not served",
+    "reasoning_effort": "Only reasoning_effort none is served",
+    "verbosity": "Only verbosity medium is served",
+    "refusal": "A refusal can't be part of a prompt here",
+    "annotations": "Annotations can't be part of a prompt here",
+    "echo": "echo is not served",
+    "best_of": "Only best_of 1 is served",
+    "suffix": "suffix is not served",
+}
+"""Fields whose only accepted value means "off", and how to say so."""

@@ -1,0 +1,62 @@
+"""What a person can set about the server, and what each tunable costs.
+
+Bounds exist so that no client can hold memory, a connection or a KV block for as long as it likes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Settings of one server. The defaults suit a machine that serves a household or a team."""
+
+    api_key: str | None = None
+    """Asked of every path but /health when set (as `Authorization: Bearer`)."""
+    max_body_bytes: int = 16 * MIB
+    """Longest request body. Raising it lets one request hold the event loop longer (parsing is about 1 ms a megabyte)."""
+    max_pending_body_bytes: int = 256 * MIB
+    """Bodies being read or parsed, in all; beyond it new ones get 429. Raising it costs that much memory under attack."""
+    max_requests: int = 1024
+    """Requests in flight, waiting ones included; beyond it 429. The engine's own queue is usually the tighter bound."""
+    max_connections: int = 4096
+    """Open sockets; beyond it new ones get 429 and are closed. Raising it costs file descriptors."""
+    request_timeout_s: float = 30.0
+    """For a whole request (headers and body) to arrive. Raising it lets half-open connections live longer."""
+    idle_timeout_s: float = 75.0
+    """Between two requests of a kept-alive connection. Raising it costs idle sockets; lowering it, reconnects."""
+    slow_reader_timeout_s: float = 30.0
+    """For a client that stopped reading its stream. Raising it holds that client's KV blocks longer."""
+    stall_after_s: float = 30.0
+    """Busy without a finished step for so long is unhealthy. Must exceed the longest honest step."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost counts as reachable from elsewhere."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(host: str, api_key: str | None) -> None:
+    """Refuse to open the API to a network without a key.
+
+    Raises:
+        ConfigError: `host` is not loopback and there is no key, or the key can't travel in a header.
+    """
+    if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or api_key != api_key.strip() or not api_key):
+        raise ConfigError("The API key is empty or has characters a header can't carry", "Use printable ASCII without spaces around it.")
+    if api_key is None and not is_loopback(host):
+        raise ConfigError(
+            f"Refusing to listen on {host or 'every interface'} without an API key: anyone on that network could use this machine",
+            "Set an API key, or bind to 127.0.0.1.",
+        )
