@@ -1,1 +1,1 @@
-"""The composition root: the one place that names concrete classes."""
+"""The composition root: the one place that names concrete classes and puts them together."""

@@ -1,0 +1,264 @@
+"""The engine as the server sees it: `server.inference.Inference` over an engine that runs elsewhere.
+
+Everything here happens on one event loop; the engine's reports come in through one `call_soon_threadsafe` a step, for all requests
+together. A stream that is closed or cancelled aborts its request at once; whoever opens one closes it. When the engine dies, every stream ends with an
+error, and so does every later call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded, PacelineError, UnknownModel
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.ids import RequestId
+from paceline.core.stats import EngineStats
+from paceline.node.commands import Abort, Add, Command, Died, Report
+from paceline.server.inference import Progress, ServedModel
+
+CLOSE_TIMEOUT_S = 1.0
+"""How long a step in progress may hold up a stop. Raising it delays Ctrl-C; lowering it abandons more steps."""
+RETRY_SPAN_S = 60
+"""Longest wait asked of a client that was refused."""
+
+
+class EngineRunner(Protocol):
+    """Something that runs an engine apart from the event loop: a thread, or a process."""
+
+    def start(self, tell: Callable[[Report | Died], None]) -> None: ...
+    def send(self, command: Command) -> None: ...
+    def close(self, timeout_s: float) -> bool: ...
+
+
+class EngineHost:
+    """One engine, one model, many streams."""
+
+    def __init__(self, runner: EngineRunner, model: ServedModel, clock: Clock, *, capacity: int, at_once: int) -> None:
+        """Start the runner.
+
+        Args:
+            runner: owned from here on; `close` closes it.
+            model: what the engine serves.
+            clock: for progress.
+            capacity: sequences that may be live, waiting ones included; beyond it requests are refused.
+            at_once: sequences the engine runs side by side; tells a refused client how long to wait.
+        """
+        self._runner = runner
+        self._model = model
+        self._clock = clock
+        self._capacity = capacity
+        self._at_once = at_once
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._live: dict[RequestId, _Stream] = {}
+        self._live_sequences = 0
+        self._sent = 0
+        self._taken = 0
+        self._has_work = False
+        self._stats = EngineStats()
+        self._progressed_s = clock.monotonic()
+        self._died: str | None = None
+        self._closed = False
+        runner.start(self._tell)
+
+    # ------------------------------------------------------------------------------------------------------ for the server
+
+    def models(self) -> Sequence[ServedModel]:
+        return (self._model,)
+
+    def generate(self, model: str, request: GenerationRequest) -> AsyncIterator[Sequence[GenerationChunk]]:
+        """Start a request; see `Inference.generate`. Nothing happens before the first item is asked for."""
+        return _Stream(self, model, request)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def progress(self) -> Progress:
+        busy = self._died is None and self._is_busy()
+        return Progress(busy, self._clock.monotonic() - self._progressed_s if busy else 0.0, self._died)
+
+    # -------------------------------------------------------------------------------------------------------- for its owner
+
+    def close(self) -> bool:
+        """End every stream with an error and stop the engine. Idempotent. False if a step outlasted the wait."""
+        if self._closed:
+            return True
+        self._closed = True
+        self._fail_all("The server is stopping")
+        return self._runner.close(CLOSE_TIMEOUT_S)
+
+    # ----------------------------------------------------------------------------------------------------------- for streams
+
+    def admit(self, stream: _Stream, model: str, request: GenerationRequest) -> None:
+        """Let a request in, or refuse it.
+
+        Raises:
+            UnknownModel, ContextOverflow, Overloaded: it can't be served.
+            InvalidRequest: its id is in use.
+            PacelineError: the engine is gone.
+        """
+        if model != self._model.name:
+            raise UnknownModel(f"The model {model!r} is not served here", f"Served here: {self._model.name}.")
+        if self._died is not None or self._closed:
+            raise PacelineError(f"The engine stopped: {self._died or 'it was closed'}", "Restart paceline.")
+        tokens = len(request.prompt_ids) + request.max_tokens
+        if tokens > self._model.max_context:
+            raise ContextOverflow(
+                f"{len(request.prompt_ids)} tokens of prompt and {request.max_tokens} of answer exceed the context of "
+                f"{self._model.max_context}",
+                "Shorten the prompt, or ask for fewer tokens.",
+                field="max_tokens",
+            )
+        if request.request_id in self._live:
+            raise InvalidRequest(f"The request id {request.request_id} is in use")
+        if self._live_sequences + request.n > self._capacity:
+            rounds = math.ceil(self._live_sequences / self._at_once)
+            raise Overloaded(
+                f"{self._live_sequences} answers are running or waiting, and {self._capacity} is the most",
+                "Try again later.",
+                retry_after_s=min(RETRY_SPAN_S, 2 * rounds),
+            )
+        self._bind_loop()
+        self._live[request.request_id] = stream
+        self._live_sequences += request.n
+        self._send(Add(request))
+
+    def leave(self, request: GenerationRequest, *, ended: bool) -> None:
+        """A stream is over: by its end, or by its reader's will."""
+        if self._live.pop(request.request_id, None) is None:
+            return
+        self._live_sequences -= request.n
+        if not ended and self._died is None and not self._closed:
+            self._send(Abort(request.request_id))
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _bind_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._live:
+                raise RuntimeError("an EngineHost serves one event loop at a time")
+            self._loop = loop
+
+    def _is_busy(self) -> bool:
+        return self._has_work or self._taken < self._sent
+
+    def _send(self, command: Command) -> None:
+        if not self._is_busy():
+            self._progressed_s = self._clock.monotonic()
+        self._sent += 1
+        self._runner.send(command)
+
+    def _tell(self, news: Report | Died) -> None:
+        """Called by the runner, in a thread of its own."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            self._receive(news)  # nobody streams: there is no loop to disturb
+            return
+        try:
+            loop.call_soon_threadsafe(self._receive, news)
+        except RuntimeError:
+            self._receive(news)  # closed between the two lines: as above
+
+    def _receive(self, news: Report | Died) -> None:
+        self._progressed_s = self._clock.monotonic()
+        if isinstance(news, Died):
+            self._died = news.reason
+            self._fail_all(f"The engine stopped: {news.reason}")
+            return
+        self._taken = news.taken
+        self._has_work = news.has_work
+        self._stats = news.stats
+        live = self._live
+        woken: list[_Stream] = []
+        for chunk in news.chunks:
+            stream = live.get(chunk.request_id)
+            if stream is not None and stream.push(chunk):
+                woken.append(stream)
+        for stream in woken:
+            stream.wake()
+        for request_id, error in news.refused:
+            stream = live.get(request_id)
+            if stream is not None:
+                stream.refuse(error)
+
+    def _fail_all(self, reason: str) -> None:
+        for stream in list(self._live.values()):
+            stream.fail(reason)
+
+
+class _Stream:
+    """What one request gained and its reader has not yet taken."""
+
+    def __init__(self, host: EngineHost, model: str, request: GenerationRequest) -> None:
+        self._host = host
+        self._model = model
+        self._request = request
+        self._items: list[GenerationChunk] = []
+        self._running = set(range(request.n))
+        self._error: PacelineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._admitted = False
+        self._over = False
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> Sequence[GenerationChunk]:
+        if not self._admitted and not self._over:
+            self._host.admit(self, self._model, self._request)
+            self._admitted = True
+        while not self._items:
+            if self._error is not None:
+                self._finish(ended=True)
+                error, self._error = self._error, None
+                raise error
+            if self._over or not self._running:
+                self._finish(ended=True)
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self._finish(ended=False)
+                raise
+        items, self._items = self._items, []
+        return items
+
+    async def aclose(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        self._items.clear()
+        self._finish(ended=not self._running)
+
+    # ---------------------------------------------------------------------------------------------------------- for the host
+
+    def push(self, chunk: GenerationChunk) -> bool:
+        """Keep a chunk. True for the first since the reader last took some."""
+        if chunk.finish_reason is not None:
+            self._running.discard(chunk.index)
+        self._items.append(chunk)
+        return len(self._items) == 1
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def refuse(self, error: PacelineError) -> None:
+        """End with an error raised to the reader."""
+        self._error = error
+        self.wake()
+
+    def fail(self, reason: str) -> None:
+        """End what still runs with an error chunk."""
+        for index in sorted(self._running):
+            self.push(GenerationChunk(self._request.request_id, index, (), "", finish_reason=FinishReason.ERROR, error=reason))
+        self.wake()
+
+    def _finish(self, *, ended: bool) -> None:
+        if not self._over:
+            self._over = True
+            if self._admitted:
+                self._host.leave(self._request, ended=ended)
