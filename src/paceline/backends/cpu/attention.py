@@ -1,0 +1,199 @@
+"""Causal attention over paged bf16 keys and values, one arithmetic for every shape.
+
+A row's scores, maximum, weights, their sum and the mix of values are each reduced over absolute blocks of 16 keys in order, and
+keys beyond the row's position weigh exactly zero: a row's bits depend on its query and its sequence, not on the rows beside it.
+
+A block of one KV head holds 16 keys as a bf16 record of `gemm.py` (keys in the lanes, head dimensions in pairs) and 16 values as
+[head_dim / 16][8 key pairs][16 dimensions][2]: both products are VDPBF16PS against a repeated pair.
+Strides and offsets are bytes. Shapes: M rows of one query head (or query heads of one row) that share keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+from numba import njit
+from numba.core import types
+from numba.extending import intrinsic
+
+from paceline.backends.cpu.simd import I32, I64, B, Emit, H, I, Value, lowered
+
+BLOCK = 16
+"""Tokens a KV block: the lanes of a vector."""
+
+_MASKED = -1e30
+
+
+@intrinsic(prefer_literal=True)
+def _weigh(_, rows, table, n_blocks, pool, block_stride, q, q_stride, head_dim, scale_bits, first, step, p, p_stride, norm):
+    """Scores -> weights. Writes exp(score - max) as bf16 rows at `p` and 1 / sum at `norm` (float each).
+
+    `p` rows first hold fp32 scores: `p_stride` is at least 64 bytes a block. Row m attends to positions <= first + m * step.
+    """
+    m_rows = rows.literal_value
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        table, n_blocks, pool, block_stride, q, q_stride, head_dim, scale_bits, first, step, p, p_stride, norm = args
+        b = e.b
+        scale = e.splat(b.bitcast(b.trunc(scale_bits, I32), ir.FloatType()), e.const(0).type)
+        q_m = [e.at(q, e.mul(q_stride, m)) for m in range(m_rows)]
+        p_m = [e.at(p, e.mul(p_stride, m)) for m in range(m_rows)]
+        last_m = [e.splat(b.trunc(b.add(first, e.mul(step, m)), I32), I) for m in range(m_rows)]
+        lanes = ir.Constant(I, [ir.Constant(I32, i) for i in range(16)])
+        peak = [e.var(e.const(_MASKED)) for _ in range(m_rows)]
+        with e.loop(n_blocks) as j:
+            block = b.sext(e.load(I32, table, e.mul(j, 4), align=4), I64)
+            keys = e.at(b.add(pool, b.mul(block, block_stride)))
+            acc = [e.var(e.const(0.0)) for _ in range(m_rows)]
+            for a in acc:
+                b.store(e.const(0.0), a)
+            with e.loop(b.lshr(head_dim, e.i64(4))) as d:
+                for pair in range(8):
+                    at = b.add(e.mul(d, 512), e.i64(64 * pair))
+                    weights = b.bitcast(e.load(H, keys, at), B)
+                    for m in range(m_rows):
+                        x = e.load_pair(q_m[m], b.add(e.mul(d, 32), e.i64(4 * pair)))
+                        b.store(e.dp(b.load(acc[m]), weights, x), acc[m])
+            position = b.add(e.splat(b.trunc(e.mul(j, BLOCK), I32), I), lanes)
+            for m in range(m_rows):
+                score = b.fmul(b.load(acc[m]), scale)
+                score = b.select(b.icmp_signed("<=", position, last_m[m]), score, e.const(_MASKED))
+                e.store(score, p_m[m], e.mul(j, 64))
+                b.store(e.maximum(b.load(peak[m]), score), peak[m])
+        top = [e.splat(e.max(b.load(peak[m])), e.const(0).type) for m in range(m_rows)]
+        total = [e.var(e.const(0.0)) for _ in range(m_rows)]
+        with e.loop(n_blocks) as j:
+            for m in range(m_rows):
+                weight = e.exp(b.fsub(e.load(e.const(0).type, p_m[m], e.mul(j, 64)), top[m]))
+                b.store(b.fadd(b.load(total[m]), weight), total[m])
+                e.store(e.to_bf16(weight), p_m[m], e.mul(j, 32))
+        for m in range(m_rows):
+            one = ir.Constant(ir.FloatType(), 1.0)
+            e.store(b.fdiv(one, e.sum(b.load(total[m]))), norm, e.i64(4 * m), align=4)
+
+    return lowered(body, types.void, rows, *[types.int64] * 13)
+
+
+@intrinsic(prefer_literal=True)
+def _mix(_, rows, table, n_blocks, values, block_stride, p, p_stride, norm, head_dim, out, out_stride):
+    """out[m] = sum of p[m, key] * value[key] * norm[m], rounded to bf16; two 16-lane slices of the head at a time."""
+    m_rows = rows.literal_value
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        table, n_blocks, values, block_stride, p, p_stride, norm, head_dim, out, out_stride = args
+        b = e.b
+        p_m = [e.at(p, e.mul(p_stride, m)) for m in range(m_rows)]
+        acc = [[e.var(e.const(0.0)) for _ in range(2)] for _ in range(m_rows)]
+        with e.loop(b.lshr(head_dim, e.i64(5))) as slice_:
+            for row in acc:
+                for a in row:
+                    b.store(e.const(0.0), a)
+            with e.loop(n_blocks) as j:
+                block = b.sext(e.load(I32, table, e.mul(j, 4), align=4), I64)
+                v = e.at(b.add(b.add(values, b.mul(block, block_stride)), e.mul(slice_, 1024)))
+                for pair in range(8):
+                    lanes = [b.bitcast(e.load(H, v, 512 * n + 64 * pair), B) for n in range(2)]
+                    for m in range(m_rows):
+                        x = e.load_pair(p_m[m], b.add(e.mul(j, 32), e.i64(4 * pair)))
+                        for n in range(2):
+                            b.store(e.dp(b.load(acc[m][n]), lanes[n], x), acc[m][n])
+            for m in range(m_rows):
+                scale = e.load_splat(norm, 4 * m)
+                for n in range(2):
+                    y = e.to_bf16(b.fmul(b.load(acc[m][n]), scale))
+                    e.store(y, out, b.add(b.add(e.mul(out_stride, m), e.mul(slice_, 64)), e.i64(32 * n)))
+
+    return lowered(body, types.void, rows, *[types.int64] * 10)
+
+
+@njit(nogil=True)
+def attend(table, pool, block_stride, v_offset, q, q_stride, head_dim, scale_bits, first, step, rows, p, p_stride, norm, out, out_stride):
+    """Attention of `rows` rows that share one KV head; row m is at position `first + m * step` (step 0 or 1).
+
+    Args:
+        table: address of the sequence's int32 block ids.
+        pool: address of this layer's and KV head's keys in block 0; values lie `v_offset` bytes on.
+        q: address of bf16 queries, `q_stride` bytes apart.
+        scale_bits: bits of the fp32 factor on scores.
+        p: the thread's scratch for weights: 8 rows of `p_stride` bytes, 64 a block; `norm`: scratch for 8 floats.
+        out: address of bf16 rows, `out_stride` bytes apart.
+    """
+    row = 0
+    while row < rows:
+        left, at = rows - row, first + row * step
+        q_, o_ = q + row * q_stride, out + row * out_stride
+        take = 8 if left >= 8 else 4 if left >= 4 else 3 if left == 3 else 2 if left == 2 else 1
+        blocks = (at + (take - 1) * step) // BLOCK + 1
+        if take == 8:
+            _weigh(8, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
+            _mix(8, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
+        elif take == 4:
+            _weigh(4, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
+            _mix(4, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
+        elif take == 3:
+            _weigh(3, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
+            _mix(3, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
+        elif take == 2:
+            _weigh(2, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
+            _mix(2, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
+        else:
+            _weigh(1, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
+            _mix(1, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
+        row += take
+
+
+@intrinsic
+def _store_word(_, address, word):
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.store(e.b.trunc(args[1], I32), args[0], align=2)
+
+    return lowered(body, types.void, types.int64, types.int64)
+
+
+@intrinsic
+def _store_half(_, address, word):
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.store(e.b.trunc(args[1], ir.IntType(16)), args[0], align=2)
+
+    return lowered(body, types.void, types.int64, types.int64)
+
+
+@intrinsic
+def _load_half(_, address):
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.zext(e.load(ir.IntType(16), args[0], align=2), I64)
+
+    return lowered(body, types.int64, types.int64)
+
+
+@intrinsic
+def _load_word(_, address):
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.zext(e.load(I32, args[0], align=2), I64)
+
+    return lowered(body, types.int64, types.int64)
+
+
+@njit(nogil=True)
+def write_kv(block, v_offset, slot, n_rows, k, v, head_dim):
+    """Put a token's bf16 key and value (addresses `k`, `v`) in place `slot` of a block (address of its KV head's keys).
+
+    The first token of a block clears the values that no row of this batch will write (`n_rows` from this token on are its
+    sequence's): a masked key weighs zero, and zero times a stale infinity would not be zero. Rows of a block may be written by
+    several threads at once, so no row touches another's place.
+    """
+    values = block + v_offset
+    for pair in range(head_dim // 2):
+        _store_word(block + (pair * BLOCK + slot) * 4, _load_word(k + pair * 4))
+    for d in range(head_dim):
+        _store_half(values + _value_at(d, slot), _load_half(v + d * 2))
+    if slot == 0:
+        for stale in range(min(n_rows, BLOCK), BLOCK):
+            for d in range(head_dim):
+                _store_half(values + _value_at(d, stale), 0)
+
+
+@njit(nogil=True)
+def _value_at(d, slot):
+    return ((d // 16 * 8 + slot // 2) * 16 + d % 16) * 4 + slot % 2 * 2

@@ -1,0 +1,213 @@
+"""Layers of a dense model in compiled kernels: weights packed, KV paged, one path for prompt and generated rows.
+
+Weights stay in their format for prompts too: unpacking a record costs little beside the products of even four rows, so there is no
+bf16 copy of the weights, and prompt and generated positions run the same kernels (`one_path`).
+Activations between calls are bf16 bits, uint16 [T, D]. Shapes: T rows, D hidden, R rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.cpu import pack, step
+from paceline.backends.cpu.attention import BLOCK
+from paceline.backends.cpu.embed import embed_rows
+from paceline.backends.cpu.team import PARKED, Team
+from paceline.backends.cpu.weights import PackedModel
+from paceline.backends.rope import rope_tables
+from paceline.core.errors import OutOfMemory
+from paceline.core.model import ModelSpec
+from paceline.engine.local import Int32, RowPlan
+
+Bf16 = npt.NDArray[np.uint16]
+Address = int
+
+MAX_ROWS = 1024
+"""Rows of one batch at most; longer batches run in pieces."""
+
+_ALIGN = 64
+
+
+def aligned(n_bytes: int) -> npt.NDArray[np.uint8]:
+    """Zeroed bytes that start on a cache line."""
+    raw = np.zeros(n_bytes + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + n_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """Everything the kernels reach by address, kept alive here."""
+
+    x_bf16: Bf16
+    tables: Int32
+    row_position: Int32
+    row_table: Int32
+    row_left: Int32
+    tile_row: Int32
+    tile_rows: Int32
+    head_rows: Int32
+    logits: npt.NDArray[np.float32]
+    rest: tuple[npt.NDArray[np.generic], ...]
+
+
+class CpuRunner:
+    """A `LayerRunner` on AVX512-BF16 processors.
+
+    Args:
+        model: packed weights of a range of layers.
+        n_blocks: KV blocks of 16 tokens.
+        threads: threads that share a step, the caller's included.
+        max_rows: rows of a batch at most.
+        max_logits: rows with logits at most.
+
+    Raises:
+        OutOfMemory: the KV pool can't be allocated.
+    """
+
+    block_size = BLOCK
+    one_path = True
+
+    def __init__(self, model: PackedModel, *, n_blocks: int, threads: int, numerics_id: str, max_rows: int = MAX_ROWS, max_logits: int = 64) -> None:
+        spec = model.spec
+        self._model, self.n_blocks, self.numerics_id = model, n_blocks, numerics_id
+        self._max_context = min(spec.max_context, n_blocks * BLOCK)
+        self._max_blocks = math.ceil(self._max_context / BLOCK)
+        self._max_rows, self._max_logits = max_rows, max_logits
+        self._sizes = self._lay_out_sizes(spec, threads)
+        self._batch = np.zeros(step.N_BATCH, np.int64)
+        try:
+            self._arrays, self._edges, self._buffers, control = self._allocate(spec, threads)
+        except MemoryError:
+            wanted = n_blocks * BLOCK * spec.kv_bytes_per_token(model.layers)
+            raise OutOfMemory(f"A KV pool of {n_blocks * BLOCK} tokens ({wanted >> 20} MiB) can't be allocated", "Ask for fewer with --kv-tokens") from None
+        self._team = Team(threads, control, self._batch, (self._sizes, model.addresses, self._edges, self._buffers))
+        self._closed = False
+
+    def _lay_out_sizes(self, spec: ModelSpec, threads: int) -> npt.NDArray[np.int64]:
+        sizes = np.zeros(step.N_SIZES, np.int64)
+        block_stride = spec.n_kv_heads * 4 * BLOCK * spec.head_dim
+        weights_bytes = 64 * self._max_blocks
+        attention = 64 + 8 * weights_bytes
+        widest = max(spec.hidden, spec.ffn, spec.n_heads * spec.head_dim)
+        product = step.TASK_OUT + step.CHUNK * (widest // 32) * 1024
+        for place, value in (
+            (step.HIDDEN, spec.hidden),
+            (step.Q_HEADS, spec.n_heads),
+            (step.KV_HEADS, spec.n_kv_heads),
+            (step.HEAD_DIM, spec.head_dim),
+            (step.FFN, spec.ffn),
+            (step.VOCAB, self._model.padded_vocab),
+            (step.N_LAYERS, len(self._model.layers)),
+            (step.EPS, int(np.float32(spec.rms_eps).view(np.int32))),
+            (step.SCALE, int(np.float32(spec.head_dim**-0.5).view(np.int32))),
+            (step.FORM, self._model.form),
+            (step.HEAD_FORM, self._model.head_form),
+            (step.TEAM, threads),
+            (step.BLOCK_STRIDE, block_stride),
+            (step.LAYER_STRIDE, self.n_blocks * block_stride),
+            (step.P_STRIDE, weights_bytes),
+            (step.SCRATCH_STRIDE, -(-max(attention, product, 4 * spec.head_dim) // 4096) * 4096 + 128),
+            (step.MAX_ROWS, self._max_rows),
+        ):
+            sizes[place] = value
+        return sizes
+
+    def _allocate(self, spec: ModelSpec, threads: int) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        rows, hidden = self._max_rows, spec.hidden
+        n_att, n_kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        x_bf16 = aligned(2 * rows * hidden).view(np.uint16).reshape(rows, hidden)
+        logits = aligned(4 * self._max_logits * self._model.padded_vocab).view(np.float32).reshape(self._max_logits, -1)
+        int32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+        tables = int32(rows, self._max_blocks)
+        row_position, row_table, row_left, tile_row, tile_rows, head_rows = (int32(rows) for _ in range(6))
+        cos, sin = rope_tables(spec.rope, spec.head_dim, self._max_context)
+        control = aligned(8 * (PARKED + 8 * (threads + 1))).view(np.int64)
+        kv = aligned(len(self._model.layers) * int(self._sizes[step.LAYER_STRIDE]))
+        held = {
+            step.X: aligned(4 * rows * hidden),
+            step.X_BF16: x_bf16,
+            step.H: aligned(2 * rows * hidden),
+            step.H_SUMS: aligned(rows * hidden // 8),
+            step.QKV_OUT: aligned(rows * (4 * (n_att + 2 * n_kv) + step.PAD)),
+            step.Q_BF16: aligned(2 * rows * n_att),
+            step.ATT: aligned(2 * rows * n_att),
+            step.ATT_SUMS: aligned(rows * n_att // 8),
+            step.ACT: aligned(2 * rows * spec.ffn),
+            step.ACT_SUMS: aligned(rows * spec.ffn // 8),
+            step.KV: kv,
+            step.TABLES: tables,
+            step.ROW_POSITION: row_position,
+            step.ROW_TABLE: row_table,
+            step.ROW_LEFT: row_left,
+            step.TILE_ROW: tile_row,
+            step.TILE_ROWS: tile_rows,
+            step.HEAD_ROWS: head_rows,
+            step.LOGITS: logits,
+            step.SCRATCH: aligned(threads * int(self._sizes[step.SCRATCH_STRIDE])),
+            step.CONTROL: control,
+        }
+        buffers = np.zeros(step.N_BUFFERS, np.int64)
+        for place, array in held.items():
+            buffers[place] = array.ctypes.data
+        edges = self._model.edges.copy()
+        edges[step.COS], edges[step.SIN] = cos.ctypes.data, sin.ctypes.data
+        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, tile_row, tile_rows, head_rows, logits, (*held.values(), cos, sin))
+        return arrays, edges, buffers, control
+
+    def embed(self, token_ids_T: Int32) -> Bf16:
+        spec = self._model.spec
+        out = np.empty((len(token_ids_T), spec.hidden), np.uint16)
+        ids = np.ascontiguousarray(token_ids_T, np.int32)
+        embed_rows(ids.ctypes.data, len(ids), self._model.embed_form, self._model.embedding, spec.hidden, out.ctypes.data)
+        return out
+
+    def run_layers(self, x_TD: Bf16, plan: RowPlan) -> Bf16:
+        arrays, batch, rows = self._arrays, self._batch, len(x_TD)
+        if rows > self._max_rows:
+            raise ValueError(f"a batch of {rows} rows; this runner takes {self._max_rows}")
+        n_sequences, width = plan.tables_SB.shape
+        if n_sequences == 0:
+            return x_TD
+        arrays.tables[:n_sequences, :width] = plan.tables_SB
+        tiles = 0
+        if rows == n_sequences:
+            arrays.row_position[:rows] = plan.first_position_S
+            arrays.row_table[:rows] = arrays.tile_row[:rows] = np.arange(rows, dtype=np.int32)
+            arrays.tile_rows[:rows] = arrays.row_left[:rows] = 1
+            tiles = rows
+        else:
+            for s, (start, count, first) in enumerate(zip(plan.row_start_S.tolist(), plan.n_rows_S.tolist(), plan.first_position_S.tolist(), strict=True)):
+                arrays.row_position[start : start + count] = np.arange(first, first + count, dtype=np.int32)
+                arrays.row_table[start : start + count] = s
+                arrays.row_left[start : start + count] = np.arange(count, 0, -1, dtype=np.int32)
+                starts = np.arange(start, start + count, step.TILE, dtype=np.int32)
+                arrays.tile_row[tiles : tiles + len(starts)] = starts
+                arrays.tile_rows[tiles : tiles + len(starts)] = np.minimum(step.TILE, start + count - starts)
+                tiles += len(starts)
+        arrays.x_bf16[:rows] = x_TD
+        batch[step.ROWS], batch[step.N_TILES], batch[step.TABLE_STRIDE] = rows, tiles, arrays.tables.strides[0]
+        self._team.run(step.RUN_LAYERS)
+        return arrays.x_bf16[:rows]
+
+    def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
+        arrays, n, vocab = self._arrays, len(rows_R), self._model.spec.vocab
+        if n == 0:
+            return arrays.logits[:0, :vocab]
+        if n > self._max_logits:
+            raise ValueError(f"logits of {n} rows; this runner takes {self._max_logits}")
+        if x_TD.ctypes.data != arrays.x_bf16.ctypes.data:
+            arrays.x_bf16[: len(x_TD)] = x_TD
+        arrays.head_rows[:n] = rows_R
+        self._batch[step.LOGIT_ROWS] = n
+        self._team.run(step.RUN_HEAD)
+        return arrays.logits[:n, :vocab]
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._team.close()

@@ -1,0 +1,182 @@
+"""A thin vocabulary over llvmlite for 512-bit kernels: what Numba itself can't say.
+
+An `@intrinsic` body gets an `Emit` and writes straight-line vector code with it. Nothing here knows about models.
+Every operation is the IEEE one named (no fast-math, no reassociation), so a kernel's order of operations is its bytes.
+
+Types: F = 16 x float, B = 32 x bfloat, H = 32 x i16, I = 16 x i32. Addresses are i64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+
+LANES = 16
+
+
+class _BFloat(ir.types.Type):
+    """LLVM's `bfloat`, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+BF16 = _BFloat()
+F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F = ir.VectorType(F32, 16)
+B = ir.VectorType(BF16, 32)
+B16 = ir.VectorType(BF16, 16)
+H = ir.VectorType(I16, 32)
+I = ir.VectorType(I32, 16)  # noqa: E741 - the legend's letter
+HALF = ir.VectorType(ir.HalfType(), 16)
+BYTES = I8.as_pointer()
+
+Value = Any
+"""An llvmlite value; llvmlite ships no types."""
+
+
+class Emit:
+    """Writes vector instructions at the builder's position."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    def call(self, name: str, result: Any, *args: Value) -> Value:
+        fn = cgutils.get_or_insert_function(self.b.module, ir.FunctionType(result, [a.type for a in args]), name)
+        return self.b.call(fn, args)
+
+    # --- constants and addresses
+
+    def i64(self, value: int) -> Value:
+        return ir.Constant(I64, value)
+
+    def const(self, value: float) -> Value:
+        return ir.Constant(F, [ir.Constant(F32, float(np.float32(value)))] * LANES)
+
+    def const_i(self, value: int) -> Value:
+        return ir.Constant(I, [ir.Constant(I32, value)] * LANES)
+
+    def at(self, address: Value, offset: Value | int = 0) -> Value:
+        """The byte pointer `address + offset`; `address` an i64 or a byte pointer."""
+        pointer = address if isinstance(address.type, ir.PointerType) else self.b.inttoptr(address, BYTES)
+        return self.b.gep(pointer, [self.i64(offset) if isinstance(offset, int) else offset])
+
+    def mul(self, a: Value, b: int) -> Value:
+        return self.b.mul(a, self.i64(b))
+
+    # --- memory
+
+    def load(self, kind: Any, address: Value, offset: Value | int = 0, align: int = 1) -> Value:
+        return self.b.load(self.b.bitcast(self.at(address, offset), kind.as_pointer()), align=align)
+
+    def store(self, value: Value, address: Value, offset: Value | int = 0, align: int = 1) -> None:
+        self.b.store(value, self.b.bitcast(self.at(address, offset), value.type.as_pointer()), align=align)
+
+    def splat(self, scalar: Value, kind: Any) -> Value:
+        undefined = ir.Constant(kind, ir.Undefined)
+        lane = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(lane, undefined, ir.Constant(ir.VectorType(I32, kind.count), [ir.Constant(I32, 0)] * kind.count))
+
+    def load_pair(self, address: Value, offset: Value | int = 0) -> Value:
+        """Two neighbouring bf16 values, repeated over all lanes: B."""
+        return self.b.bitcast(self.splat(self.load(I32, address, offset), I), B)
+
+    def load_splat(self, address: Value, offset: Value | int = 0) -> Value:
+        """One float, repeated: F."""
+        return self.splat(self.load(F32, address, offset), F)
+
+    def load_bf16(self, address: Value, offset: Value | int = 0) -> Value:
+        """Sixteen bf16 values, widened: F."""
+        halves = self.load(ir.VectorType(I16, 16), address, offset)
+        return self.b.bitcast(self.b.shl(self.b.zext(halves, I), self.const_i(16)), F)
+
+    def load_half(self, address: Value, offset: Value | int = 0) -> Value:
+        """Sixteen IEEE half floats, widened: F."""
+        return self.b.fpext(self.load(HALF, address, offset), F)
+
+    def var(self, value: Value) -> Value:
+        """A mutable local (a register, once LLVM is done with it)."""
+        slot = cgutils.alloca_once(self.b, value.type)
+        self.b.store(value, slot)
+        return slot
+
+    # --- arithmetic
+
+    def dp(self, acc: Value, a: Value, b: Value) -> Value:
+        """acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1]: VDPBF16PS."""
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", F, acc, a, b)
+
+    def lookup(self, table: Value, index: Value) -> Value:
+        """table[index & 31] for 32 words: VPERMW."""
+        return self.call("llvm.x86.avx512.permvar.hi.512", H, table, index)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.call("llvm.fma.v16f32", F, a, b, c)
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+
+    def to_bf16(self, value: Value) -> Value:
+        """F rounded to nearest even, 16 x i16: VCVTNEPS2BF16."""
+        return self.b.bitcast(self.b.fptrunc(value, B16), ir.VectorType(I16, 16))
+
+    def exp(self, x: Value) -> Value:
+        """e**x within 2 ulp for x <= 88; 0 below -87. Cody-Waite reduction and a degree-6 polynomial (Cephes expf)."""
+        b = self.b
+        x = self.maximum(x, self.const(-88.0))
+        n = self.call("llvm.rint.v16f32", F, b.fmul(x, self.const(1.44269504088896341)))
+        r = self.fma(n, self.const(-0.693359375), x)
+        r = self.fma(n, self.const(2.12194440e-4), r)
+        poly = self.const(1.9875691500e-4)
+        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            poly = self.fma(poly, r, self.const(c))
+        poly = b.fadd(self.fma(poly, b.fmul(r, r), r), self.const(1.0))
+        exponent = b.shl(b.add(b.fptosi(n, I), self.const_i(127)), self.const_i(23))
+        y = b.fmul(poly, b.bitcast(exponent, F))
+        return b.select(b.fcmp_ordered("<", x, self.const(-87.0)), self.const(0.0), y)
+
+    def _fold(self, value: Value, join: Callable[[Value, Value], Value]) -> Value:
+        for width in (8, 4, 2, 1):
+            lanes = [ir.Constant(I32, (i + width) % LANES) for i in range(LANES)]
+            turned = self.b.shuffle_vector(value, value, ir.Constant(ir.VectorType(I32, LANES), lanes))
+            value = join(value, turned)
+        return self.b.extract_element(value, ir.Constant(I32, 0))
+
+    def sum(self, value: Value) -> Value:
+        """All lanes added as a tree of halves: float."""
+        return self._fold(value, self.b.fadd)
+
+    def max(self, value: Value) -> Value:
+        return self._fold(value, self.maximum)
+
+    # --- control
+
+    @contextmanager
+    def loop(self, count: Value) -> Iterator[Value]:
+        with cgutils.for_range(self.b, count, intp=I64) as frame:
+            yield frame.index
+
+
+Body = Callable[[Emit, Sequence[Value]], Value | None]
+
+
+def lowered(body: Body, result: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
+    """What an `@intrinsic` returns: its signature and its code. `body` sees the arguments that are not literals."""
+    values = [i for i, kind in enumerate(arguments) if not isinstance(kind, types.IntegerLiteral)]
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Value]) -> Any:
+        value = body(Emit(builder), [args[i] for i in values])
+        return context.get_dummy_value() if value is None else value
+
+    return result(*arguments), codegen
