@@ -70,13 +70,15 @@ def _needed(config: JsonObject, key: str) -> int:
 
 def _window(config: JsonObject, n_layers: int) -> int | None:
     """The sliding window, where some layer uses it."""
-    window = config.integer("sliding_window")
+    mistral = config.text("model_type") == "mistral"
+    # Mistral's configuration class takes 4096 where the field is absent; null says none.
+    window = 4096 if mistral and "sliding_window" not in config.fields else config.integer("sliding_window")
     if not window or config.flag("use_sliding_window") is False:
         return None
     kinds = config.strings("layer_types")
     if kinds is not None:
         return window if "sliding_attention" in kinds else None
-    if config.text("model_type") == "mistral":
+    if mistral:
         return window
     if not config.flag("use_sliding_window"):
         return None

@@ -1,0 +1,112 @@
+"""A model's chat template, rendered in a sandbox: templates come with downloads and are code.
+
+The environment is the one transformers gives templates (trimmed blocks, loop controls, `tojson` without HTML escapes,
+`raise_exception`, `strftime_now`, `{% generation %}`), so a template renders the same text here as there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from paceline.core.clock import Clock
+from paceline.core.errors import InvalidRequest
+from paceline.store.faults import damaged
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, path: Path, source: str, special_tokens: Mapping[str, str], clock: Clock) -> None:
+        """Compile a template.
+
+        Args:
+            path: the file it came from, for errors.
+            source: Jinja text.
+            special_tokens: what templates call `bos_token`, `eos_token` and so on.
+            clock: what `strftime_now` shows.
+
+        Raises:
+            ModelFileError: the template does not compile.
+        """
+        import jinja2  # noqa: F811
+        import jinja2.ext
+        import jinja2.sandbox
+
+        self._special_tokens = dict(special_tokens)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.fromtimestamp(clock.wall()).astimezone().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise damaged(path, f"its chat template does not compile ({error})") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a chat, up to where the assistant's answer begins.
+
+        Raises:
+            InvalidRequest: the template refuses the messages, or trips over them.
+        """
+        import jinja2  # noqa: F811
+
+        chat = [_plain(message) for message in messages]
+        try:
+            return self._template.render(messages=chat, add_generation_prompt=True, tools=None, **self._special_tokens)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}",
+                "Give each message a role and a text content, in the order the model knows (system, user, assistant, ...)",
+                field="messages",
+            ) from error
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its text parts joined: most templates know only strings."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts: list[str] = []
+    for part in cast("list[Any]", content):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise InvalidRequest("a message has a content part that is not text", "Send text parts only", field="messages")
+        texts.append(text)
+    return {**message, "content": "".join(texts)}
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """Jinja's own `tojson` escapes HTML, which a model should not see."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    import jinja2  # noqa: F811
+
+    raise jinja2.TemplateError(message)
+
+
+def _generation_tag() -> type[jinja2.ext.Extension]:
+    """`{% generation %}...{% endgeneration %}` marks answers for training; here the body is just rendered."""
+    import jinja2  # noqa: F811
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.parser
+
+    class GenerationTag(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012  (Jinja's own attribute)
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return GenerationTag

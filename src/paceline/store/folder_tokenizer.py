@@ -1,0 +1,76 @@
+"""A tokenizer from a Hugging Face folder: tokenizer.json, and what the files beside it say of templates and ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, cast
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ModelFileError
+from paceline.store.chat_template import ChatTemplate
+from paceline.store.faults import damaged, unreadable
+from paceline.store.json_object import JsonObject, load_object
+from paceline.store.tokenizer import ModelTokenizer
+
+TOKENIZER: Final = "tokenizer.json"
+_TEMPLATE: Final = "chat_template.jinja"
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def tokenizer_from_folder(folder: Path, clock: Clock) -> ModelTokenizer:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ModelFileError: there is none, or it is damaged.
+        UnsupportedModel: it is of a kind Paceline does not know.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise ModelFileError(f"{folder} has no {TOKENIZER}", "Put the model's tokenizer.json beside its weights")
+    try:
+        encoder = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise damaged(path, f"it is not a tokenizer ({error})") from error
+    encoder.no_truncation()
+    encoder.no_padding()
+    settings = _optional(folder / "tokenizer_config.json")
+    special = {name: token for name in _NAMED if (token := _content(settings, name)) is not None}
+    ends = _optional(folder / "generation_config.json").integers("eos_token_id")
+    ends = ends or _optional(folder / "config.json").integers("eos_token_id")
+    named_end = encoder.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    ids = frozenset(ends if named_end is None else [*ends, named_end])
+    source = _template_source(folder, settings)
+    template = None if source is None else ChatTemplate(folder, source, special, clock)
+    return ModelTokenizer(path, encoder, ids, template)
+
+
+def _optional(path: Path) -> JsonObject:
+    return load_object(path) if path.is_file() else JsonObject(path, {})
+
+
+def _content(settings: JsonObject, name: str) -> str | None:
+    """A special token is written as a string, or as an object with a `content`."""
+    value = settings.fields.get(name)
+    found: Any = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else None
+
+
+def _template_source(folder: Path, settings: JsonObject) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json, where a list of named templates means the one called default."""
+    path = folder / _TEMPLATE
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise damaged(path, "it is not UTF-8") from error
+        except OSError as error:
+            raise unreadable(path, error) from error
+    value = settings.fields.get("chat_template")
+    if isinstance(value, list):
+        named = [cast("dict[str, Any]", entry) for entry in cast("list[Any]", value) if isinstance(entry, dict)]
+        value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    if value is None or isinstance(value, str):
+        return value
+    raise damaged(settings.path, "its chat_template is not text")

@@ -1,0 +1,217 @@
+"""A tokenizer from GGUF metadata. Building one takes a second, so it is kept as a tokenizer.json for the next start.
+
+`gpt2` vocabularies (byte-level BPE) differ in how text is cut before merging, which the file names by `tokenizer.ggml.pre`;
+`llama` vocabularies (SentencePiece BPE) hold scores in place of merges. An unknown cut is refused: guessing one gives other ids.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ModelFileError
+from paceline.store.chat_template import ChatTemplate
+from paceline.store.faults import damaged, unsupported
+from paceline.store.gguf_header import GgufHeader
+from paceline.store.home import Home, identity_key, write_cache
+from paceline.store.tokenizer import SPACE_MARK, ModelTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Encoder
+
+_BUILD: Final = "tokenizer 1"
+"""Part of the cache's key: raise it when the same metadata is to give another tokenizer."""
+
+_GPT2_CUT: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_CUT: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_CUT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN_CUT: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CUTS: Final[dict[str, tuple[str, ...]]] = {
+    "gpt-2": (_GPT2_CUT,),
+    "smollm": (r"\p{N}", _GPT2_CUT),
+    "llama-bpe": (_LLAMA3_CUT,),
+    "llama3": (_LLAMA3_CUT,),
+    "llama-v3": (_LLAMA3_CUT,),
+    "qwen2": (_QWEN2_CUT,),
+    "deepseek-r1-qwen": (_QWEN2_CUT,),
+    "tekken": (_TEKKEN_CUT,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]"),
+}
+"""Regular expressions that cut text one after the other, by llama.cpp's name. Source: `llama-vocab.cpp` and the models' own files."""
+_IGNORE_MERGES: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+"""A cut piece that is a token is taken whole, whatever merges would make of it."""
+_NORMALIZED: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
+"""Cuts of models whose own tokenizer first brings text to NFC."""
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def tokenizer_from_gguf(header: GgufHeader, home: Home, clock: Clock) -> ModelTokenizer:
+    """The tokenizer a GGUF file carries.
+
+    Raises:
+        ModelFileError: the file has none, or a damaged one.
+        UnsupportedModel: it is of a kind Paceline does not know.
+    """
+    if header.text("tokenizer.ggml.model") is None:
+        raise ModelFileError(f"{header.path} has no tokenizer", "Use a GGUF file with its vocabulary in it")
+    kept = home.tokenizers / f"{identity_key(header.path, _BUILD)}.json"
+    encoder = _load_kept(kept)
+    if encoder is None:
+        encoder = build_encoder(header)
+        write_cache(kept, encoder.to_str().encode())
+    special = {name: token for name, key in _NAMED_IDS.items() if (token := _token(header, encoder, key)) is not None}
+    source = header.text("tokenizer.chat_template")
+    template = None if source is None else ChatTemplate(header.path, source, special, clock)
+    ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template)
+
+
+def build_encoder(header: GgufHeader) -> Encoder:
+    """Build an encoder from metadata.
+
+    Raises:
+        ModelFileError: the metadata is missing or damaged.
+        UnsupportedModel: the vocabulary's kind, or how it cuts text, is not known.
+    """
+    path = header.path
+    tokens, kinds = header.strings("tokenizer.ggml.tokens"), header.numbers("tokenizer.ggml.token_type")
+    if not tokens:
+        raise damaged(path, "its vocabulary is missing")
+    kinds = [1.0] * len(tokens) if kinds is None else kinds
+    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise damaged(path, f"its vocabulary of {len(tokens)} tokens has {len(kinds)} types and {len(set(tokens))} different tokens")
+    match header.text("tokenizer.ggml.model"):
+        case "gpt2":
+            encoder, bos_by_default = _byte_level(header, tokens)
+        case "llama":
+            encoder, bos_by_default = _sentencepiece(header, tokens, kinds), True
+        case other:
+            raise unsupported(path, f"its tokenizer is of kind {other!r}")
+    _add_special(encoder, tokens, kinds)
+    _add_ends(header, encoder, bos_by_default)
+    return encoder
+
+
+def _load_kept(path: Path) -> Encoder | None:
+    from tokenizers import Tokenizer
+
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception:  # noqa: BLE001  (the library raises nothing narrower; what can't be read is built again)
+        return None
+
+
+def _byte_level(header: GgufHeader, tokens: list[str]) -> tuple[Encoder, bool]:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    cut = header.text("tokenizer.ggml.pre") or "default"
+    if cut not in CUTS:
+        raise unsupported(header.path, f"its tokenizer cuts text by {cut!r}, which Paceline does not know")
+    lines = header.strings("tokenizer.ggml.merges")
+    if lines is None:
+        raise damaged(header.path, "its tokenizer has no merges")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges: list[tuple[str, str]] = []
+    for line in lines:
+        left, space, right = line.partition(" ")
+        if not space or left not in vocab or right not in vocab or left + right not in vocab:
+            raise damaged(header.path, f"its tokenizer has the impossible merge {line!r}")
+        merges.append((left, right))
+    encoder = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut in _IGNORE_MERGES))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in CUTS[cut]]
+    encoder.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    encoder.decoder = decoders.ByteLevel()
+    if cut in _NORMALIZED:
+        encoder.normalizer = normalizers.NFC()
+    return encoder, cut in _IGNORE_MERGES
+
+
+def _sentencepiece(header: GgufHeader, tokens: list[str], kinds: list[float]) -> Encoder:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = header.numbers("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise damaged(header.path, "its tokenizer has no scores")
+    unknown = _id(header, "unknown", len(tokens))
+    fallback = all(f"<0x{byte:02X}>" in tokens for byte in (0, 255)) and _BYTE in kinds
+    if not fallback:
+        raise unsupported(header.path, "its SentencePiece tokenizer has no byte fallback")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    ordinary = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == 1}
+    unk_token = None if unknown is None else tokens[unknown]
+    merges = merges_from_scores(ordinary, vocab)
+    encoder = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    prefix = header.flag("tokenizer.ggml.add_space_prefix")
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE_MARK)]
+    strip: list[decoders.Decoder] = []
+    if prefix is None or prefix:
+        steps.insert(0, normalizers.Prepend(SPACE_MARK))
+        strip.append(decoders.Strip(" ", 1, 0))
+    encoder.normalizer = normalizers.Sequence(steps)
+    encoder.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return encoder
+
+
+def merges_from_scores(scores: dict[str, float], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """BPE merges that do what SentencePiece does with scores: always join the pair whose joined token scores highest.
+
+    Source: `generate_merges` in transformers' convert_slow_tokenizer.py.
+    """
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, score in scores.items():
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        found.extend((score, len(left), len(right), left, right) for left, right in pairs)
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(left, right) for _, _, _, left, right in found]
+
+
+def _add_special(encoder: Encoder, tokens: list[str], kinds: list[float]) -> None:
+    from tokenizers import AddedToken
+
+    special: list[AddedToken] = []
+    plain: list[AddedToken] = []
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in {_CONTROL, _UNKNOWN}:
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif kind == _USER_DEFINED:
+            plain.append(AddedToken(token, special=False, normalized=False))
+    encoder.add_special_tokens(special)
+    encoder.add_tokens(plain)
+
+
+def _add_ends(header: GgufHeader, encoder: Encoder, bos_by_default: bool) -> None:
+    """Put the first and last token around a text, where the model wants them."""
+    from tokenizers import processors
+
+    template, used = ["$A"], dict[str, int]()
+    for key, default in (("bos", bos_by_default), ("eos", False)):
+        wanted = header.flag(f"tokenizer.ggml.add_{key}_token")
+        token = _token(header, encoder, key)
+        if (default if wanted is None else wanted) and token is not None:
+            template = [token, *template] if key == "bos" else [*template, token]
+            used[token] = encoder.token_to_id(token) or 0
+    if used:
+        encoder.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(used.items()))
+
+
+def _token(header: GgufHeader, encoder: Encoder, key: str) -> str | None:
+    token_id = _id(header, key, encoder.get_vocab_size())
+    return None if token_id is None else encoder.id_to_token(token_id)
+
+
+def _id(header: GgufHeader, key: str, n_tokens: int) -> int | None:
+    """A special token's id. Files name ids beyond the vocabulary to say that there is none."""
+    token_id = header.integer(f"tokenizer.ggml.{key}_token_id")
+    return token_id if token_id is not None and 0 <= token_id < n_tokens else None

@@ -1,0 +1,131 @@
+"""Text to ids and back, over the `tokenizers` library (transformers takes seconds to import).
+
+Two kinds of vocabulary are known: byte-level BPE, whose tokens spell bytes in GPT-2's alphabet, and SentencePiece BPE with
+byte fallback, whose tokens spell text with a mark for the space. Anything else is refused when a model is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.core.errors import InvalidRequest
+from paceline.store.chat_template import ChatTemplate
+from paceline.store.faults import unsupported
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Encoder
+
+SPACE_MARK: Final = "\u2581"
+"""What SentencePiece writes for a space."""
+END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>")
+"""Special tokens that end an answer in the families we run, whether or not a model's files say so."""
+
+
+class ModelTokenizer:
+    """A `core.text.Tokenizer`. Safe to call from several threads."""
+
+    def __init__(self, path: Path, encoder: Encoder, eos_ids: frozenset[int], template: ChatTemplate | None) -> None:
+        """Wrap an encoder.
+
+        Args:
+            path: where it came from, for errors.
+            encoder: of the `tokenizers` library; becomes this object's own.
+            eos_ids: tokens the model's files name as ends; those of `END_TOKENS` it has are added.
+            template: None for a model without one.
+
+        Raises:
+            UnsupportedModel: the vocabulary is of a kind whose bytes are not known.
+        """
+        self._encoder = encoder
+        self._template = template
+        self._lock = threading.Lock()
+        self._added: Final = encoder.get_added_tokens_decoder()
+        self._size: Final = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
+        ends = {i for i, token in self._added.items() if token.special and token.content in END_TOKENS}
+        self._eos_ids: Final = frozenset(eos_ids | ends)
+        self._byte_level: Final = _is_byte_level(path, encoder)
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._eos_ids
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Ids of `text`.
+
+        With `add_special`, what the model wants around a text (usually a first token) is added and special tokens spelled in it
+        are plain text; without, they are parsed and nothing is added: that is for rendered chats.
+
+        Raises:
+            InvalidRequest: the text holds lone surrogates, which are no characters.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the text is not valid Unicode ({error.reason})", "Send UTF-8 without lone surrogates") from error
+        # The switch belongs to the encoder, not to the call.
+        with self._lock:
+            self._encoder.encode_special_tokens = add_special
+            return self._encoder.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to the text; empty for special tokens and for ids beyond the vocabulary (padding of the head)."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a chat, ready for the assistant's answer.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template", "Use /v1/completions, or a model made for chats", field="messages")
+        return self.encode(self._template.render(messages), add_special=False)
+
+    def _spell(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return b"" if added.special else added.content.encode()
+        token = self._encoder.id_to_token(token_id) if token_id >= 0 else None
+        if token is None:
+            return b""
+        if self._byte_level:
+            alphabet = byte_alphabet()
+            # A character outside the alphabet stands for itself: a plain word someone appended to the vocabulary.
+            return b"".join(bytes([alphabet[char]]) if char in alphabet else char.encode() for char in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.replace(SPACE_MARK, " ").encode()
+
+
+@cache
+def byte_alphabet() -> Mapping[str, int]:
+    """GPT-2's printable stand-in for each byte. Source: `bytes_to_unicode` in its encoder.py."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+def _is_byte_level(path: Path, encoder: Encoder) -> bool:
+    decoder = encoder.decoder
+    described = b"{}" if decoder is None else decoder.__getstate__()
+    outer: dict[str, Any] = json.loads(described)
+    kinds = {outer.get("type"), *(part.get("type") for part in outer.get("decoders", []))}
+    if "ByteLevel" in kinds:
+        return True
+    if "ByteFallback" in kinds:
+        return False
+    raise unsupported(path, f"its tokenizer decodes by {sorted(map(str, kinds))}, neither byte-level nor byte-fallback BPE")
