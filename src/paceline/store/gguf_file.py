@@ -77,7 +77,7 @@ class GgufWeights:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file, or of the files' digests; read only if a file changed since the last time."""
-        return digest_of_files(self._digests, [header.path for header in self._headers])
+        return digest_of_files(self._digests, self.files)
 
     @property
     def tensor_type(self) -> str:
@@ -86,6 +86,10 @@ class GgufWeights:
         for piece in self._pieces.values():
             weight[piece.info.type.name] = weight.get(piece.info.type.name, 0) + piece.nbytes
         return max(weight, key=weight.__getitem__)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(header.path for header in self._headers)
 
     def names(self) -> Iterable[str]:
         return self._pieces.keys()

