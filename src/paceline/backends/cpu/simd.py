@@ -83,6 +83,12 @@ class Emit:
     def store(self, value: Value, address: Value, offset: Value | int = 0, align: int = 1) -> None:
         self.b.store(value, self.b.bitcast(self.at(address, offset), value.type.as_pointer()), align=align)
 
+    def prefetch(self, address: Value, n_bytes: int) -> None:
+        """Ask for the cache lines of `n_bytes` from `address`; may lie beyond the end of anything."""
+        for at in range(0, n_bytes, 64):
+            flags = [ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)]
+            self.call("llvm.prefetch.p0", ir.VoidType(), self.at(address, at), *flags)
+
     def splat(self, scalar: Value, kind: Any) -> Value:
         undefined = ir.Constant(kind, ir.Undefined)
         lane = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
