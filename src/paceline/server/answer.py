@@ -186,7 +186,7 @@ class Answer(Response):
 
 def merged(chunks: Sequence[GenerationChunk]) -> Sequence[GenerationChunk]:
     """Chunks of one sequence that queued up while the loop was busy become one event: less to write, less to parse."""
-    if len(chunks) < 2:  # noqa: PLR2004 - nothing to merge
+    if len(chunks) < 2:
         return chunks
     by_sequence: dict[tuple[str, int], list[GenerationChunk]] = {}
     for chunk in chunks:

@@ -30,6 +30,9 @@ from paceline.server.settings import ServerSettings
 INLINE_BODY_BYTES = 16 << 10
 """Longer bodies are parsed and tokenized in a thread, so that one long prompt does not hold up everyone's tokens."""
 
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+"""The router's own refusals."""
+
 Documented = dict[int | str, dict[str, Any]]
 _STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "Server-sent events, ended by `data: [DONE]`."}}}
 _REASONS = {
@@ -154,9 +157,8 @@ def _add_faults(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         raised = cast("HTTPException", error)
         message = f"{request.method} {request.url.path}: {raised.detail}"
-        return Fault(
-            raised.status_code, message, code="not_found" if raised.status_code == 404 else None, headers=dict(raised.headers or {})
-        ).response()  # noqa: PLR2004
+        code = HTTP_CODES.get(raised.status_code)
+        return Fault(raised.status_code, message, code=code, headers=dict(raised.headers or {})).response()
 
     async def left(_: Request, __: Exception) -> Response:
         return Response(status_code=400)  # nobody is there to read it

@@ -98,7 +98,10 @@ def of_validation(error: ValidationError) -> Fault:
             refused = next((REFUSED[part] for part in first["loc"] if isinstance(part, str) and part in REFUSED), None)
             if refused is not None:
                 return Fault(400, f"{param}: {refused}", param=param, code="unsupported_parameter")
-            return Fault(400, f"{param}: {first['msg']}", param=param, code="invalid_value")
+            wrong = first["msg"]
+            if first["type"] == "list_type" and first["loc"][-1] in UNION_TAGS:
+                wrong = "Input should be a string or a list"
+            return Fault(400, f"{param}: {wrong}", param=param, code="invalid_value")
 
 
 def _param(location: tuple[int | str, ...]) -> str:

@@ -24,6 +24,9 @@ Body = TypeVar("Body", bound=Sampling)
 
 NFC_SHRINK = 3
 """Unicode composition, which some tokenizers apply first, shortens UTF-8 at most threefold. ASCII it leaves alone."""
+COMMAS_PER_TOKEN = 8
+"""More than any text or list of ids comes to."""
+SMALL_BODY_BYTES = 64 << 10
 SPECIAL_TOKEN_BYTES = 64
 """Special tokens have no bytes in the vocabulary but some in a text; none is longer than this."""
 
@@ -43,7 +46,7 @@ class Intake:
             Refusal: the body is malformed.
             InvalidRequest, ContextOverflow, UnknownModel: it can't be served as asked.
         """
-        asked = _parse(ChatCompletionRequest, body)
+        asked = self._parse(ChatCompletionRequest, body)
         model = self._model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise InvalidRequest("top_logprobs: only together with logprobs: true", field="top_logprobs")
@@ -61,7 +64,7 @@ class Intake:
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""
-        asked = _parse(CompletionRequest, body)
+        asked = self._parse(CompletionRequest, body)
         model = self._model(asked.model)
         prompt = asked.prompt
         prompts: list[list[int]] = []
@@ -84,6 +87,22 @@ class Intake:
             if max(ids) >= model.tokenizer.size:
                 raise InvalidRequest(f"prompt: token {max(ids)} is not one of the model's {model.tokenizer.size}", field="prompt")
         return self._call(Endpoint.COMPLETION, asked, model, prompts, asked.max_tokens, asked.logprobs, "prompt")
+
+    def _parse(self, kind: type[Body], body: bytes) -> Body:
+        """Check the body against its model, unless it has more parts than any prompt that fits.
+
+        Every element of a JSON document but the first needs a comma, so counting them (at memory speed) bounds the work
+        that follows, which holds the interpreter: millions of small elements would stall every stream for seconds.
+        """
+        if len(body) > SMALL_BODY_BYTES:
+            commas = body.count(b",")
+            longest = max((model.max_context for model in self._inference.models()), default=0)
+            if commas > COMMAS_PER_TOKEN * longest + SMALL_BODY_BYTES:
+                raise ContextOverflow(f"The body has {commas} commas, more than a context of {longest} tokens can need", "Send less.")
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            raise Refusal(of_validation(error)) from error
 
     def _model(self, name: str) -> ServedModel:
         models = self._inference.models()
@@ -166,15 +185,10 @@ def unknown_model(name: str, served: list[str]) -> UnknownModel:
     return UnknownModel(f"The model {name!r} is not served here", f"Served: {', '.join(served) or 'none'}.")
 
 
-def _parse(kind: type[Body], body: bytes) -> Body:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise Refusal(of_validation(error)) from error
-
-
 def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int:
     room = model.max_context - prompt
+    if room >= 1 and most is not None:
+        field = "max_tokens"  # the prompt alone would fit
     if room < 1 or (most is not None and most > room):
         asked = f" and {most} of answer" if most is not None else ""
         raise ContextOverflow(

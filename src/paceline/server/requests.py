@@ -86,7 +86,7 @@ class TextPart(Strict):
 
 
 Content = Annotated[
-    Annotated[str, Tag("as-string")] | Annotated[list[TextPart], Field(min_length=1), Tag("as-list")],
+    Annotated[str, Tag("as-string")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("as-list")],
     Discriminator(_string_or_list),
 ]
 
@@ -110,7 +110,7 @@ class Message(Strict):
 class ChatCompletionRequest(Sampling):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="Only with `logprobs`.")
@@ -201,8 +201,8 @@ REFUSED = {
     "verbosity": "Only verbosity medium is served",
     "refusal": "A refusal can't be part of a prompt here",
     "annotations": "Annotations can't be part of a prompt here",
-    "echo": "echo is not served",
+    "echo": "Repeating the prompt is not served",
     "best_of": "Only best_of 1 is served",
-    "suffix": "suffix is not served",
+    "suffix": "Text after the answer is not served",
 }
 """Fields whose only accepted value means "off", and how to say so."""

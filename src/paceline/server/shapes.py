@@ -53,4 +53,4 @@ def token_text(vocabulary: Vocabulary, token_id: int) -> tuple[str, list[int]]:
 
 def finite(logprob: float) -> float:
     """A log probability JSON can hold."""
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+    return max(LOWEST_LOGPROB, logprob)

@@ -48,7 +48,7 @@ async def _side_by_side(streams: list[AsyncIterator[Chunks]]) -> AsyncGenerator[
             async for item in stream:
                 items.put_nowait(item)
             items.put_nowait(None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
             items.put_nowait(error)
         finally:
             await close(stream)

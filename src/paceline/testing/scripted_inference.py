@@ -88,6 +88,7 @@ class ScriptedInference:
         self._fail_after = fail_after
         self._tokens_per_item = tokens_per_item
         self._released = asyncio.Event()
+        self._changed = asyncio.Event()
         self._live: dict[str, _Live] = {}
         self._counts = _Counts()
         self.reported = Progress(busy=False, seconds_since_step=0.0)
@@ -100,6 +101,12 @@ class ScriptedInference:
         """Let held sequences go on."""
         self._released.set()
 
+    async def until_live(self, count: int) -> None:
+        """Wait until exactly so many requests are live (0: all were closed and their blocks freed)."""
+        while len(self._live) != count:
+            self._changed.clear()
+            await self._changed.wait()
+
     async def generate(self, model: str, request: GenerationRequest) -> AsyncGenerator[Sequence[GenerationChunk], None]:
         """Echo the prompt, one step of all `n` sequences an item."""
         if model != self._model.name:
@@ -108,6 +115,7 @@ class ScriptedInference:
             raise Overloaded(f"{self._max_requests} requests are running", "Come back later.", retry_after_s=3)
         blocks = request.n * math.ceil((len(request.prompt_ids) + request.max_tokens) / BLOCK_TOKENS)
         self._live[request.request_id] = _Live(blocks, request.n)
+        self._changed.set()
         self._counts.prompt += len(request.prompt_ids)
         ending = FinishReason.ABORT
         try:
@@ -133,6 +141,7 @@ class ScriptedInference:
                     return
         finally:
             del self._live[request.request_id]
+            self._changed.set()
             self._counts.finished[ending] = self._counts.finished.get(ending, 0) + request.n
 
     def _step(self, request: GenerationRequest, done: int, count: int) -> list[GenerationChunk]:
@@ -141,7 +150,7 @@ class ScriptedInference:
             token = request.prompt_ids[place % len(request.prompt_ids)]
             stopped = token in request.stop_ids or (token == EOS and not request.ignore_eos)
             finish = FinishReason.STOP if stopped else FinishReason.LENGTH if place + 1 == request.max_tokens else None
-            text = "" if stopped else chr(token) if token < 128 else "?"  # noqa: PLR2004 - ASCII
+            text = "" if stopped else chr(token) if token < 128 else "?"
             logprobs = () if request.sampling.logprobs is None else (_logprob(token, request.sampling.logprobs),)
             chunks.extend(
                 GenerationChunk(request.request_id, index, (token,), text, logprobs, finish, cached_tokens=0 if place else 1)

@@ -1,0 +1,127 @@
+"""Clients that do not speak HTTP well, or stop speaking: each connection is answered or closed, and holds nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import orjson
+import pytest
+
+from paceline.server.settings import ServerSettings
+from paceline.testing.scripted_inference import ScriptedInference
+from paceline.testing.served import BOUND_S, Served
+
+Serve = Callable[..., Served[ScriptedInference]]
+HURRIED = ServerSettings(request_timeout_s=0.2, slow_reader_timeout_s=0.2)
+
+
+def post(body: bytes, length: int | None = None) -> bytes:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
+    return head.encode() + body
+
+
+def plain(**fields: object) -> bytes:
+    return orjson.dumps({"model": "echo", "prompt": "ab"} | fields)
+
+
+def connect(served: Served[ScriptedInference]) -> socket.socket:
+    return socket.create_connection(served.address, BOUND_S)
+
+
+def to_end(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    got = b""
+    while part := connection.recv(1 << 16):
+        got += part
+    return got
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GARBAGE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 100])
+def test_garbage(serve_with: Serve, sent: bytes) -> None:
+    with connect(serve_with()) as connection:
+        connection.sendall(sent)
+        head, _, body = to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert orjson.loads(body)["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: h", post(b'{"model"', 100)])
+def test_a_request_that_never_ends_is_closed(serve_with: Serve, sent: bytes) -> None:
+    with connect(serve_with(settings=HURRIED)) as connection:
+        connection.sendall(sent)
+        head, _, body = to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert orjson.loads(body)["error"]["code"] == "request_timeout"
+
+
+def test_half_a_second_request_is_closed_too(serve_with: Serve) -> None:
+    with connect(serve_with(settings=HURRIED)) as connection:
+        connection.sendall(post(plain(max_tokens=1)))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"GET /health HT")
+        assert to_end(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_headers_without_end(serve_with: Serve) -> None:
+    with connect(serve_with()) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 20_000)
+        assert to_end(connection).startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_long_answer_outlives_the_time_for_its_request(serve_with: Serve) -> None:
+    served = serve_with(ScriptedInference(hold_after=1), HURRIED)
+    with connect(served) as connection, connect(served) as other:
+        connection.sendall(post(plain(max_tokens=2, stream=True)))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert to_end(other).startswith(b"HTTP/1.1 408 ")  # it came later, and its time is over
+        served.loop.call_soon_threadsafe(served.inference.release)
+        got = b""
+        while b"[DONE]" not in got:
+            got += connection.recv(1 << 16)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_frees_blocks(serve_with: Serve, *, stream: bool) -> None:
+    served = serve_with(ScriptedInference(hold_after=1 if stream else 0))
+    with connect(served) as connection:
+        connection.sendall(post(plain(stream=stream, n=3)))
+        served.run(served.inference.until_live(1))
+        if stream:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert served.metric("paceline_kv_blocks_used") > 0
+    served.run(served.inference.until_live(0))
+    assert served.metric("paceline_kv_blocks_used") == 0
+    assert served.metric("paceline_client_disconnects_total") == 1
+
+
+def test_a_client_that_does_not_read_is_dropped(serve_with: Serve) -> None:
+    served = serve_with(ScriptedInference(max_context=1 << 20), HURRIED)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(BOUND_S)
+        connection.connect(served.address)
+        connection.sendall(post(plain(stream=True, n=128)))
+        served.run(served.inference.until_live(1))
+        served.run(served.inference.until_live(0))
+    assert served.metric('paceline_sequences_finished_total{reason="abort"}') == 128
+
+
+def test_too_many_connections(serve_with: Serve) -> None:
+    served = serve_with(settings=ServerSettings(max_connections=2))
+    with connect(served) as first, connect(served) as second, connect(served) as third:
+        assert to_end(third).startswith(b"HTTP/1.1 429 ")
+        for connection in (first, second):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_expect_100_continue(serve_with: Serve) -> None:
+    with connect(serve_with()) as connection:
+        body = plain(max_tokens=1)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n" + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        )
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")

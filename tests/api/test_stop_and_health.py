@@ -1,0 +1,127 @@
+"""Health follows progress; a stop ends every stream, and the server with them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.server.app import create_app
+from paceline.server.inference import Progress
+from paceline.server.serve import serve
+from paceline.server.settings import ServerSettings
+from paceline.testing.scripted_inference import ScriptedInference
+from paceline.testing.served import Served
+
+Serve = Callable[..., Served[ScriptedInference]]
+BODY = {"model": "echo", "prompt": "ab", "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("progress", "status", "word"),
+    [
+        (Progress(busy=False, seconds_since_step=900.0), 200, "ok"),
+        (Progress(busy=True, seconds_since_step=29.0), 200, "ok"),
+        (Progress(busy=True, seconds_since_step=31.0), 503, "stalled"),
+        (Progress(busy=False, seconds_since_step=0.0, error="the engine died"), 503, "failed"),
+    ],
+)
+def test_health(serve_with: Serve, progress: Progress, status: int, word: str) -> None:
+    served = serve_with()
+    served.inference.reported = progress
+    answer = served.http.get("/health")
+    assert (answer.status_code, answer.json()["status"], answer.json()["error"]) == (status, word, progress.error)
+
+
+def test_metrics_count(serve_with: Serve) -> None:
+    served = serve_with()
+    served.http.post("/v1/completions", json=BODY | {"max_tokens": 5}).raise_for_status()
+    served.http.post("/v1/completions", json=BODY | {"max_tokens": 0})
+    assert served.metric("paceline_generated_tokens_total") == 5
+    assert served.metric("paceline_prompt_tokens_total") == 2
+    assert served.metric("paceline_ttft_seconds_count") == 1
+    assert served.metric("paceline_inter_token_seconds_count") == 4
+    assert served.metric('paceline_http_responses_total{path="/v1/completions",status="200"}') == 1
+    assert served.metric('paceline_http_responses_total{path="/v1/completions",status="400"}') == 1
+    assert served.metric("paceline_http_in_flight") == 1  # the scrape itself
+    for idle in ("paceline_requests_waiting", "paceline_requests_running", "paceline_kv_blocks_used"):
+        assert served.metric(idle) == 0
+
+
+def test_stop_ends_streams_and_silent_connections(serve_with: Serve) -> None:
+    served = serve_with(ScriptedInference(hold_after=1))
+    with socket.create_connection(served.address) as silent, served.http.stream("POST", "/v1/completions", json=BODY) as stream:
+        silent.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        served.begin_stop()
+        rest = "".join(lines)
+        assert "server_stopping" in rest
+        assert "[DONE]" not in rest
+        served.join()
+    assert served.inference.stats().blocks_in_use == 0
+
+
+def test_stop_answers_waiting_calls(serve_with: Serve) -> None:
+    served = serve_with(ScriptedInference(hold_after=0))
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=served.url) as client:
+            call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(served.inference.until_live(1), served.loop))
+            served.begin_stop()
+            return await call
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    served.join()
+
+
+def test_stop_does_not_wait_for_a_client_that_does_not_read(serve_with: Serve) -> None:
+    served = serve_with(ScriptedInference(max_context=1 << 20))
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(served.address)
+        body = b'{"model":"echo","prompt":"ab","stream":true,"n":128}'
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        served.run(served.inference.until_live(1))
+        served.begin_stop()
+        served.join()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.5", "example.org"])
+def test_open_addresses_need_a_key(host: str) -> None:
+    async def start() -> None:
+        await serve(create_app(ScriptedInference()), host, 0, stop=asyncio.Event())
+
+    with pytest.raises(ConfigError, match="without an API key"):
+        asyncio.run(start())
+
+
+def test_a_taken_port_is_named(serve_with: Serve) -> None:
+    served = serve_with()
+
+    async def start() -> None:
+        await serve(create_app(ScriptedInference()), *served.address, stop=asyncio.Event())
+
+    with pytest.raises(ConfigError, match=str(served.address[1])):
+        asyncio.run(start())
+
+
+def test_all_interfaces_with_a_key() -> None:
+    async def start() -> int:
+        stop, urls = asyncio.Event(), asyncio.Queue[str]()
+        app = create_app(ScriptedInference(), ServerSettings(api_key="sesame"))
+        running = asyncio.create_task(serve(app, "0.0.0.0", 0, stop=stop, on_ready=urls.put_nowait))
+        port = httpx.URL(await urls.get()).port
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(f"http://127.0.0.1:{port}/v1/models")
+        stop.set()
+        await running
+        return answer.status_code
+
+    assert asyncio.run(start()) == 401
