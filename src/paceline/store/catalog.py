@@ -102,7 +102,7 @@ def resolve(ref: str, home: Home) -> ModelLocation:
     Raises:
         ModelNotFound: no such model here, or several that the name could mean.
     """
-    if ref.startswith((".", "/", "~")) or ref.lower().endswith(".gguf") and ":" not in ref:
+    if ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref):
         return _at_path(Path(ref).expanduser())
     if ref.lower() in _BUNDLED_ALIASES:
         bundled = _bundled()
@@ -124,10 +124,14 @@ def resolve(ref: str, home: Home) -> ModelLocation:
 
 def list_models(home: Home) -> list[LocalModel]:
     """Every model here: the bundled one first, then what was pulled or registered, by name. Damaged ones are listed with their problem."""
+    return [describe(location, home) for location in locations(home)]
+
+
+def locations(home: Home) -> list[ModelLocation]:
+    """Where every model here lies, in the order of `list_models`, without opening any."""
     bundled = _bundled()
     found = [] if bundled is None else [bundled]
-    found.extend(sorted(_registered(home), key=lambda location: location.name.lower()))
-    return [describe(location, home) for location in found]
+    return [*found, *sorted(_registered(home), key=lambda location: location.name.lower())]
 
 
 def describe(location: ModelLocation, home: Home) -> LocalModel:
@@ -197,8 +201,8 @@ def _in_pulled_folder(ref: str, home: Home) -> ModelLocation | None:
     whole = [str(file) for file in files] if isinstance(files, dict) else []
     if not gguf_models(whole):
         return None
-    first = choose_gguf(f"{hub.folder} as pulled", whole, hub.selector)[0]
-    return ModelLocation(ref, home.models / hub.folder / first)
+    path = home.models / hub.folder / choose_gguf(f"{hub.folder} as pulled", whole, hub.selector)[0]
+    return next(location for location in _registered(home) if location.path == path)
 
 
 def _at_path(path: Path) -> ModelLocation:

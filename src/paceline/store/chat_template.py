@@ -10,14 +10,17 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
 
 from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest
 from paceline.store.faults import damaged
-
-if TYPE_CHECKING:
-    import jinja2
 
 
 class ChatTemplate:
@@ -35,19 +38,18 @@ class ChatTemplate:
         Raises:
             ModelFileError: the template does not compile.
         """
-        import jinja2  # noqa: F811
-        import jinja2.ext
-        import jinja2.sandbox
+
+        def strftime_now(form: str) -> str:
+            return datetime.fromtimestamp(clock.wall()).astimezone().strftime(form)
 
         self._special_tokens = dict(special_tokens)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.fromtimestamp(clock.wall()).astimezone().strftime(form)
+        helpers = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(source, globals=helpers)
         except (jinja2.TemplateError, RecursionError) as error:
             raise damaged(path, f"its chat template does not compile ({error})") from error
 
@@ -57,8 +59,6 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses the messages, or trips over them.
         """
-        import jinja2  # noqa: F811
-
         chat = [_plain(message) for message in messages]
         try:
             return self._template.render(messages=chat, add_generation_prompt=True, tools=None, **self._special_tokens)
@@ -90,23 +90,14 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 def _raise_exception(message: str) -> NoReturn:
-    import jinja2  # noqa: F811
-
     raise jinja2.TemplateError(message)
 
 
-def _generation_tag() -> type[jinja2.ext.Extension]:
+class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks answers for training; here the body is just rendered."""
-    import jinja2  # noqa: F811
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.parser
 
-    class GenerationTag(jinja2.ext.Extension):
-        tags = {"generation"}  # noqa: RUF012  (Jinja's own attribute)
+    tags: set[str] = {"generation"}  # noqa: RUF012  (Jinja's own attribute)
 
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return GenerationTag
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

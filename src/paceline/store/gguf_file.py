@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -64,6 +63,7 @@ class GgufWeights:
         """
         self._headers = tuple(headers)
         self._digests = digests
+        self._digest: str | None = None
         self.header: Final = self._headers[0]
         merged = _merge(self._headers)
         self._spec: Final = spec_from_gguf(merged, _rope_factors(self._headers))
@@ -74,10 +74,12 @@ class GgufWeights:
     def spec(self) -> ModelSpec:
         return self._spec
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of the file, or of the files' digests; read only if a file changed since the last time."""
-        return digest_of_files(self._digests, self.files)
+        if self._digest is None:
+            self._digest = digest_of_files(self._digests, self.files)
+        return self._digest
 
     @property
     def tensor_type(self) -> str:
@@ -181,7 +183,7 @@ def _read_range(piece: _Piece) -> Bytes:
     try:
         with piece.path.open("rb", buffering=0) as file:
             file.seek(piece.offset)
-            view, filled = memoryview(raw), 0
+            view, filled = raw.data, 0
             # One read returns at most 2 GiB on Linux.
             while filled < piece.nbytes:
                 n = file.readinto(view[filled:])
@@ -238,8 +240,8 @@ def _grouped(piece: _Piece, raw: Bytes) -> GroupedTensor:
 
 
 def _dequantised(piece: _Piece, raw: Bytes) -> DenseTensor:
-    from gguf import GGMLQuantizationType  # noqa: PLC0415  (0.1 s of imports that most files don't need)
-    from gguf.quants import dequantize  # noqa: PLC0415
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
 
     kind = piece.info.type
     row_bytes = piece.shape[-1] // kind.block * kind.nbytes

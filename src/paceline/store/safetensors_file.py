@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -62,6 +61,7 @@ class SafetensorsWeights:
         """
         self.folder: Final = folder
         self._digests = digests
+        self._digest: str | None = None
         config = load_object(folder / CONFIG)
         self._spec: Final = spec_from_config(config)
         self._files: Final = tuple(weight_files(folder))
@@ -75,10 +75,12 @@ class SafetensorsWeights:
     def spec(self) -> ModelSpec:
         return self._spec
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 over the digests of the weights and of config.json; read only if a file changed since the last time."""
-        return digest_of_files(self._digests, [*self._files, self.folder / CONFIG])
+        if self._digest is None:
+            self._digest = digest_of_files(self._digests, [*self._files, self.folder / CONFIG])
+        return self._digest
 
     @property
     def tensor_type(self) -> str:
@@ -101,7 +103,7 @@ class SafetensorsWeights:
     def read(self, name: str) -> StoredTensor:
         at = self._at(name)
         array: npt.NDArray[np.generic] = np.empty(at.shape, _NUMPY[at.dtype])
-        view, filled = memoryview(array.reshape(-1).view(np.uint8)), 0
+        view, filled = array.reshape(-1).view(np.uint8).data, 0
         try:
             with at.path.open("rb", buffering=0) as file:
                 file.seek(at.offset)
@@ -173,8 +175,8 @@ def read_head(path: Path) -> Iterator[tuple[str, StoredAt]]:
 def _entry(path: Path, name: str, entry: object, data_start: int, size: int) -> StoredAt:
     """One row of the table, checked against the file's size."""
     fields: dict[str, Any] = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
-    kind, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(kind, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > 8:
+    kind, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+    if not isinstance(kind, str) or shape is None or offsets is None or len(offsets) != 2 or len(shape) > 8:
         raise damaged(path, f"its table has {json.dumps(entry)[:100]} for tensor {name}")
     dtype = _DTYPES.get(kind)
     if dtype is None:
@@ -191,6 +193,8 @@ def _entry(path: Path, name: str, entry: object, data_start: int, size: int) -> 
     return StoredAt(path, dtype, tuple(shape), data_start + start, nbytes)
 
 
-def _are_sizes(values: object) -> bool:
+def _sizes(values: object) -> list[int] | None:
+    """A list of non-negative integers, or None for anything else."""
     items = cast("list[object]", values) if isinstance(values, list) else [None]
-    return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items)
+    sizes = [item for item in items if isinstance(item, int) and not isinstance(item, bool) and item >= 0]
+    return sizes if len(sizes) == len(items) else None

@@ -1,0 +1,174 @@
+"""Bring a model to this machine: from a hub, or from a folder or GGUF file that is already here.
+
+A hub's files lie under `models/<org>/<name>/`. The manifest is written last, so a model is listed only once all of its files
+are there, checked, and open as a model. What lies elsewhere on disk is opened to verify it, then registered by its path, not copied.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError, DownloadError
+from paceline.store import hub
+from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, locations, open_model, resolve
+from paceline.store.digests import DigestCache
+from paceline.store.download import fetch, part_of, verify
+from paceline.store.home import Home, read_json_object, write_file
+from paceline.store.selection import HubRef, choose_files, parse_ref
+
+if TYPE_CHECKING:
+    import httpx
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """How far a pull is. Bytes count the files of the model together, and include what an earlier pull left."""
+
+    file: str
+    done_bytes: int
+    total_bytes: int
+
+
+Progress = Callable[[PullProgress], None]
+
+
+def pull(
+    ref: str, home: Home, progress: Progress, *, endpoint: str | None = None, sleep: Callable[[float], None] = time.sleep
+) -> LocalModel:
+    """Make a model available by name.
+
+    Args:
+        ref: `org/name`, with `@revision` and `:file-or-quantisation` where wanted; a folder; a GGUF file; or a name already here.
+        home: where it goes.
+        progress: told after every piece; called in the caller's thread.
+        endpoint: the hub's address; default: `HF_ENDPOINT`, else the hub of huggingface_hub.
+        sleep: waits between attempts.
+
+    Raises:
+        ModelNotFound: no such repository, file or path.
+        DownloadError: it could not be finished; what was fetched is kept and the next pull goes on from there.
+        ModelFileError, UnsupportedModel: what came can't be run; said before the weights are fetched, where that can be known.
+        ConfigError: the files can't be kept under `home`.
+    """
+    is_path = ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref)
+    hub_ref = None if is_path else parse_ref(ref)
+    if hub_ref is None or (Path(ref).exists() and not (home.models / hub_ref.folder).exists()):
+        return _register(resolve(ref, home), home)
+    import httpx
+
+    access = hub.token()
+    headers = {} if access is None else {"Authorization": f"Bearer {access}"}
+    address = hub.endpoint() if endpoint is None else endpoint.rstrip("/")
+    with httpx.Client(headers=headers, timeout=httpx.Timeout(30.0), follow_redirects=True) as client:
+        listing = hub.list_repo(client, address, hub_ref)
+        return _pull_listed(client, hub_ref, listing, home, progress, sleep)
+
+
+def _register(location: ModelLocation, home: Home) -> LocalModel:
+    """Verify a model that is on this machine already, and list it under its file's or folder's name."""
+    open_model(str(location.path), home)
+    known = locations(home)
+    if all(other.path != location.path for other in known):
+        taken = next((other for other in known if other.name.lower() == location.name.lower()), None)
+        if taken is not None:
+            raise ConfigError(f"the name {location.name!r} is taken by {taken.path}", "Rename the file or folder, or name it by its path")
+        if not hub.is_safe(location.name) or location.name.startswith("."):
+            raise ConfigError(f"{location.name!r} can't be a model's name", "Rename the file or folder")
+        _write(home.models / location.name / MANIFEST, {"path": str(location.path)})
+    return describe(location, home)
+
+
+def _pull_listed(
+    client: httpx.Client, ref: HubRef, listing: hub.HubListing, home: Home, progress: Progress, sleep: Callable[[float], None]
+) -> LocalModel:
+    names = choose_files(ref.repo, list(listing.files), ref.selector)
+    # Small files first: a configuration that can't be run is found out before gigabytes are fetched.
+    files = sorted((listing.files[name] for name in names), key=lambda file: (file.size, file.name))
+    folder = home.models / ref.folder
+    total, done = sum(file.size for file in files), 0
+    _check_space(folder, files)
+    digests = DigestCache(home)
+    arrived: list[tuple[hub.HubFile, Path]] = []
+    for file in files:
+        before = done
+
+        def advance(on_disk: int, name: str = file.name, before: int = before) -> None:
+            progress(PullProgress(name, before + on_disk, total))
+
+        if not _is_here(file, folder / file.name, digests):
+            part = fetch(client, file, folder / file.name, advance, sleep)
+            if file.name == "config.json":
+                _check_config(part)
+            arrived.append((file, part))
+        done += file.size
+        advance(file.size)
+    # All renames at the end, so that a pull of a newer revision that breaks off leaves the older model whole.
+    for file, part in arrived:
+        part.replace(folder / file.name)
+        if file.checksum.kind == "sha256":
+            digests.remember(folder / file.name, file.checksum.hex)
+    first = next((name for name in names if name.lower().endswith(".gguf")), None)
+    path = folder if first is None else folder / first
+    open_model(str(path), home)
+    _write_manifest(folder, listing, ref, files)
+    return describe(next(location for location in locations(home) if location.path == path), home)
+
+
+def _is_here(file: hub.HubFile, target: Path, digests: DigestCache) -> bool:
+    """Whether the file was fetched before and is whole; its digest is remembered where that is the checksum."""
+    if not target.is_file():
+        return False
+    if digests.known(target) == file.checksum.hex:
+        return True
+    try:
+        whole = verify(target, file)
+    except OSError as error:
+        raise DownloadError(f"{target} can't be read: {error.strerror}", "Check who may read it") from error
+    if whole and file.checksum.kind == "sha256":
+        digests.remember(target, file.checksum.hex)
+    return whole
+
+
+def _check_config(path: Path) -> None:
+    from paceline.store.hf_config import spec_from_config
+    from paceline.store.json_object import load_object
+
+    spec_from_config(load_object(path))
+
+
+def _check_space(folder: Path, files: list[hub.HubFile]) -> None:
+    """Refuse early what can't end well. What is already here counts as fetched."""
+    missing = 0
+    for file in files:
+        target = folder / file.name
+        parts = [target, part_of(file, target)]
+        missing += max(0, file.size - max(part.stat().st_size if part.is_file() else 0 for part in parts))
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    if missing > free:
+        raise DownloadError(
+            f"{folder.name} needs {missing >> 20} MiB more and {existing} has {free >> 20} MiB free",
+            "Free some space, or set PACELINE_HOME to a larger disk",
+        )
+
+
+def _write_manifest(folder: Path, listing: hub.HubListing, ref: HubRef, files: list[hub.HubFile]) -> None:
+    """Add what was pulled to what was there: a folder may hold several GGUF models of one repository."""
+    path = folder / MANIFEST
+    known = (read_json_object(path) or {}).get("files")
+    kept = known if isinstance(known, dict) else {}
+    entries = {file.name: {"size": file.size, file.checksum.kind: file.checksum.hex} for file in files}
+    _write(path, {"repo": ref.repo, "revision": listing.commit, "files": {**kept, **entries}})
+
+
+def _write(path: Path, entry: dict[str, object]) -> None:
+    try:
+        write_file(path, json.dumps(entry, indent=1).encode())
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}", "Check PACELINE_HOME and the space on its disk") from error
