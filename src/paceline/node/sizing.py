@@ -26,6 +26,8 @@ class KvPlan:
     """Longest prompt and answer together, in tokens."""
     shortened_from: int | None
     """The model's own context, where memory allowed only a shorter one."""
+    token_bytes: int
+    """What one token takes, over all layers."""
 
     @property
     def tokens(self) -> int:
@@ -95,4 +97,4 @@ def plan_kv(
         )
     tokens = kv_tokens if kv_tokens is not None else min(affordable, max(granted, max_running * min(granted, TYPICAL_TOKENS)))
     shortened_from = spec.max_context if context is None and granted < spec.max_context else None
-    return KvPlan(max(1, -(-tokens // block_size)), block_size, granted, shortened_from)
+    return KvPlan(max(1, -(-tokens // block_size)), block_size, granted, shortened_from, token_bytes)

@@ -1,0 +1,115 @@
+"""Commands and their options. Each command's work is in a module of its own, imported when it runs, so that help is quick."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_USER, report
+from paceline.core.errors import UserError
+from paceline.core.model import WeightsFormat
+from paceline.node.settings import DEFAULT_MODEL, NodeSettings
+
+app = typer.Typer(
+    name="paceline",
+    help="One OpenAI endpoint out of the machines you already own.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a folder, or a GGUF file.", show_default=True)]
+Weights = Annotated[WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: nearest to the file's.")]
+KvTokens = Annotated[int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.")]
+Context = Annotated[int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
+Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.")]
+MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", show_envvar=True, help="Asked of every client when set.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+
+
+@app.command()
+def up(
+    model: Model = DEFAULT_MODEL,
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.")] = 8000,
+    host: Annotated[str, typer.Option("--host", help="Anything but loopback needs an API key.")] = "127.0.0.1",
+    weights: Weights = None,
+    api_key: ApiKey = None,
+    kv_tokens: KvTokens = None,
+    threads: Threads = None,
+    max_running: MaxRunning = 32,
+    context: Context = None,
+    greet: Annotated[bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.")] = False,
+) -> None:
+    """Serve a model as an OpenAI endpoint."""
+    from paceline.cli.up import run_up
+
+    settings = NodeSettings(model, weights, kv_tokens, context, threads, max_running)
+    raise typer.Exit(run_up(settings, host=host, port=port, api_key=api_key, greet=greet))
+
+
+@app.command()
+def chat(
+    url: Annotated[
+        str | None, typer.Option("--url", "-u", help="A running endpoint. Default: load the model here, without a server.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=f"Default: the endpoint's first, or {DEFAULT_MODEL}.")] = None,
+    system: Annotated[str | None, typer.Option("--system", "-s", help="A system message to begin with.")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0)] = 0.7,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answers.")] = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    context: Context = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Talk to a model: in this terminal alone, or at an endpoint."""
+    from paceline.cli.chat import run_chat
+
+    settings = NodeSettings(model or DEFAULT_MODEL, weights, context=context, threads=threads, max_running=1)
+    raise typer.Exit(run_chat(settings, url=url, model=model, system=system, temperature=temperature, seed=seed, api_key=api_key))
+
+
+@app.command()
+def pull(
+    ref: Annotated[str, typer.Argument(help="org/name[@revision][:file] at the hub, a folder, or a GGUF file.")],
+) -> None:
+    """Get a model: resumes where it was cut off, and checks what it got."""
+    from paceline.cli.pull import run_pull
+
+    run_pull(ref)
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """List the models on this machine."""
+    from paceline.cli.models import run_models
+
+    run_models(as_json=as_json)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from paceline import __version__
+
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Entry point: errors a person can fix are one message and exit code 2, never a traceback."""
+    # Tracebacks and progress of a piped run must not wait in a buffer for a process that is killed.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        app()
+    except UserError as error:
+        report(error)
+        sys.exit(EXIT_USER)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

@@ -1,0 +1,146 @@
+"""`paceline chat`: a conversation in the terminal, with a model loaded here or at an endpoint.
+
+Ctrl-C during an answer ends the answer; at the prompt it ends the chat.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+from rich.console import Console
+
+from paceline.cli.endpoint import Endpoint
+from paceline.cli.faults import EXIT_OK, report
+from paceline.core.errors import PacelineError, UserError
+from paceline.node.settings import NodeSettings
+
+HELP = """\
+  /reset   forget the conversation
+  /quit    leave (also Ctrl-D)
+  /help    this
+A line that ends in \\ goes on in the next. Three double quotes open a text of many lines, and three more close it.
+Ctrl-C during an answer stops the answer."""
+FENCE = '"""'
+
+Message = dict[str, str]
+Say = Callable[[list[Message]], Iterator[str]]
+
+
+def run_chat(
+    settings: NodeSettings,
+    *,
+    url: str | None,
+    model: str | None,
+    system: str | None,
+    temperature: float,
+    seed: int | None,
+    api_key: str | None,
+) -> int:
+    """Converse until the person leaves.
+
+    Raises:
+        UserError: the endpoint or the model can't be used.
+    """
+    console = Console(highlight=False)
+    if url is not None:
+        with Endpoint(url, api_key) as endpoint:
+            name = model or next(iter(endpoint.models()), "")
+            if not name:
+                raise UserError(f"{url} serves no model", "Name one with --model.")
+            _converse(console, name, system, lambda messages: endpoint.say(name, messages, temperature=temperature, seed=seed))
+        return EXIT_OK
+    from paceline.cli.up import end_now, load
+    from paceline.node.local_chat import LocalChat
+
+    node = load(settings, console)
+    try:
+        with LocalChat(node.host, node.model) as local:
+            _converse(console, node.model.name, system, lambda messages: local.say(messages, temperature=temperature, seed=seed))
+    finally:
+        if not node.close():
+            end_now(EXIT_OK)
+    return EXIT_OK
+
+
+def _converse(console: Console, name: str, system: str | None, say: Say) -> None:
+    if sys.stdin.isatty():
+        _enable_line_editing()
+        console.print(f"Chatting with {name}. /help says how, /quit leaves.", style="dim", markup=False)
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while True:
+        try:
+            text = read_message(input, prompt=">>> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        match text.strip():
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return
+            case "/reset":
+                messages = list(opening)
+                console.print("Forgotten.", style="dim")
+            case "/help":
+                console.print(HELP, markup=False)
+            case command if command.startswith("/") and " " not in command and "\n" not in command:
+                console.print(f"There is no {command}; /help lists what there is.", markup=False)
+            case _:
+                messages.append({"role": "user", "content": text})
+                answer = _answer(console, say, messages)
+                # A question that got no answer is taken back, so that the roles still alternate.
+                messages = [*messages, {"role": "assistant", "content": answer}] if answer else messages[:-1]
+
+
+def _answer(console: Console, say: Say, messages: list[Message]) -> str:
+    parts: list[str] = []
+    try:
+        with closing(say(messages)) as texts:  # pyright: ignore[reportArgumentType] - both speakers are generators
+            for text in texts:
+                parts.append(text)
+                # Not through rich: a model's text is written as it comes, unwrapped and unstyled.
+                sys.stdout.write(text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        console.print(" [dim](stopped)[/]", end="")
+    except PacelineError as error:
+        console.print()
+        report(error)
+        return ""
+    console.print("\n")
+    return "".join(parts)
+
+
+def read_message(read: Callable[[str], str], prompt: str) -> str:
+    """One message of one or many lines.
+
+    Args:
+        read: reads a line after showing a prompt; `input`.
+        prompt: for the first line.
+
+    Raises:
+        EOFError: there is nothing more to read.
+    """
+    line = read(prompt)
+    more = "... " if prompt else ""
+    if line.lstrip().startswith(FENCE):
+        lines = [line.lstrip().removeprefix(FENCE)]
+        while not lines[-1].rstrip().endswith(FENCE):
+            lines.append(read(more))
+        lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
+        return "\n".join(lines).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        lines.append(read(more))
+    return "\n".join(lines)
+
+
+def _enable_line_editing() -> None:
+    try:
+        import readline  # noqa: F401 - importing it is what gives `input` history and arrow keys
+    except ImportError:  # left out of some Pythons
+        return

@@ -1,0 +1,117 @@
+"""A client of an OpenAI endpoint: just enough to chat with one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from paceline.core.errors import UserError
+
+
+class EndpointError(UserError):
+    """An endpoint that can't be reached, or that refused."""
+
+
+class Endpoint:
+    """One endpoint, over one connection."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """Prepare to talk; nothing is sent yet.
+
+        Args:
+            url: with or without `/v1` at its end.
+            api_key: sent as a bearer token.
+
+        Raises:
+            EndpointError: the URL is malformed.
+        """
+        self._url = url.rstrip("/")
+        if not self._url.endswith("/v1"):
+            self._url += "/v1"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # Reading has no bound of its own: an answer that waits in a queue is not an error. The person has Ctrl-C.
+        timeout = httpx.Timeout(10.0, read=None)
+        try:
+            self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise EndpointError(f"{url}: {error}", "Give a URL such as http://127.0.0.1:8000/v1.") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._client.close()
+
+    def models(self) -> list[str]:
+        """Names of the models served.
+
+        Raises:
+            EndpointError: it can't be reached, or refused.
+        """
+        try:
+            response = self._client.get(f"{self._url}/models")
+            self._check(response)
+            return [str(model["id"]) for model in response.json()["data"]]
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise EndpointError(f"{self._url}/models does not answer as an OpenAI endpoint does", "Check the URL.") from error
+
+    def say(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        temperature: float,
+        seed: int | None,
+        max_tokens: int | None = None,
+    ) -> Iterator[str]:
+        """Stream the answer's text. Closing the iterator hangs up, which ends the generation.
+
+        Raises:
+            EndpointError: it can't be reached, refused, or the answer broke off.
+        """
+        body: dict[str, Any] = {"model": model, "messages": list(messages), "stream": True, "temperature": temperature}
+        body |= {"seed": seed} if seed is not None else {}
+        body |= {"max_tokens": max_tokens} if max_tokens is not None else {}
+        try:
+            with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
+                if response.is_error:
+                    response.read()
+                self._check(response)
+                yield from self._texts(response)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+
+    def _texts(self, response: httpx.Response) -> Iterator[str]:
+        for line in response.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                return
+            event: dict[str, Any] = json.loads(data)
+            if "error" in event:
+                raise EndpointError(str(event["error"].get("message", "the endpoint failed")))
+            for choice in event.get("choices", []):
+                text = choice.get("delta", {}).get("content")
+                if text:
+                    yield text
+        raise EndpointError("the answer broke off before its end", "Try again.")
+
+    def _check(self, response: httpx.Response) -> None:
+        if not response.is_error:
+            return
+        try:
+            message = str(response.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = response.reason_phrase
+        hint = "Give the endpoint's key with --api-key or PACELINE_API_KEY." if response.status_code == httpx.codes.UNAUTHORIZED else ""
+        raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", hint)
+
+    def _unreachable(self, error: Exception) -> EndpointError:
+        return EndpointError(f"Cannot reach {self._url}: {error}", "Start one with `paceline up`, or correct --url.")

@@ -1,0 +1,143 @@
+"""`paceline up`: load, serve, say where, and end quickly when told to.
+
+The first Ctrl-C stops in an orderly way within two seconds; the second ends the process where it stands. The address is tried
+before the model is loaded, because a taken port should not cost a load to find out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_OK
+from paceline.cli.progress import byte_bar
+from paceline.node.settings import NodeSettings
+from paceline.server.settings import ServerSettings, check_bind
+
+if TYPE_CHECKING:
+    from paceline.node.build import BuiltNode
+
+ORDERLY_S = 1.8
+"""Longest an orderly stop may take; after it the process ends as it does at a second Ctrl-C."""
+QUESTION = "In one sentence: why do cyclists ride in a paceline?"
+
+
+def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None, greet: bool) -> int:
+    """Serve until interrupted.
+
+    Raises:
+        UserError: an address, a model or a setting that can't be used.
+    """
+    check_bind(host, api_key)
+    from paceline.server.app import create_app
+    from paceline.server.serve import bind, serve
+
+    bind(host, port).close()
+    console = Console(highlight=False)
+    node = load(settings, console)
+    try:
+        app = create_app(node.host, ServerSettings(api_key=api_key))
+
+        async def main() -> None:
+            stop = asyncio.Event()
+            _on_signals(stop, console)
+
+            def ready(url: str) -> None:
+                _announce(console, node, url, api_key)
+                if greet:
+                    threading.Thread(target=_greet, args=(console, url, node.model.name, api_key), daemon=True).start()
+
+            await serve(app, host, port, stop=stop, on_ready=ready)
+
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(main())
+    finally:
+        finished = node.close()
+    if not finished:
+        # A step that outlasts the wait still runs in its thread; the interpreter would wait for its lock.
+        end_now(EXIT_OK)
+    return EXIT_OK
+
+
+def load(settings: NodeSettings, console: Console) -> BuiltNode:
+    """Build a node with a progress bar. Ctrl-C meanwhile ends at once."""
+    began_s = time.perf_counter()
+    try:
+        from paceline.node.build import build_node
+
+        with byte_bar(console, f"Loading {settings.model}") as progress:
+            node = build_node(settings, progress)
+    except KeyboardInterrupt:
+        end_now(EXIT_INTERRUPTED)
+    for note in node.notes:
+        console.print(f"[yellow]note:[/] {note}")
+    # Nothing that was loaded dies before the process does: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False)
+    return node
+
+
+def end_now(code: int) -> None:
+    """End the process where it stands."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _on_signals(stop: asyncio.Event, console: Console) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal(code: int) -> None:
+        if stop.is_set():
+            end_now(code)
+        stop.set()
+        console.print("\nStopping (again to end at once)")
+        late = threading.Timer(ORDERLY_S, end_now, (EXIT_OK,))
+        late.daemon = True
+        late.start()
+
+    loop.add_signal_handler(signal.SIGINT, on_signal, EXIT_INTERRUPTED)
+    loop.add_signal_handler(signal.SIGTERM, on_signal, 128 + signal.SIGTERM)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not made for every system
+        return None
+    return uvloop.new_event_loop
+
+
+def _announce(console: Console, node: BuiltNode, url: str, api_key: str | None) -> None:
+    reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    key = " -H 'Authorization: Bearer '\"$PACELINE_API_KEY\"" if api_key else ""
+    console.print(f"\n[bold green]Ready[/] at [bold]{url}/v1[/] (Ctrl-C stops)\nTry:")
+    body = f'{{"model": "{node.model.name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+    console.print(
+        f"  curl {reach}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n  paceline chat --url {reach}/v1\n",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _greet(console: Console, url: str, model: str, api_key: str | None) -> None:
+    from paceline.cli.endpoint import Endpoint, EndpointError
+
+    console.print(f"> {QUESTION}", style="dim", markup=False)
+    try:
+        with Endpoint(f"{url}/v1", api_key) as endpoint:
+            for text in endpoint.say(model, [{"role": "user", "content": QUESTION}], temperature=0.0, seed=None, max_tokens=80):
+                console.print(text, end="", markup=False, soft_wrap=True)
+        console.print("\n")
+    except EndpointError as error:
+        console.print(f"\nThe answer broke off: {error}", markup=False)

@@ -1,0 +1,158 @@
+"""Puts one machine's engine together: model, backend, KV, executor, engine, host.
+
+Law: what a person asked for is built, or an error says why not. What they left open is decided here, and `notes` says where the
+decision is not the obvious one.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.backends import table
+from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.weights import WeightSource
+from paceline.engine.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.node.cores import usable_cores
+from paceline.node.engine_thread import EngineThread
+from paceline.node.host import EngineHost
+from paceline.node.memory import available_bytes, human
+from paceline.node.settings import NodeSettings
+from paceline.node.sizing import KvPlan, plan_kv
+from paceline.server.inference import ServedModel
+from paceline.store.catalog import OpenedModel, open_model
+
+BLOCK_SIZE = 16
+_BITS = {WeightsFormat.INT4: 5.0, WeightsFormat.INT8: 8.5, WeightsFormat.BF16: 16.0}
+"""Bits a weight takes in memory, its group's scale and offset included."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine ready to step, and what it was built of."""
+
+    engine: Engine
+    executor: LocalExecutor[Any]
+    model: ServedModel
+    config: EngineConfig
+    kv: KvPlan
+    weights: WeightsFormat
+    threads: int
+    backend: str
+    notes: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """The engine in one line."""
+        room = human(self.kv.tokens * self.kv.token_bytes)
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return (
+            f"{self.model.name}, {self.weights} weights, {self.backend} backend, {threads}, "
+            f"context {self.model.max_context}, KV for {self.kv.tokens} tokens ({room})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltNode:
+    """An engine behind its host."""
+
+    host: EngineHost
+    model: ServedModel
+    notes: tuple[str, ...]
+    summary: str
+
+    def close(self) -> bool:
+        """Stop; see `EngineHost.close`."""
+        return self.host.close()
+
+
+def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None) -> BuiltEngine:
+    """Load a model and make an engine of it.
+
+    Args:
+        settings: what the person asked for.
+        progress: called with (bytes read, bytes to read).
+        clock: default: the machine's.
+
+    Raises:
+        UserError: something asked for can't be had.
+    """
+    clock = clock or SystemClock()
+    opened = open_model(settings.model, clock=clock)
+    weights = settings.weights or stored_format(opened.weights)
+    kv = plan_kv(
+        opened.spec,
+        free_bytes=available_bytes(),
+        weights_bytes=weights_bytes(opened.spec, weights),
+        max_running=settings.max_running,
+        block_size=BLOCK_SIZE,
+        context=settings.context,
+        kv_tokens=settings.kv_tokens,
+    )
+    threads = settings.threads or usable_cores()
+    options = LoadOptions(opened.spec.all_layers, weights, kv.n_blocks, BLOCK_SIZE, threads)
+    backend = table.choose(opened.spec)
+    runner: LayerRunner[Any] = table.load(backend, opened.weights, options, progress)
+    executor = LocalExecutor(runner)
+    config = EngineConfig(
+        max_running=settings.max_running,
+        max_waiting=settings.max_running + settings.max_waiting,  # the host counts both together, and refuses first
+        max_context=kv.context,
+        prefix_cache=settings.prefix_cache,
+    )
+    notes = (
+        [f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)"] if kv.shortened_from else []
+    )
+    return BuiltEngine(
+        engine=Engine(executor, opened.tokenizer, config, clock),
+        executor=executor,
+        model=_served(opened, weights, runner.numerics_id, kv.context, clock),
+        config=config,
+        kv=kv,
+        weights=weights,
+        threads=threads,
+        backend=str(backend),
+        notes=tuple(notes),
+    )
+
+
+def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None) -> BuiltNode:
+    """`build_engine`, behind a host with the engine in a thread of its own.
+
+    Raises:
+        UserError: something asked for can't be had.
+    """
+    clock = clock or SystemClock()
+    built = build_engine(settings, progress, clock)
+    gc.collect()  # what reading and packing left behind
+    thread = EngineThread(built.engine, built.executor.close)
+    capacity = settings.max_running + settings.max_waiting
+    host = EngineHost(thread, built.model, clock, capacity=capacity, at_once=settings.max_running)
+    return BuiltNode(host, built.model, built.notes, built.summary)
+
+
+def stored_format(source: WeightSource) -> WeightsFormat:
+    """The format nearest to what a file holds: fewer bits would lose, more would only take memory."""
+    spec = source.spec
+    name = "model.layers.0.self_attn.o_proj.weight"
+    bits = 8 * source.nbytes(name) / (spec.hidden * spec.n_heads * spec.head_dim)
+    return WeightsFormat.INT4 if bits < 7 else WeightsFormat.INT8 if bits < 12 else WeightsFormat.BF16
+
+
+def weights_bytes(spec: ModelSpec, weights: WeightsFormat) -> int:
+    """What a model's weights take in memory. The embedding and the head are held at 8 bits or more."""
+    attention = spec.hidden * spec.head_dim * (2 * spec.n_heads + 2 * spec.n_kv_heads)
+    ffn = 3 * spec.hidden * (spec.ffn if spec.moe is None else spec.moe.ffn * spec.moe.n_experts)
+    edges = spec.vocab * spec.hidden * (1 if spec.tied_head else 2)
+    bits = spec.n_layers * (attention + ffn) * _BITS[weights] + edges * max(_BITS[weights], _BITS[WeightsFormat.INT8])
+    return int(bits / 8)
+
+
+def _served(opened: OpenedModel, weights: WeightsFormat, numerics_id: str, context: int, clock: Clock) -> ServedModel:
+    fingerprint = f"fp_{opened.weights.digest[:12]}_{weights}_{numerics_id[:8]}"
+    return ServedModel(opened.name, int(clock.wall()), context, opened.tokenizer, fingerprint)

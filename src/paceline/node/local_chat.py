@@ -1,0 +1,60 @@
+"""A chat with an engine in this process, without a server: synchronous, one answer at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+from paceline.core.errors import ContextOverflow, PacelineError
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.server.inference import Inference, ServedModel
+from paceline.server.streams import close
+
+
+class LocalChat:
+    """Answers to conversations, streamed, on an event loop of its own that runs only while an answer does."""
+
+    def __init__(self, inference: Inference, model: ServedModel) -> None:
+        self._inference = inference
+        self._model = model
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._runner.close()
+
+    def say(self, messages: Sequence[Mapping[str, str]], *, temperature: float, seed: int | None) -> Generator[str]:
+        """Stream the answer's text. Closing the generator ends the generation.
+
+        Raises:
+            ContextOverflow: the conversation has outgrown the context.
+            PacelineError: the engine failed.
+        """
+        prompt = tuple(self._model.tokenizer.render_chat(messages))
+        room = self._model.max_context - len(prompt)
+        if room < 1:
+            raise ContextOverflow(
+                f"The conversation has outgrown the context of {self._model.max_context} tokens", "Begin anew with /reset."
+            )
+        sampling = SamplingParams(temperature=temperature, seed=seed)
+        request = GenerationRequest(RequestId(f"chat-{uuid4().hex}"), prompt, room, sampling)
+        stream = self._inference.generate(self._model.name, request)
+        try:
+            while (chunks := self._runner.run(_next(stream))) is not None:
+                for chunk in chunks:
+                    if chunk.finish_reason is FinishReason.ERROR:
+                        raise PacelineError(chunk.error or "The generation failed")
+                    if chunk.text:
+                        yield chunk.text
+        finally:
+            self._runner.run(close(stream))
+
+
+async def _next(stream: AsyncIterator[Sequence[GenerationChunk]]) -> Sequence[GenerationChunk] | None:
+    return await anext(stream, None)

@@ -1,0 +1,32 @@
+"""What a person can set about one machine's engine, and what each setting costs. Imports nothing heavy: the CLI reads it for `--help`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.model import WeightsFormat
+
+DEFAULT_MODEL = "smollm2-135m"
+"""The bundled one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """One model on this machine."""
+
+    model: str = DEFAULT_MODEL
+    """A bundled name, a pulled model, a folder, or a GGUF file."""
+    weights: WeightsFormat | None = None
+    """None: the format nearest to what the file holds, so that nothing is lost or inflated."""
+    kv_tokens: int | None = None
+    """Tokens of KV to hold in all. More keep longer chats and more of them in memory; each costs `kv_bytes_per_token`."""
+    context: int | None = None
+    """Longest prompt and answer together. None: the model's own, or as long as memory allows."""
+    threads: int | None = None
+    """None: one a physical core. More than that slow each other down."""
+    max_running: int = 32
+    """Sequences side by side. Raising it raises the total rate and lowers each one's; the rest wait."""
+    max_waiting: int = 256
+    """Sequences that may wait; beyond it requests get 429. Raising it makes the last in line wait longer."""
+    prefix_cache: bool = True
+    """Off for benchmarks: it makes a repeated prompt cheaper than it is."""

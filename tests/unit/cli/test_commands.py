@@ -1,0 +1,133 @@
+"""The command line as a person meets it: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def paceline(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200", **environment},
+        check=False,
+    )
+
+
+def assert_user_error(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    for word in words:
+        assert word in done.stderr
+
+
+def test_version_and_help() -> None:
+    from paceline import __version__
+
+    assert paceline("version").stdout.strip() == __version__
+    shown = paceline("--help")
+    assert shown.returncode == 0
+    for command in ("up", "chat", "pull", "models", "bench", "version"):
+        assert command in shown.stdout
+
+
+@pytest.mark.parametrize("heavy", ["numpy", "numba", "torch", "fastapi", "uvicorn", "httpx", "huggingface_hub", "pydantic"])
+def test_the_command_line_imports_nothing_heavy(heavy: str) -> None:
+    code = f"import sys, paceline.cli; sys.exit({heavy!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_wrong_flag_names_the_near_ones() -> None:
+    assert_user_error(paceline("up", "--prot", "1"), "--prot", "--port")
+
+
+def test_a_wrong_command_names_the_near_ones() -> None:
+    assert_user_error(paceline("modles"), "models")
+
+
+def test_a_wrong_format_names_the_right_ones() -> None:
+    assert_user_error(paceline("up", "--weights", "int3"), "int3", "int4", "int8", "bf16")
+
+
+def test_an_unknown_model_names_the_near_ones() -> None:
+    assert_user_error(paceline("up", "--port", "0", "--model", "smolm2-135m"), "smolm2-135m", "Did you mean smollm2-135m")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing.gguf")
+    assert_user_error(paceline("up", "--port", "0", "--model", missing), missing)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64, b"not a model at all"])
+def test_a_corrupt_gguf_is_named(tmp_path: Path, content: bytes) -> None:
+    corrupt = tmp_path / "corrupt.gguf"
+    corrupt.write_bytes(content)
+    assert_user_error(paceline("up", "--port", "0", "--model", str(corrupt)), "corrupt.gguf", "hint:")
+
+
+def test_a_truncated_gguf_is_named(tmp_path: Path, bundled_gguf: Path) -> None:
+    truncated = tmp_path / "truncated.gguf"
+    with bundled_gguf.open("rb") as whole:
+        truncated.write_bytes(whole.read(8 << 20))
+    assert_user_error(paceline("up", "--port", "0", "--model", str(truncated)), "truncated.gguf", "hint:")
+
+
+def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        # The model does not exist: had it been looked for first, the error would name it.
+        assert_user_error(paceline("up", "--port", port, "--model", "no-such-model"), port, "--port")
+
+
+def test_other_machines_need_a_key() -> None:
+    assert_user_error(paceline("up", "--host", "0.0.0.0", "--model", "no-such-model"), "0.0.0.0", "API key")
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    assert_user_error(paceline("up", "--port", "0", "--context", "1000000"), "1000000", "--context")
+
+
+def test_more_kv_than_memory_is_refused_with_numbers() -> None:
+    assert_user_error(paceline("up", "--port", "0", "--kv-tokens", "100000000000"), "100000000000", "GiB", "or fewer")
+
+
+def test_models_lists_the_bundled_one() -> None:
+    (model,) = json.loads(paceline("models", "--json").stdout)
+    assert model["name"] == "smollm2-135m"
+    assert model["problem"] is None
+    assert Path(model["path"]).is_file()
+    assert "smollm2-135m" in paceline("models").stdout
+
+
+def test_pull_registers_a_file(tmp_path: Path, bundled_gguf: Path) -> None:
+    home = str(tmp_path / "home")
+    mine = tmp_path / "mine.gguf"
+    mine.symlink_to(bundled_gguf)
+    done = paceline("pull", str(mine), PACELINE_HOME=home)
+    assert done.returncode == 0, done.stderr
+    assert "mine" in {model["name"] for model in json.loads(paceline("models", "--json", PACELINE_HOME=home).stdout)}
+
+
+def test_pull_of_nothing_is_an_error(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing.gguf")
+    assert_user_error(paceline("pull", missing), missing)
+
+
+def test_chat_with_an_endpoint_that_is_not_there() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    assert_user_error(paceline("chat", "--url", url), url, "paceline up")

@@ -1,0 +1,62 @@
+"""What the machine says of its memory and cores, read from folders laid out as Linux lays out its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.node.cores import usable_cores
+from paceline.node.memory import available_bytes, human
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux shows these as files")
+KIB = 1024
+
+
+def lay(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@linux
+def test_memory_of_a_machine(tmp_path: Path) -> None:
+    proc = lay(tmp_path / "proc", meminfo="MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable:   600 kB\n")
+    assert available_bytes(proc, tmp_path) == 600 * KIB
+
+
+@linux
+def test_memory_of_a_container(tmp_path: Path) -> None:
+    proc = lay(tmp_path / "proc", meminfo="MemAvailable: 600 kB\n")
+    cgroup = lay(tmp_path / "cg", memory_dot_max="500000\n", memory_dot_current="300000\n", memory_dot_stat="anon 1\ninactive_file 50000\n")
+    assert available_bytes(proc, cgroup) == 250_000
+    lay(cgroup, memory_dot_max="max\n")
+    assert available_bytes(proc, cgroup) == 600 * KIB
+
+
+@linux
+def test_this_machine_has_some() -> None:
+    assert 0 < available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@linux
+def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    topology = {f"devices__system__cpu__cpu{cpu}__topology__thread_siblings_list": "all on one\n" for cpu in mine}
+    assert usable_cores(lay(tmp_path / "one", **topology)) == 1
+    assert usable_cores(tmp_path / "unknown") == len(mine)
+
+
+@linux
+def test_a_quota_bounds_the_threads(tmp_path: Path) -> None:
+    assert usable_cores(lay(tmp_path, fs__cgroup__cpu_dot_max="100000 100000\n")) == 1
+    assert usable_cores(lay(tmp_path, fs__cgroup__cpu_dot_max="50000 100000\n")) == 1
+
+
+def test_bytes_as_people_read_them() -> None:
+    assert human(180 << 20) == "180 MiB"
+    assert human(3 << 29) == "1.5 GiB"
