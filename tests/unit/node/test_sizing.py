@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, OutOfMemory
@@ -71,8 +71,7 @@ def test_a_plan_fits_and_holds_one_context(free: int, context: int | None, kv_to
     try:
         planned = plan(free, context=context, kv_tokens=kv_tokens)
     except (OutOfMemory, ConfigError):
-        assume(False)
-        return
+        return  # a refusal is an answer too; the ones above check theirs
     assert planned.tokens >= planned.context
     share = KV_SHARE if kv_tokens is None else 1
     assert (planned.tokens - 16) * TOKEN <= share * (free - 100 * MIB)
