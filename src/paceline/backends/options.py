@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from paceline.core.model import LayerRange, WeightsFormat
 
@@ -32,5 +33,7 @@ class LoadOptions:
     threads: int = 1
     edges: bool = True
     """Load the embedding, the final norm and the head too. Stages of a pipeline leave them to the orchestrator."""
+    kernel_cache: Path | None = None
+    """Folder for compiled kernels; None: beside their sources."""
     prompt_weights: PromptWeights | None = None
     """None: resident where memory allows it."""

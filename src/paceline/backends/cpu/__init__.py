@@ -1,1 +1,56 @@
-"""Layers in compiled Numba kernels, for processors with AVX512-BF16."""
+"""Layers in compiled Numba kernels, for processors with AVX512-BF16.
+
+Importing this package compiles nothing and imports no kernel: `load` does, once the kernel cache is known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.core.model import ModelSpec
+
+if TYPE_CHECKING:
+    from paceline.backends.cpu.runner import CpuRunner
+    from paceline.core.weights import WeightSource
+
+_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
+
+
+def runs_here() -> bool:
+    """Whether this processor has the instructions the kernels are made of."""
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features()
+    return all(features.get(feature, False) for feature in _FEATURES)
+
+
+def refuses(spec: ModelSpec) -> str | None:
+    """Why these kernels can't run a model; None where they can."""
+    if spec.moe is not None:
+        return "mixture-of-experts layers have no compiled kernels"
+    if spec.sliding_window is not None:
+        return "sliding-window attention has no compiled kernels"
+    odd = [name for name in ("hidden", "ffn", "head_dim") if getattr(spec, name) % 32]
+    return f"{odd[0]} is not a multiple of 32" if odd else None
+
+
+def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> CpuRunner:
+    """Load a range of layers.
+
+    Raises:
+        ModelFileError, UnsupportedModel: from the source.
+        OutOfMemory: the KV pool does not fit.
+    """
+    from paceline.backends.cpu import kernel_cache
+
+    known = kernel_cache.use(options.kernel_cache)
+    from paceline.backends.cpu.probe import numerics_id
+    from paceline.backends.cpu.runner import CpuRunner
+    from paceline.backends.cpu.weights import pack_model
+
+    model = pack_model(source, options.layers, options.weights, edges=options.edges, progress=progress)
+    identity = numerics_id(options.weights, options.threads)
+    if not known:
+        kernel_cache.complete()
+    return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity)

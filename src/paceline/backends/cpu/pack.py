@@ -1,12 +1,14 @@
 """Weights laid out as `gemm.py` reads them: records of one group of 32 inputs x 16 outputs, block after block of outputs.
 
-Shapes: N outputs (a multiple of 16), K inputs (of 32), G groups, P = 16 input pairs a group.
+Outputs that do not fill the last block of 16 are followed by zeros.
+Shapes: N outputs, K inputs (a multiple of 32), G groups, blocks of 16 outputs.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from paceline.backends.cpu.gemm import BF16, BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD
 from paceline.core.model import WeightsFormat
@@ -21,32 +23,58 @@ Bytes = npt.NDArray[np.uint8]
 
 def packed_bytes(form: int, n: int, k: int) -> int:
     """Bytes that N x K weights take."""
-    return n // LANES * (k // GROUP) * RECORD[form]
+    return -(-n // LANES) * (k // GROUP) * RECORD[form]
 
 
 def pack_grouped(tensor: GroupedTensor) -> Bytes:
-    """Records of an int4 or int8 matrix: uint8 [N / 16, G, record]."""
+    """Records of an int4 or int8 matrix: uint8 [blocks, G, record]."""
     n, k = tensor.codes_NK.shape
-    blocks, groups = n // LANES, k // GROUP
     form = INT4 if tensor.bits == 4 else INT8
-    records = np.empty((blocks, groups, RECORD[form]), np.uint8)
-    codes = tensor.codes_NK.view(np.uint8).reshape(blocks, LANES, groups, -1, 16 // tensor.bits, 2)
-    words = np.zeros((blocks, groups, codes.shape[3], LANES, 2), np.uint16)
-    for place in range(codes.shape[4]):
-        words |= codes[:, :, :, :, place].transpose(0, 2, 3, 1, 4).astype(np.uint16) << np.uint16(place * tensor.bits)
-    at = GROUP * LANES * tensor.bits // 8
-    records[:, :, :at] = words.reshape(blocks, groups, -1).view(np.uint8)
-    for table in (tensor.scale_NG, tensor.offset_NG):
-        if table is not None and at < records.shape[2]:
-            lanes = np.ascontiguousarray(table.reshape(blocks, LANES, groups).transpose(0, 2, 1), np.float16)
-            records[:, :, at : at + 2 * LANES] = lanes.view(np.uint8)
-            at += 2 * LANES
-    return records
+    words = np.zeros((-(-n // LANES), k // GROUP, RECORD[form] // 2), np.uint16)
+    _pack_codes(np.ascontiguousarray(tensor.codes_NK).view(np.uint8), tensor.bits, words)
+    at = 16 * tensor.bits * GROUP // 16
+    _pack_lanes(np.ascontiguousarray(tensor.scale_NG, np.float16).view(np.uint16), at, words)
+    if tensor.bits == 4:
+        offset_NG = np.zeros_like(tensor.scale_NG) if tensor.offset_NG is None else tensor.offset_NG
+        _pack_lanes(np.ascontiguousarray(offset_NG, np.float16).view(np.uint16), at + LANES, words)
+    return words.view(np.uint8)
 
 
 def pack_bf16(bits_NK: npt.NDArray[np.uint16]) -> Bytes:
-    """Records of a bf16 matrix: uint8 [N / 16, G, 1024]."""
+    """Records of a bf16 matrix: uint8 [blocks, G, 1024]."""
     n, k = bits_NK.shape
-    blocks, groups = n // LANES, k // GROUP
-    pairs = bits_NK.reshape(blocks, LANES, groups, GROUP // 2, 2).transpose(0, 2, 3, 1, 4)
-    return np.ascontiguousarray(pairs).reshape(blocks, groups, -1).view(np.uint8)
+    words = np.zeros((-(-n // LANES), k // GROUP, BF16_RECORD // 2), np.uint16)
+    _pack_words(np.ascontiguousarray(bits_NK), words)
+    return words.view(np.uint8)
+
+
+@njit(nogil=True, cache=True)
+def _pack_codes(codes_NK, bits, words):
+    """Word [pair // each, lane, place in pair] of a record holds `each` = 16 / bits codes, of neighbouring pairs."""
+    each = 16 // bits
+    for n in range(codes_NK.shape[0]):
+        block, lane = n // LANES, n % LANES
+        for g in range(words.shape[1]):
+            for pair in range(GROUP // 2):
+                at, shift = pair // each * 2 * LANES + 2 * lane, np.uint16(pair % each * bits)
+                k = g * GROUP + 2 * pair
+                words[block, g, at] |= np.uint16(codes_NK[n, k]) << shift
+                words[block, g, at + 1] |= np.uint16(codes_NK[n, k + 1]) << shift
+
+
+@njit(nogil=True, cache=True)
+def _pack_lanes(halves_NG, at, words):
+    for n in range(halves_NG.shape[0]):
+        for g in range(words.shape[1]):
+            words[n // LANES, g, at + n % LANES] = halves_NG[n, g]
+
+
+@njit(nogil=True, cache=True)
+def _pack_words(bits_NK, words):
+    for n in range(bits_NK.shape[0]):
+        block, lane = n // LANES, n % LANES
+        for g in range(words.shape[1]):
+            for pair in range(GROUP // 2):
+                k, at = g * GROUP + 2 * pair, pair * 2 * LANES + 2 * lane
+                words[block, g, at] = bits_NK[n, k]
+                words[block, g, at + 1] = bits_NK[n, k + 1]

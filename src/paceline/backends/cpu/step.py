@@ -161,7 +161,7 @@ def _norm_rows(task, per_task, rows, norm, sizes, buffers):
         rms_norm(buffers[X] + 4 * hidden * row, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row, buffers[H_SUMS] + row * hidden // 8)
 
 
-@njit(nogil=True)
+@njit(nogil=True, cache=True)
 def run(rank, base, meetings, sizes, weights, edges, buffers, batch):
     """Do this thread's share of the batch's work. Returns (base, meetings) for its next one."""
     if batch[WORK] == RUN_LAYERS:

@@ -22,7 +22,7 @@ PARKED = 32
 """Place of rank 0's parked flag in the control array; a cache line a rank."""
 
 
-@njit(nogil=True)
+@njit(nogil=True, cache=True)
 def watch(rank, ticket, base, meetings, control, sizes, weights, edges, buffers, batch):
     """Serve tickets after `ticket` until asked to stop or until none comes for a while.
 
@@ -52,7 +52,7 @@ def watch(rank, ticket, base, meetings, control, sizes, weights, edges, buffers,
             waited = 0
 
 
-@njit(nogil=True)
+@njit(nogil=True, cache=True)
 def raise_ticket(control):
     """A full fence: what was written before is seen with the ticket, and parked flags are read after it."""
     sync.fetch_add(control + 8 * sync.TICKET, 1)

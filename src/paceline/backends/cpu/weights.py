@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +13,7 @@ from paceline.backends.cpu.gemm import BF16, INT4, INT8
 from paceline.backends.options import LoadProgress
 from paceline.backends.quantize import to_bf16_bits, to_float32, to_grouped
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import GroupedTensor, StoredTensor, WeightSource
-
-
-Scalar = TypeVar("Scalar", bound=np.generic)
+from paceline.core.weights import StoredTensor, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +68,8 @@ class _Packer:
 
 def _packed(tensor: StoredTensor, form: int) -> pack.Bytes:
     if form == BF16:
-        return pack.pack_bf16(_whole_blocks(to_bf16_bits(tensor)))
-    grouped = to_grouped(tensor, 4 if form == INT4 else 8)
-    offset = None if grouped.offset_NG is None else _whole_blocks(grouped.offset_NG)
-    return pack.pack_grouped(GroupedTensor(grouped.bits, _whole_blocks(grouped.codes_NK), _whole_blocks(grouped.scale_NG), offset))
-
-
-def _whole_blocks(matrix: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-    short = -len(matrix) % pack.LANES
-    return matrix if not short else np.pad(matrix, ((0, short), (0, 0)))
+        return pack.pack_bf16(to_bf16_bits(tensor))
+    return pack.pack_grouped(to_grouped(tensor, 4 if form == INT4 else 8))
 
 
 def pack_model(source: WeightSource, layers: LayerRange, weights: WeightsFormat, *, edges: bool, progress: LoadProgress | None = None) -> PackedModel:

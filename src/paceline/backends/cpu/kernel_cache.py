@@ -1,0 +1,41 @@
+"""Compiled kernels, kept between runs. A first start compiles for some twenty seconds; later ones read machine code.
+
+Numba notices a changed function but not a changed callee, so the folder's name is a hash of all kernel sources, of the compilers'
+versions and of the processor. Must run before the kernel modules are imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import numba
+from llvmlite import binding
+
+
+def use(folder: Path | None) -> bool:
+    """Keep kernels under `folder` (None: beside their sources). Returns whether they are there already."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.read_bytes())
+    digest.update(f"{version('numba')} {version('llvmlite')} {version('numpy')} {binding.get_host_cpu_name()}".encode())
+    digest.update(binding.get_host_cpu_features().flatten().encode())
+    root = folder if folder is not None else Path(__file__).parent / "__pycache__" / "kernels"
+    target = root / digest.hexdigest()[:16]
+    numba.config.CACHE_DIR = str(target)
+    known = (target / "complete").exists()
+    if not known and root.is_dir():
+        for old in root.iterdir():
+            if old != target:
+                shutil.rmtree(old, ignore_errors=True)
+    return known
+
+
+def complete() -> None:
+    """Say that every kernel is in the folder now in use."""
+    folder = Path(str(numba.config.CACHE_DIR))
+    if folder.is_dir():
+        (folder / "complete").touch()

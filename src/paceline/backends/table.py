@@ -1,0 +1,56 @@
+"""Which kernels run a model here: a fixed table by processor and model, never by timing (byte identity, rule 7).
+
+    first that applies        for
+    torch-cuda                a CUDA device, bf16 weights; any family
+    cpu-avx512bf16            dense families on processors with AVX512-BF16
+    torch-cpu                 everything else
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from importlib.util import find_spec
+
+from paceline.backends import cpu
+from paceline.core.errors import ConfigError, UnsupportedModel
+from paceline.core.model import ModelSpec, WeightsFormat
+
+
+class Kernels(StrEnum):
+    """An entry of the table; what `--device` and a node's card call it."""
+
+    CUDA = "torch-cuda"
+    AVX512_BF16 = "cpu-avx512bf16"
+    TORCH = "torch-cpu"
+
+
+def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, cuda: bool = False) -> Kernels:
+    """Pick an entry.
+
+    Args:
+        spec: the model.
+        weights: the weights format asked for.
+        asked: an entry to use whatever the table says.
+        cuda: whether a CUDA device is there and may be used.
+
+    Raises:
+        ConfigError: the entry asked for can't run here.
+        UnsupportedModel: no entry runs the model here.
+    """
+    if asked is Kernels.CUDA or (asked is None and cuda and weights is WeightsFormat.BF16):
+        if not cuda:
+            raise ConfigError("--device torch-cuda was asked for, and torch sees no CUDA device", "Check the driver, or leave --device out.")
+        if weights is not WeightsFormat.BF16:
+            raise ConfigError(f"--weights {weights} was asked for on CUDA, which holds bf16", "Ask for --weights bf16.")
+        return Kernels.CUDA
+    reason = cpu.refuses(spec) if cpu.runs_here() else "this processor has no AVX512-BF16"
+    if asked is Kernels.AVX512_BF16 or (asked is None and reason is None):
+        if reason is not None:
+            raise ConfigError(f"--device {Kernels.AVX512_BF16} can't run this model here: {reason}", "Leave --device out.")
+        return Kernels.AVX512_BF16
+    if find_spec("torch") is None:
+        raise UnsupportedModel(
+            f"This model needs torch here ({reason}), and torch is not installed",
+            "Install it with: pip install 'paceline[torch]'",
+        )
+    return Kernels.TORCH
