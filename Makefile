@@ -1,7 +1,8 @@
 # Two commands matter: `make run` serves a model, `make test` checks everything. Both need only Python 3.11+ and make.
 
 VENV ?= .venv
-PYTHON ?= $(shell command -v python3.14 || command -v python3.13 || command -v python3.12 || command -v python3.11 || echo python3)
+# The first of these that runs and is new enough; PYTHON=... names another.
+PYTHON ?= python3 python3.11 python3.12 python3.13 python3.14 python
 MODEL ?= smollm2-135m
 PORT ?= 8000
 # Extra options for pip, and another torch: see tools/install_torch.py.
@@ -29,9 +30,12 @@ install: $(VENV)/.installed  ## Everything needed to serve, in a virtual environ
 install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Paceline needs Python 3.11 or later; $(PYTHON) is older. Set PYTHON=..." >&2; exit 1; }
-	@echo "Making $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
+	@for python in $(PYTHON); do \
+		if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "Making $(VENV) with $$($$python --version)"; $$python -m venv $(VENV); exit $$?; \
+		fi; \
+	done; \
+	echo "Paceline needs Python 3.11 or later, with venv. None of these is: $(PYTHON). Set PYTHON=..." >&2; exit 1
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=24.1'
 	@touch $@
 
