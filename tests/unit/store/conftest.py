@@ -1,0 +1,179 @@
+"""Small real model files: GGUF written by gguf's own writer, safetensors by the safetensors library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import save_file
+
+from paceline.store.digests import DigestCache
+from paceline.store.home import Home
+from paceline.store.tokenizer import byte_alphabet
+
+HIDDEN, HEADS, KV_HEADS, HEAD, FFN, LAYERS = 64, 4, 2, 16, 96, 2
+TOKENS = [*byte_alphabet(), "Ġt", "he", "<|im_start|>", "<|im_end|>"]
+VOCAB = len(TOKENS)
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+
+Array = npt.NDArray[Any]
+
+
+class GgufModel:
+    """A tiny model written as GGUF. `tensors` holds what a reader must give back, under Hugging Face's names, as float32."""
+
+    def __init__(self, arch: str = "llama", quant: str = "F32", *, seed: int = 0, head: bool = False) -> None:
+        self.arch = arch
+        self.quant = gguf.GGMLQuantizationType[quant]
+        self.random = np.random.default_rng(seed)
+        self.tensors: dict[str, Array] = {}
+        self.stored: dict[str, tuple[Array, gguf.GGMLQuantizationType]] = {}
+        self.metadata: dict[str, Any] = {
+            "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": FFN,
+            "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "rope.freq_base": 10000.0,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+        }  # fmt: skip
+        self.general: dict[str, Any] = {}
+        self.vocabulary = True
+        self._fill(head)
+
+    def _fill(self, head: bool) -> None:
+        self.matrix("token_embd", "model.embed_tokens", VOCAB, HIDDEN)
+        if head:
+            self.matrix("output", "lm_head", VOCAB, HIDDEN)
+        self.vector("output_norm", "model.norm", HIDDEN)
+        for i in range(LAYERS):
+            ours, theirs = f"blk.{i}", f"model.layers.{i}"
+            self.vector(f"{ours}.attn_norm", f"{theirs}.input_layernorm", HIDDEN)
+            self.vector(f"{ours}.ffn_norm", f"{theirs}.post_attention_layernorm", HIDDEN)
+            self.matrix(f"{ours}.attn_q", f"{theirs}.self_attn.q_proj", HEADS * HEAD, HIDDEN, heads=HEADS)
+            self.matrix(f"{ours}.attn_k", f"{theirs}.self_attn.k_proj", KV_HEADS * HEAD, HIDDEN, heads=KV_HEADS)
+            self.matrix(f"{ours}.attn_v", f"{theirs}.self_attn.v_proj", KV_HEADS * HEAD, HIDDEN)
+            self.matrix(f"{ours}.attn_output", f"{theirs}.self_attn.o_proj", HIDDEN, HEADS * HEAD)
+            if self.arch == "qwen2":
+                for name, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
+                    self.vector(f"{ours}.attn_{name}", f"{theirs}.self_attn.{name}_proj", rows, kind="bias")
+            if self.arch.startswith("qwen3"):
+                self.vector(f"{ours}.attn_q_norm", f"{theirs}.self_attn.q_norm", HEAD)
+                self.vector(f"{ours}.attn_k_norm", f"{theirs}.self_attn.k_norm", HEAD)
+            if self.arch == "qwen3moe":
+                self.experts(i)
+            else:
+                self.matrix(f"{ours}.ffn_gate", f"{theirs}.mlp.gate_proj", FFN, HIDDEN)
+                self.matrix(f"{ours}.ffn_up", f"{theirs}.mlp.up_proj", FFN, HIDDEN)
+                self.matrix(f"{ours}.ffn_down", f"{theirs}.mlp.down_proj", HIDDEN, FFN)
+
+    def experts(self, layer: int, n: int = 3) -> None:
+        self.metadata |= {"expert_count": n, "expert_used_count": 2, "expert_feed_forward_length": FFN}
+        self.matrix(f"blk.{layer}.ffn_gate_inp", f"model.layers.{layer}.mlp.gate", n, HIDDEN)
+        for name, rows, columns in (("gate", FFN, HIDDEN), ("up", FFN, HIDDEN), ("down", HIDDEN, FFN)):
+            raw = [self.encoded(rows, columns) for _ in range(n)]
+            self.stored[f"blk.{layer}.ffn_{name}_exps.weight"] = (np.stack([item[0] for item in raw]), self.quant)
+            for e, (_, values) in enumerate(raw):
+                self.tensors[f"model.layers.{layer}.mlp.experts.{e}.{name}_proj.weight"] = values
+
+    def encoded(self, rows: int, columns: int) -> tuple[Array, Array]:
+        """A random matrix as the file holds it, and the values that stand for it."""
+        values = self.random.standard_normal((rows, columns), np.float32)
+        raw = quantize(values, self.quant)
+        return raw, dequantize(raw, self.quant).reshape(rows, columns)
+
+    def matrix(self, name: str, hf_name: str, rows: int, columns: int, heads: int | None = None) -> None:
+        raw, values = self.encoded(rows, columns)
+        self.tensors[f"{hf_name}.weight"] = values
+        if heads is not None and self.arch == "llama":
+            # As llama.cpp's converter permutes: halves become neighbours.
+            raw = raw.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(rows, -1)
+        self.stored[f"{name}.weight"] = (raw, self.quant)
+
+    def vector(self, name: str, hf_name: str, n: int, kind: str = "weight") -> None:
+        values = self.random.standard_normal(n, np.float32)
+        self.tensors[f"{hf_name}.{kind}"] = values
+        self.stored[f"{name}.{kind}"] = (values, gguf.GGMLQuantizationType.F32)
+
+    def write(self, path: Path, names: set[str] | None = None) -> Path:
+        writer = gguf.GGUFWriter(path, self.arch)
+        for key, value in [(f"{self.arch}.{key}", value) for key, value in self.metadata.items()] + list(self.general.items()):
+            if isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, int):
+                writer.add_uint32(key, value)
+            elif isinstance(value, float):
+                writer.add_float32(key, value)
+            else:
+                writer.add_string(key, value)
+        if self.vocabulary:
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre("gpt-2")
+            writer.add_token_list(TOKENS)
+            writer.add_token_types([3 if token.startswith("<|") else 1 for token in TOKENS])
+            writer.add_token_merges(["Ġ t", "h e"])
+            writer.add_eos_token_id(VOCAB - 1)
+            writer.add_chat_template(TEMPLATE)
+        for name, (raw, kind) in self.stored.items():
+            if names is None or name in names:
+                dtype = kind if kind not in {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16} else None
+                writer.add_tensor(name, raw, raw_dtype=dtype)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+
+@pytest.fixture
+def gguf_model() -> type[GgufModel]:
+    return GgufModel
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture
+def digests(home: Home) -> DigestCache:
+    return DigestCache(home)
+
+
+def llama_config(**changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "intermediate_size": FFN, "vocab_size": VOCAB, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True, "eos_token_id": VOCAB - 1,
+    }  # fmt: skip
+    return config | changes
+
+
+@pytest.fixture
+def make_config() -> Callable[..., dict[str, Any]]:
+    return llama_config
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Array] | None = None, **changes: Any) -> Path:
+    """A model folder: config.json, model.safetensors, tokenizer.json, tokenizer_config.json."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(llama_config(**changes)))
+    save_file(dict(GgufModel().tensors if tensors is None else tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    vocab = {token: i for i, token in enumerate(TOKENS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "t"), ("h", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in TOKENS if token.startswith("<|")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    return folder
+
+
+@pytest.fixture
+def make_folder() -> Callable[..., Path]:
+    return write_folder

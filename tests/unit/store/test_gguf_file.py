@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from paceline.core.errors import ModelFileError, UnsupportedModel
+from paceline.core.model import MoeSpec
+from paceline.core.weights import DenseTensor, GroupedTensor, StoredTensor
+from paceline.store.gguf_file import open_gguf
+from paceline.store.gguf_header import TENSOR_TYPES, read_header
+from paceline.store.gguf_spec import llama3_factors
+
+
+def as_float32(tensor: StoredTensor) -> np.ndarray:
+    if isinstance(tensor, GroupedTensor):
+        scale = np.repeat(tensor.scale_NG.astype(np.float32), 32, axis=1)
+        values = scale * tensor.codes_NK.astype(np.float32)
+        if tensor.offset_NG is not None:
+            values += np.repeat(tensor.offset_NG.astype(np.float32), 32, axis=1)
+        return values
+    if tensor.dtype == "bf16":
+        return (tensor.data.astype(np.uint32) << 16).view(np.float32)
+    return tensor.data.astype(np.float32)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe"])
+@pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1"])
+def test_every_tensor_comes_back_under_its_own_name(gguf_model, tmp_path, digests, arch, quant):
+    model = gguf_model(arch, quant, head=arch == "qwen3")
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    assert set(source.names()) == set(model.tensors)
+    for name, expected in model.tensors.items():
+        np.testing.assert_array_equal(as_float32(source.read(name)), expected, err_msg=name)
+    assert source.spec.tied_head == (arch != "qwen3")
+    assert source.spec.qkv_bias == (arch == "qwen2")
+    assert source.spec.qk_norm == arch.startswith("qwen3")
+    assert source.spec.moe == (MoeSpec(3, 2, 96, norm_topk=True) if arch == "qwen3moe" else None)
+
+
+@pytest.mark.parametrize(("quant", "bits"), [("Q4_0", 4), ("Q4_1", 4), ("Q8_0", 8)])
+def test_quantised_tensors_come_as_they_lie(gguf_model, tmp_path, digests, quant, bits):
+    source = open_gguf(gguf_model("llama", quant).write(tmp_path / "m.gguf"), digests)
+    tensor = source.read("model.layers.0.self_attn.q_proj.weight")
+    assert isinstance(tensor, GroupedTensor)
+    assert (tensor.bits, tensor.codes_NK.shape, tensor.scale_NG.shape) == (bits, (64, 64), (64, 2))
+    assert (tensor.offset_NG is None) == (bits == 8)
+    assert source.tensor_type == quant
+
+
+def test_k_quants_are_dequantised_as_gguf_does(gguf_model, tmp_path, digests):
+    model = gguf_model()
+    kind = gguf.GGMLQuantizationType.Q6_K
+    raw = model.random.integers(0, 256, (64, 210), np.uint8)
+    raw[:, 208:] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    model.stored["blk.0.ffn_down.weight"] = (raw, kind)
+    model.stored["blk.1.ffn_down.weight"] = (raw, kind)
+    model.metadata["feed_forward_length"] = 256
+    for i in range(2):
+        for name in ("gate", "up"):
+            model.matrix(f"blk.{i}.ffn_{name}", f"model.layers.{i}.mlp.{name}_proj", 256, 64)
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    np.testing.assert_array_equal(as_float32(source.read("model.layers.0.mlp.down_proj.weight")), dequantize(raw, kind))
+
+
+def test_tensor_sizes_are_those_of_ggml():
+    for code, kind in TENSOR_TYPES.items():
+        assert GGML_QUANT_SIZES[gguf.GGMLQuantizationType(code)] == (kind.block, kind.nbytes)
+        assert gguf.GGMLQuantizationType(code).name == kind.name
+
+
+def test_the_bundled_model(bundled_gguf, digests):
+    path = bundled_gguf
+    source = open_gguf(path, digests)
+    spec = source.spec
+    assert (spec.model_type, spec.n_layers, spec.hidden, spec.vocab, spec.max_context) == ("llama", 30, 576, 49152, 8192)
+    info = read_header(path).tensors["blk.3.attn_k.weight"]
+    raw = np.fromfile(path, np.uint8, info.nbytes, offset=info.offset).reshape(192, -1)
+    values = dequantize(raw, gguf.GGMLQuantizationType.Q4_1)
+    expected = values.reshape(3, 32, 2, 576).swapaxes(1, 2).reshape(192, 576)
+    np.testing.assert_array_equal(as_float32(source.read("model.layers.3.self_attn.k_proj.weight")), expected)
+    assert source.nbytes("model.layers.3.self_attn.k_proj.weight") == info.nbytes
+    head = source.read("model.embed_tokens.weight")
+    assert isinstance(head, GroupedTensor)
+    assert head.bits == 8
+
+
+def test_arrays_are_the_callers_own_and_nothing_stays_mapped(gguf_model, tmp_path, digests):
+    path = gguf_model("llama", "F32").write(tmp_path / "m.gguf")
+    source = open_gguf(path, digests)
+    tensor = source.read("model.norm.weight")
+    assert isinstance(tensor, DenseTensor)
+    tensor.data[:] = 7  # type: ignore[index]
+    again = source.read("model.norm.weight")
+    assert isinstance(again, DenseTensor)
+    assert not np.array_equal(tensor.data, again.data)
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert str(path) not in maps.read_text()
+
+
+def test_digest_is_sha256_of_the_file_and_is_remembered(gguf_model, tmp_path, home, digests):
+    import hashlib
+
+    path = gguf_model().write(tmp_path / "m.gguf")
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert digests.known(path) is None
+    assert open_gguf(path, digests).digest == expected
+    assert digests.known(path) == expected
+    status = path.stat()
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert digests.known(path) is None
+    assert open_gguf(path, digests).digest != expected
+
+
+def test_rope_factors_of_llama_31_become_its_spec(gguf_model, tmp_path, digests):
+    model = gguf_model()
+    model.metadata["rope.freq_base"] = 500000.0
+    factors = np.array(llama3_factors(500000.0, 16, (32.0, 1.0, 4.0, 8192)), np.float32)
+    model.stored["rope_freqs.weight"] = (factors, gguf.GGMLQuantizationType.F32)
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    assert source.spec.rope.llama3 == (32.0, 1.0, 4.0, 8192)
+    model.stored["rope_freqs.weight"] = (factors * np.linspace(1, 2, 8, dtype=np.float32), gguf.GGMLQuantizationType.F32)
+    with pytest.raises(UnsupportedModel, match="rope_freqs"):
+        open_gguf(model.write(tmp_path / "n.gguf"), digests)
+
+
+def test_llama3_factors_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, head_dim=128, rope_parameters=scaling, max_position_embeddings=131072)
+    inverse, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / 500000.0 ** (np.arange(0, 128, 2) / 128)
+    np.testing.assert_allclose(plain / np.array(llama3_factors(500000.0, 128, (8.0, 1.0, 4.0, 8192))), inverse.numpy(), rtol=1e-5)
+
+
+def test_a_split_model_reads_as_one(gguf_model, tmp_path, digests):
+    model = gguf_model("llama", "Q4_1")
+    names = sorted(model.stored)
+    halves = set(names[: len(names) // 2]), set(names[len(names) // 2 :])
+    embedding = {"token_embd.weight"}
+    for part, half in enumerate((halves[0] | embedding, halves[1] - embedding)):
+        model.general = {"split.count": 2, "split.no": part}
+        model.write(tmp_path / f"m-{part + 1:05d}-of-00002.gguf", half)
+    first = tmp_path / "m-00001-of-00002.gguf"
+    source = open_gguf(first, digests)
+    for name, expected in model.tensors.items():
+        np.testing.assert_array_equal(as_float32(source.read(name)), expected)
+    with pytest.raises(ModelFileError, match="one part of a split model"):
+        open_gguf(tmp_path / "m-00002-of-00002.gguf", digests)
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(ModelFileError, match="00002-of-00002"):
+        open_gguf(first, digests)
+
+
+def test_a_window_limits_the_context(gguf_model, tmp_path, digests):
+    model = gguf_model()
+    model.metadata["attention.sliding_window"] = 48
+    spec = open_gguf(model.write(tmp_path / "m.gguf"), digests).spec
+    assert (spec.max_context, spec.sliding_window) == (48, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "words"),
+    [
+        ("block_count", 3, ModelFileError, "model.layers.2"),
+        ("embedding_length", 32, ModelFileError, "shape"),
+        ("attention.head_count", 0, ModelFileError, "0 heads"),
+        ("attention.head_count_kv", 3, ModelFileError, "go together"),
+        ("context_length", "many", ModelFileError, "context_length is not an integer"),
+        ("rope.freq_base", -1.0, ModelFileError, "rope base"),
+        ("rope.scaling.type", "yarn", UnsupportedModel, "yarn"),
+        ("rope.dimension_count", 8, UnsupportedModel, "rope.dimension_count"),
+        ("expert_count", 8, UnsupportedModel, "experts"),
+    ],
+)
+def test_metadata_that_contradicts_the_tensors_is_refused(gguf_model, tmp_path, digests, key, value, error, words):
+    model = gguf_model()
+    model.metadata[key] = value
+    path = model.write(tmp_path / "m.gguf")
+    with pytest.raises(error, match=words) as caught:
+        open_gguf(path, digests)
+    assert str(path) in caught.value.message
+    assert caught.value.hint
+
+
+def test_missing_metadata_is_named(gguf_model, tmp_path, digests):
+    model = gguf_model()
+    del model.metadata["context_length"]
+    with pytest.raises(ModelFileError, match=r"llama\.context_length is missing"):
+        open_gguf(model.write(tmp_path / "m.gguf"), digests)
+
+
+def test_an_unknown_architecture_is_refused_by_name(gguf_model, tmp_path, digests):
+    with pytest.raises(UnsupportedModel, match="'mamba'"):
+        open_gguf(gguf_model("mamba").write(tmp_path / "m.gguf"), digests)
+
+
+def test_a_tensor_the_family_does_not_have_is_refused(gguf_model, tmp_path, digests):
+    model = gguf_model()
+    model.vector("blk.0.attn_sub_norm", "unused", 64)
+    with pytest.raises(UnsupportedModel, match="attn_sub_norm"):
+        open_gguf(model.write(tmp_path / "m.gguf"), digests)
+
+
+def test_damage_is_named(gguf_model, tmp_path, digests):
+    path = gguf_model().write(tmp_path / "m.gguf")
+    whole = path.read_bytes()
+    cases = {
+        b"": "too few",
+        b"GGML" + whole[4:]: "starts with b'GGML'",
+        whole[: len(whole) // 2]: "truncated",
+        whole[:200]: "ends inside|more than its",
+        whole[:8] + struct.pack("<Q", 1 << 60) + whole[16:]: "claims 1152921504606846976 tensors",
+        whole[:16] + struct.pack("<Q", 1 << 60) + whole[24:]: "metadata keys",
+        whole[:24] + struct.pack("<Q", 1 << 62) + whole[32:]: "ends inside a metadata key",
+    }
+    for data, words in cases.items():
+        path.write_bytes(data)
+        with pytest.raises(ModelFileError, match=words):
+            open_gguf(path, digests)
+    path.write_bytes(whole[:4] + struct.pack("<I", 1) + whole[8:])
+    with pytest.raises(UnsupportedModel, match="version 1"):
+        open_gguf(path, digests)
+    with pytest.raises(ModelFileError, match="can't be read"):
+        open_gguf(tmp_path / "none.gguf", digests)
+
+
+def test_a_file_cut_after_opening_is_found_when_read(gguf_model, tmp_path, digests):
+    path = gguf_model().write(tmp_path / "m.gguf")
+    source = open_gguf(path, digests)
+    os.truncate(path, 4096)
+    with pytest.raises(ModelFileError, match="cut short"):
+        for name in source.names():
+            source.read(name)
+    with pytest.raises(ModelFileError, match="is missing"):
+        source.read("model.layers.99.mlp.up_proj.weight")
+
+
+def test_a_scale_that_is_no_number_is_damage(gguf_model, tmp_path, digests):
+    model = gguf_model("llama", "Q8_0")
+    raw, kind = model.stored["blk.0.attn_v.weight"]
+    raw = raw.copy()
+    raw[0, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
+    model.stored["blk.0.attn_v.weight"] = (raw, kind)
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    with pytest.raises(ModelFileError, match="not a finite number"):
+        source.read("model.layers.0.self_attn.v_proj.weight")

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from paceline.core.errors import ModelFileError, UnsupportedModel
+from paceline.core.model import MoeSpec, RopeSpec
+from paceline.core.weights import DenseTensor
+from paceline.store.hf_config import spec_from_config
+from paceline.store.json_object import JsonObject
+from paceline.store.safetensors_file import SafetensorsWeights
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+
+
+def transformers_model(family, **changes):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 96, "vocab_size": 80, "max_position_embeddings": 128,
+    }  # fmt: skip
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **changes))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
+def test_what_transformers_saves_is_read_back(family, sharded, tmp_path, digests):
+    torch = pytest.importorskip("torch")
+    model = transformers_model(family).to(torch.bfloat16 if sharded else torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="40KB" if sharded else "1GB")
+    source = SafetensorsWeights(tmp_path, digests)
+    assert len(source.files) > 1 if sharded else len(source.files) == 1
+    assert source.tensor_type == ("BF16" if sharded else "F32")
+    spec = source.spec
+    assert (spec.model_type, spec.n_layers, spec.hidden, spec.head_dim, spec.vocab) == (family, 2, 64, 16, 80)
+    assert spec.moe == (MoeSpec(4, 2, 32, norm_topk=False) if family == "qwen3_moe" else None)
+    assert spec.qkv_bias == (family == "qwen2")
+    compared = 0
+    for name, tensor in model.state_dict().items():
+        if name in source.names():
+            read = source.read(name)
+            assert isinstance(read, DenseTensor)
+            stored = tensor.view(torch.int16).numpy().view(np.uint16) if sharded else tensor.numpy()
+            np.testing.assert_array_equal(read.data, stored)
+            compared += 1
+    # transformers holds a mixture's experts stacked, and saves them one by one.
+    assert compared == len(model.state_dict()) - (4 if family == "qwen3_moe" else 0)
+    if family == "qwen3_moe":
+        down = source.read("model.layers.1.mlp.experts.3.down_proj.weight")
+        assert isinstance(down, DenseTensor)
+        assert down.data.shape == (64, 32)
+
+
+def config(**changes):
+    fields = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
+        "vocab_size": 80, "max_position_embeddings": 8192, **changes,
+    }  # fmt: skip
+    return {key: value for key, value in fields.items() if value is not ...}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, RopeSpec(10000.0)),
+        ({"rope_theta": 5e5}, RopeSpec(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, RopeSpec(1e6)),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, RopeSpec(1e4, linear_factor=2.0)),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, RopeSpec(5e5, llama3=(8.0, 1.0, 4.0, 8192))),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}, RopeSpec(5e5, llama3=(8.0, 1.0, 4.0, 8192))),
+    ],
+)
+def test_rope_is_read_from_old_and_new_configurations(tmp_path, changes, expected):
+    assert spec_from_config(JsonObject(tmp_path, config(**changes))).rope == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, 8192),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 8192),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 2}, 8192),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 1}, 4096),
+        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "full_attention"]}, 8192),
+        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+    ],
+)
+def test_a_window_in_use_limits_the_context(tmp_path, changes, context):
+    assert spec_from_config(JsonObject(tmp_path, config(**changes))).max_context == context
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"model_type": "gemma3"}, UnsupportedModel, "'gemma3'"),
+        ({"model_type": ...}, ModelFileError, "model_type is missing"),
+        ({"attention_bias": True}, UnsupportedModel, "attention_bias"),
+        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quantization_config"),
+        ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, UnsupportedModel, "yarn"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, ModelFileError, "original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "linear"}}, ModelFileError, "factor"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "0.5"),
+        ({"hidden_size": "64"}, ModelFileError, "hidden_size is '64'"),
+        ({"vocab_size": ...}, ModelFileError, "vocab_size is missing"),
+        ({"num_hidden_layers": 0}, ModelFileError, "layers = 0"),
+        ({"num_hidden_layers": 10**30}, ModelFileError, "layers = 1000"),
+        ({"rms_norm_eps": 10**400}, ModelFileError, "rms_norm_eps"),
+        ({"rope_theta": float("nan")}, ModelFileError, "rope base is nan"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 8}, ModelFileError, "8 of 4"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, UnsupportedModel, "some of its layers"),
+    ],
+)
+def test_configurations_that_can_not_be_run_are_refused(tmp_path, changes, error, words):
+    with pytest.raises(error, match=words) as caught:
+        spec_from_config(JsonObject(tmp_path / "config.json", config(**changes)))
+    assert str(tmp_path) in caught.value.message
+    assert caught.value.hint
+
+
+def test_damage_is_named(make_folder, tmp_path, digests):
+    folder = make_folder(tmp_path / "m")
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    n = struct.unpack("<Q", whole[:8])[0]
+    cases = {
+        b"": "truncated",
+        whole[:-4]: "truncated: tensor",
+        struct.pack("<Q", 1 << 62) + whole[8:]: "truncated: its table should have",
+        struct.pack("<Q", n) + b"x" * n + whole[8 + n :]: "not valid JSON",
+        struct.pack("<Q", n) + b"[" * n + whole[8 + n :]: "not valid JSON",
+        struct.pack("<Q", 2) + b"[]": "not a JSON object",
+        struct.pack("<Q", 2) + b"{}": "is missing",
+    }
+    for data, words in cases.items():
+        path.write_bytes(data)
+        with pytest.raises(ModelFileError, match=words) as caught:
+            SafetensorsWeights(folder, digests)
+        assert str(path) in caught.value.message
+    path.unlink()
+    with pytest.raises(ModelFileError, match="no safetensors file"):
+        SafetensorsWeights(folder, digests)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelFileError, match=r"config\.json can't be read"):
+        SafetensorsWeights(folder, digests)
+
+
+def test_tensors_are_held_against_the_configuration(make_folder, gguf_model, tmp_path, digests):
+    tensors = gguf_model().tensors
+    with pytest.raises(ModelFileError, match=r"model\.layers\.2\.input_layernorm\.weight and 8 more is missing"):
+        SafetensorsWeights(make_folder(tmp_path / "a", tensors, num_hidden_layers=3), digests)
+    with pytest.raises(ModelFileError, match=r"mlp\.gate_proj\.weight has shape \[96, 64\]"):
+        SafetensorsWeights(make_folder(tmp_path / "b", tensors, intermediate_size=100), digests)
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.0\.self_attn\.sinks"):
+        SafetensorsWeights(make_folder(tmp_path / "c", tensors | {"model.layers.0.self_attn.sinks": np.zeros(4, np.float32)}), digests)
+    with pytest.raises(UnsupportedModel, match="type I64"):
+        SafetensorsWeights(make_folder(tmp_path / "d", tensors | {"model.norm.weight": np.zeros(64, np.int64)}), digests)
+    inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
+    assert "model.norm.weight" in SafetensorsWeights(make_folder(tmp_path / "e", tensors | inverse), digests).names()
+
+
+def test_an_index_may_not_lead_elsewhere(make_folder, gguf_model, tmp_path, digests):
+    folder = make_folder(tmp_path / "m")
+    (tmp_path / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    for name in ("../outside.safetensors", "absent.safetensors"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        with pytest.raises(ModelFileError, match="which its index names"):
+            SafetensorsWeights(folder, digests)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": [1]}))
+    with pytest.raises(ModelFileError, match="weight_map"):
+        SafetensorsWeights(folder, digests)
+
+
+def test_the_digest_changes_with_weights_and_configuration(make_folder, gguf_model, tmp_path, digests):
+    a = SafetensorsWeights(make_folder(tmp_path / "a"), digests).digest
+    assert SafetensorsWeights(make_folder(tmp_path / "b"), digests).digest == a
+    assert SafetensorsWeights(make_folder(tmp_path / "c", gguf_model(seed=1).tensors), digests).digest != a
+    assert SafetensorsWeights(make_folder(tmp_path / "d", rope_theta=20000.0), digests).digest != a
+
+
+def test_only_what_is_asked_for_is_read(gguf_model, make_folder, tmp_path, digests):
+    folder = make_folder(tmp_path / "m")
+    tensors = gguf_model().tensors
+    first = {name: value for name, value in tensors.items() if ".layers.1." not in name}
+    save_file(first, folder / "a.safetensors")
+    save_file({name: value for name, value in tensors.items() if name not in first}, folder / "b.safetensors")
+    files = {name: "a.safetensors" if name in first else "b.safetensors" for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    source = SafetensorsWeights(folder, digests)
+    os.truncate(folder / "b.safetensors", 0)
+    for name, value in first.items():
+        read = source.read(name)
+        assert isinstance(read, DenseTensor)
+        np.testing.assert_array_equal(read.data, value)
+    with pytest.raises(ModelFileError, match="cut short"):
+        source.read("model.layers.1.mlp.up_proj.weight")
