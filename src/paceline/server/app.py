@@ -34,7 +34,12 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 """The router's own refusals."""
 
 Documented = dict[int | str, dict[str, Any]]
-_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "Server-sent events, ended by `data: [DONE]`."}}}
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "description": "A chunk's JSON, or [DONE] after the last one."}},
+}
+_STREAM = {"text/event-stream": {"schema": _EVENT}}
 _REASONS = {
     400: "Malformed, or a field at fault, named in `param`",
     404: "No such model here",

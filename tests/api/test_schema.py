@@ -1,0 +1,53 @@
+"""The OpenAPI document is valid and tells the truth: schemathesis makes requests from it and checks every answer against it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from pydantic import TypeAdapter
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from paceline.server import replies
+from paceline.server.app import create_app
+from paceline.server.settings import ServerSettings
+from paceline.testing.scripted_inference import ScriptedInference
+from paceline.testing.served import Served
+
+document = create_app(ScriptedInference(max_context=64)).openapi()
+schema = schemathesis.openapi.from_dict(document)
+
+
+@pytest.fixture(scope="module")
+def live() -> Generator[Served[ScriptedInference], None, None]:
+    served = Served(ScriptedInference(max_context=64))
+    yield served
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        for status in (200, 400):  # or the requests made said little
+            assert served.metric(f'paceline_http_responses_total{{path="{path}",status="{status}"}}') > 10
+    served.close()
+    assert served.inference.stats().blocks_in_use == 0
+
+
+@schema.parametrize()
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_answers_conform(live: Served[ScriptedInference], case: schemathesis.Case) -> None:
+    # A request the schema allows may still be refused: that a prompt fits the context is not for a schema to say.
+    case.call_and_validate(base_url=live.url, excluded_checks=[positive_data_acceptance])
+
+
+def test_document_is_valid() -> None:
+    schema.validate()
+    with_key = create_app(ScriptedInference(), ServerSettings(api_key="k")).openapi()
+    schemathesis.openapi.from_dict(with_key).validate()
+    assert "401" in with_key["paths"]["/v1/chat/completions"]["post"]["responses"]
+
+
+def test_whole_answers_fit_their_models(live: Served[ScriptedInference]) -> None:
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
+    answer = live.http.post("/v1/chat/completions", json=chat)
+    TypeAdapter(replies.ChatCompletion).validate_json(answer.content, strict=True, extra="forbid")
+    answer = live.http.post("/v1/completions", json={"model": "echo", "prompt": "hi", "max_tokens": 2, "logprobs": 1})
+    TypeAdapter(replies.Completion).validate_json(answer.content, strict=True, extra="forbid")

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.clock import SystemClock
+from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.core.generation import SamplingParams
+from paceline.server.call import Call
+from paceline.server.faults import Refusal
+from paceline.server.intake import Intake
+from paceline.testing.scripted_inference import ScriptedInference
+
+INTAKE = Intake(ScriptedInference(max_context=128), SystemClock())
+
+
+def complete(**fields: object) -> Call:
+    return INTAKE.completion(orjson.dumps({"model": "echo", "prompt": "ab"} | fields))
+
+
+def test_defaults_are_openais() -> None:
+    request = complete().requests[0]
+    assert request.sampling == SamplingParams()
+    assert (request.n, request.stop, request.stop_ids, request.ignore_eos, request.max_tokens) == (1, (), frozenset(), False, 126)
+    assert request.prompt_ids == (97, 98)
+
+
+def test_nulls_are_as_if_missing() -> None:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "n", "max_tokens", "logit_bias", "stream", "logprobs", "ignore_eos")
+    assert complete(**dict.fromkeys(names)).requests[0].sampling == SamplingParams()
+
+
+def test_every_sampling_field_arrives() -> None:
+    request = complete(
+        temperature=0,
+        top_k=5,
+        top_p=0.5,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-1,
+        frequency_penalty=2,
+        seed=7,
+        logit_bias={"3": -100, "4": 1.5},
+        logprobs=2,
+        stop="x",
+        stop_token_ids=[1, 2],
+        max_tokens=3,
+        n=2,
+        ignore_eos=True,
+    ).requests[0]
+    assert request.sampling == SamplingParams(0.0, 5, 0.5, 0.1, 1.1, -1.0, 2.0, 7, {3: -100.0, 4: 1.5}, 2)
+    assert (request.n, request.stop, request.stop_ids, request.ignore_eos, request.max_tokens) == (2, ("x",), frozenset({1, 2}), True, 3)
+
+
+def test_edges_of_sampling_fields() -> None:
+    assert complete(top_k=-1).requests[0].sampling.top_k == 0
+    assert 0 < complete(top_p=0).requests[0].sampling.top_p < 1e-6
+    assert complete(logprobs=0).requests[0].sampling.logprobs == 0
+    assert complete(stop=["x", "y"]).requests[0].stop == ("x", "y")
+
+
+@given(st.integers(-(1 << 63), (1 << 63) - 1))
+def test_any_64_bit_seed_is_a_seed(seed: int) -> None:
+    drawn = complete(seed=seed).requests[0].sampling.seed
+    assert drawn is not None
+    assert 0 <= drawn < 1 << 63
+    if seed >= 0:
+        assert drawn == seed
+
+
+def test_chat_logprobs_are_a_flag_and_a_number() -> None:
+    def ask(**fields: object) -> int | None:
+        body = {"model": "echo", "messages": [{"role": "user", "content": "a"}]} | fields
+        return INTAKE.chat(orjson.dumps(body)).requests[0].sampling.logprobs
+
+    assert [ask(), ask(logprobs=False), ask(logprobs=True), ask(logprobs=True, top_logprobs=3)] == [None, None, 0, 3]
+
+
+def test_each_prompt_is_a_request_of_its_own() -> None:
+    call = complete(prompt=["ab", "c"], n=2)
+    assert [request.prompt_ids for request in call.requests] == [(97, 98), (99,)]
+    assert len({request.request_id for request in call.requests}) == 2
+    with pytest.raises(InvalidRequest, match="prompts times n is 130"):
+        complete(prompt=["a"] * 65, n=2)
+
+
+@given(st.text(min_size=1, max_size=600))
+def test_what_is_refused_by_length_would_not_have_fit(text: str) -> None:
+    tokens = len(text.encode())
+    try:
+        call = complete(prompt=text)
+    except ContextOverflow:
+        assert tokens >= 128
+    else:
+        assert tokens < 128
+        assert len(call.requests[0].prompt_ids) == tokens
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_whatever_a_prompt_is_it_is_taken_or_refused(value: object) -> None:
+    try:
+        body = orjson.dumps({"model": "echo", "prompt": value, "max_tokens": 1})
+    except TypeError:
+        return  # an integer beyond what orjson writes
+    try:
+        call = INTAKE.completion(body)
+    except Refusal as refused:
+        param = refused.fault.param
+    except InvalidRequest as refused:
+        param = refused.field
+    else:
+        param = "prompt"
+        assert all(0 <= token < 257 for request in call.requests for token in request.prompt_ids)
+    assert param in {"prompt", None}  # None: the JSON itself, say with a number too long
+
+
+def test_infinite_values_name_their_field() -> None:
+    with pytest.raises(Refusal) as caught:
+        INTAKE.completion(b'{"model":"echo","prompt":"a","min_p":NaN}')
+    assert caught.value.fault.param == "min_p"

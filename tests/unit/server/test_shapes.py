@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
+from paceline.core.ids import RequestId
+from paceline.server.answer import merged
+from paceline.server.call import Call, Endpoint, Usage
+from paceline.server.chat_shape import ChatShape
+from paceline.server.completion_shape import CompletionShape
+from paceline.server.shapes import Collected, Shape
+from paceline.testing.scripted_inference import ScriptedInference
+
+MODEL = ScriptedInference().models()[0]
+
+
+def shape(endpoint: Endpoint, *, usage: bool = False) -> Shape:
+    requests = (GenerationRequest(RequestId("r"), (1,), 8, n=2),)
+    call = Call("id-1", endpoint, MODEL, 5, requests, 2, stream=True, include_usage=usage, logprobs=False)
+    return ChatShape(call) if endpoint is Endpoint.CHAT else CompletionShape(call)
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    parts = raw.split(b"\n\n")
+    assert parts.pop() == b""
+    assert all(part.startswith(b"data: ") for part in parts)
+    return [orjson.loads(part[6:]) for part in parts]
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize("usage", [False, True])
+@given(text=st.text(min_size=1), index=st.sampled_from([0, 1]), finish=st.sampled_from([None, FinishReason.STOP, FinishReason.LENGTH]))
+def test_an_event_is_json_and_holds_its_text(
+    endpoint: Endpoint, *, usage: bool, text: str, index: int, finish: FinishReason | None
+) -> None:
+    got = events(shape(endpoint, usage=usage).event(index, text, (), finish))
+    assert "".join(text_of(event["choices"][0]) for event in got) == text
+    assert [event["choices"][0]["finish_reason"] for event in got][-1] == finish
+    for event in got:
+        assert (event["id"], event["created"], event["model"], event["system_fingerprint"]) == ("id-1", 5, "echo", "fp_echo")
+        assert event["choices"][0]["index"] == index
+        assert ("usage" in event) == usage
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+def test_text_held_back_makes_no_event(endpoint: Endpoint) -> None:
+    assert shape(endpoint).event(0, "", (), None) == b""
+    assert len(events(shape(endpoint).event(0, "", (), FinishReason.STOP))) == 1
+
+
+def test_the_opening_gives_every_choice_its_role() -> None:
+    got = events(shape(Endpoint.CHAT).opening())
+    assert [(event["choices"][0]["index"], event["choices"][0]["delta"]["role"]) for event in got] == [(0, "assistant"), (1, "assistant")]
+    assert shape(Endpoint.COMPLETION).opening() == b""
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+def test_usage_comes_without_choices(endpoint: Endpoint) -> None:
+    (event,) = events(shape(endpoint, usage=True).usage_event(Usage(prompt=3, completion=4, cached=2)))
+    assert event["choices"] == []
+    details = {"cached_tokens": 2}
+    assert event["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": details}
+
+
+def test_logprobs_of_half_a_character_and_of_the_impossible() -> None:
+    logprobs = [TokenLogprob(0xC3, -0.5, ((0xC3, -0.5), (0xC4, -math.inf))), TokenLogprob(256, -1.0)]
+    (event,) = events(shape(Endpoint.CHAT).event(0, "", logprobs, None))
+    first, last = event["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["bytes"], first["logprob"]) == ("\ufffd", [0xC3], -0.5)
+    assert [top["logprob"] for top in first["top_logprobs"]] == [-0.5, -9999.0]
+    assert (last["token"], last["bytes"], last["top_logprobs"]) == ("", [], [])
+    (event,) = events(shape(Endpoint.COMPLETION).event(0, "", logprobs, None))
+    assert event["choices"][0]["logprobs"]["text_offset"] == [0, 1]
+    assert event["choices"][0]["logprobs"]["top_logprobs"][0] == {"\ufffd": -0.5}
+
+
+def test_text_offsets_go_on_from_event_to_event() -> None:
+    one = shape(Endpoint.COMPLETION)
+    offsets = [
+        events(one.event(0, "ab", [TokenLogprob(97, 0.0), TokenLogprob(98, 0.0)], None))[0]["choices"][0]["logprobs"]["text_offset"]
+        for _ in range(2)
+    ]
+    assert offsets == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+def test_a_whole_answer(endpoint: Endpoint) -> None:
+    choices = [Collected(["a", "b"], [], FinishReason.STOP), Collected([], [], FinishReason.LENGTH)]
+    answer = orjson.loads(shape(endpoint).whole(choices, Usage(1, 2, 0)))
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length"]
+    assert [choice.get("text", choice.get("message", {}).get("content")) for choice in answer["choices"]] == ["ab", ""]
+
+
+@given(st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from([0, 1]), st.text(max_size=3))))
+def test_merging_keeps_every_sequence_as_it_was(rows: list[tuple[str, int, str]]) -> None:
+    chunks = [
+        GenerationChunk(RequestId(name), index, (place,), text, (TokenLogprob(place, 0.0),))
+        for place, (name, index, text) in enumerate(rows)
+    ]
+    once = merged(chunks)
+    keys = {(chunk.request_id, chunk.index) for chunk in chunks}
+    assert len(once) == len(keys)
+    for chunk in once:
+        own = [one for one in chunks if (one.request_id, one.index) == (chunk.request_id, chunk.index)]
+        assert chunk.text == "".join(one.text for one in own)
+        assert chunk.token_ids == tuple(token for one in own for token in one.token_ids)
+        assert [one.token_id for one in chunk.logprobs] == list(chunk.token_ids)
