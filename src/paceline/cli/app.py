@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.backends.table import Kernels
 from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_USER, report
 from paceline.core.errors import UserError
 from paceline.core.model import WeightsFormat
@@ -25,6 +26,7 @@ Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a fol
 Weights = Annotated[WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: nearest to the file's.")]
 KvTokens = Annotated[int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.")]
 Context = Annotated[int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
+Device = Annotated[Kernels | None, typer.Option("--device", "-d", help="Kernels to use. Default: the fastest that apply.")]
 Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.")]
 MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
 ApiKey = Annotated[
@@ -41,6 +43,7 @@ def up(
     weights: Weights = None,
     api_key: ApiKey = None,
     kv_tokens: KvTokens = None,
+    device: Device = None,
     threads: Threads = None,
     max_running: MaxRunning = 32,
     context: Context = None,
@@ -49,7 +52,7 @@ def up(
     """Serve a model as an OpenAI endpoint."""
     from paceline.cli.up import run_up
 
-    settings = NodeSettings(model, weights, kv_tokens, context, threads, max_running)
+    settings = NodeSettings(model, weights, kv_tokens, context, device, threads, max_running)
     raise typer.Exit(run_up(settings, host=host, port=port, api_key=api_key, greet=greet))
 
 
@@ -63,6 +66,7 @@ def chat(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0)] = 0.7,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answers.")] = None,
     weights: Weights = None,
+    device: Device = None,
     threads: Threads = None,
     context: Context = None,
     api_key: ApiKey = None,
@@ -70,7 +74,7 @@ def chat(
     """Talk to a model: in this terminal alone, or at an endpoint."""
     from paceline.cli.chat import run_chat
 
-    settings = NodeSettings(model or DEFAULT_MODEL, weights, context=context, threads=threads, max_running=1)
+    settings = NodeSettings(model or DEFAULT_MODEL, weights, context=context, device=device, threads=threads, max_running=1)
     raise typer.Exit(run_chat(settings, url=url, model=model, system=system, temperature=temperature, seed=seed, api_key=api_key))
 
 

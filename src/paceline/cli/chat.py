@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from importlib import import_module
+from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -140,7 +142,6 @@ def read_message(read: Callable[[str], str], prompt: str) -> str:
 
 
 def _enable_line_editing() -> None:
-    try:
-        import readline  # noqa: F401 - importing it is what gives `input` history and arrow keys
-    except ImportError:  # left out of some Pythons
-        return
+    # Importing it is what gives `input` a history and arrow keys; some Pythons are built without it.
+    if find_spec("readline") is not None:
+        import_module("readline")

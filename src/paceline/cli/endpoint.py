@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
 
@@ -110,7 +111,7 @@ class Endpoint:
             message = str(response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
             message = response.reason_phrase
-        hint = "Give the endpoint's key with --api-key or PACELINE_API_KEY." if response.status_code == httpx.codes.UNAUTHORIZED else ""
+        hint = "Give the endpoint's key with --api-key or PACELINE_API_KEY." if response.status_code == HTTPStatus.UNAUTHORIZED else ""
         raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", hint)
 
     def _unreachable(self, error: Exception) -> EndpointError:

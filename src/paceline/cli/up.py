@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
@@ -87,7 +87,7 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     return node
 
 
-def end_now(code: int) -> None:
+def end_now(code: int) -> NoReturn:
     """End the process where it stands."""
     sys.stdout.flush()
     sys.stderr.flush()

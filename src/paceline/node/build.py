@@ -12,12 +12,14 @@ from typing import Any
 
 from paceline.backends import table
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.node import accelerator
 from paceline.node.cores import usable_cores
 from paceline.node.engine_thread import EngineThread
 from paceline.node.host import EngineHost
@@ -26,6 +28,7 @@ from paceline.node.settings import NodeSettings
 from paceline.node.sizing import KvPlan, plan_kv
 from paceline.server.inference import ServedModel
 from paceline.store.catalog import OpenedModel, open_model
+from paceline.store.home import Home
 
 BLOCK_SIZE = 16
 _BITS = {WeightsFormat.INT4: 5.0, WeightsFormat.INT8: 8.5, WeightsFormat.BF16: 16.0}
@@ -43,7 +46,7 @@ class BuiltEngine:
     kv: KvPlan
     weights: WeightsFormat
     threads: int
-    backend: str
+    kernels: Kernels
     notes: tuple[str, ...]
 
     @property
@@ -52,7 +55,7 @@ class BuiltEngine:
         room = human(self.kv.tokens * self.kv.token_bytes)
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return (
-            f"{self.model.name}, {self.weights} weights, {self.backend} backend, {threads}, "
+            f"{self.model.name}, {self.weights} weights, {self.kernels} kernels, {threads}, "
             f"context {self.model.max_context}, KV for {self.kv.tokens} tokens ({room})"
         )
 
@@ -84,10 +87,12 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
     """
     clock = clock or SystemClock()
     opened = open_model(settings.model, clock=clock)
-    weights = settings.weights or stored_format(opened.weights)
+    cuda = settings.device in {None, Kernels.CUDA} and accelerator.has_cuda()
+    weights = settings.weights or (WeightsFormat.BF16 if cuda else stored_format(opened.weights))
+    kernels = table.choose(opened.spec, weights, asked=settings.device, cuda=cuda)
     kv = plan_kv(
         opened.spec,
-        free_bytes=available_bytes(),
+        free_bytes=accelerator.free_cuda_bytes() if kernels is Kernels.CUDA else available_bytes(),
         weights_bytes=weights_bytes(opened.spec, weights),
         max_running=settings.max_running,
         block_size=BLOCK_SIZE,
@@ -95,9 +100,9 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         kv_tokens=settings.kv_tokens,
     )
     threads = settings.threads or usable_cores()
-    options = LoadOptions(opened.spec.all_layers, weights, kv.n_blocks, BLOCK_SIZE, threads)
-    backend = table.choose(opened.spec)
-    runner: LayerRunner[Any] = table.load(backend, opened.weights, options, progress)
+    kernel_cache = Home.from_environment().root / "cache" / "kernels"
+    options = LoadOptions(opened.spec.all_layers, weights, kv.n_blocks, BLOCK_SIZE, threads, kernel_cache=kernel_cache)
+    runner = load_runner(kernels, opened.weights, options, progress)
     executor = LocalExecutor(runner)
     config = EngineConfig(
         max_running=settings.max_running,
@@ -116,7 +121,7 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         kv=kv,
         weights=weights,
         threads=threads,
-        backend=str(backend),
+        kernels=kernels,
         notes=tuple(notes),
     )
 
@@ -134,6 +139,23 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     capacity = settings.max_running + settings.max_waiting
     host = EngineHost(thread, built.model, clock, capacity=capacity, at_once=settings.max_running)
     return BuiltNode(host, built.model, built.notes, built.summary)
+
+
+def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:
+    """Load weights into the kernels chosen. Only that backend is imported: torch takes a second.
+
+    Raises:
+        UserError: see `load` of the backends.
+    """
+    match kernels:
+        case Kernels.AVX512_BF16:
+            from paceline.backends import cpu
+
+            return cpu.load(source, options, progress)
+        case Kernels.TORCH | Kernels.CUDA:
+            from paceline.backends import torch
+
+            return torch.load(source, options, progress, device="cuda" if kernels is Kernels.CUDA else "cpu")
 
 
 def stored_format(source: WeightSource) -> WeightsFormat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.backends.table import Kernels
 from paceline.core.model import WeightsFormat
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -22,6 +23,8 @@ class NodeSettings:
     """Tokens of KV to hold in all. More keep longer chats and more of them in memory; each costs `kv_bytes_per_token`."""
     context: int | None = None
     """Longest prompt and answer together. None: the model's own, or as long as memory allows."""
+    device: Kernels | None = None
+    """None: what the table of kernels says for this machine and model."""
     threads: int | None = None
     """None: one a physical core. More than that slow each other down."""
     max_running: int = 32
