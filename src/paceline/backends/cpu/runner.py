@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.backends.cpu import pack, step
 from paceline.backends.cpu.attention import BLOCK
 from paceline.backends.cpu.embed import embed_rows
-from paceline.backends.cpu.team import PARKED, Team
+from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.rope import rope_tables
 from paceline.core.errors import OutOfMemory
@@ -85,7 +85,7 @@ class CpuRunner:
         except MemoryError:
             wanted = n_blocks * BLOCK * spec.kv_bytes_per_token(model.layers)
             raise OutOfMemory(f"A KV pool of {n_blocks * BLOCK} tokens ({wanted >> 20} MiB) can't be allocated", "Ask for fewer with --kv-tokens") from None
-        self._team = Team(threads, control, self._batch, (self._sizes, model.addresses, self._edges, self._buffers))
+        self._team = Team(threads, control, (self._sizes, model.addresses, self._edges, self._buffers, self._batch))
         self._closed = False
 
     def _lay_out_sizes(self, spec: ModelSpec, threads: int) -> npt.NDArray[np.int64]:
@@ -126,7 +126,7 @@ class CpuRunner:
         tables = int32(rows, self._max_blocks)
         row_position, row_table, row_left, tile_row, tile_rows, head_rows = (int32(rows) for _ in range(6))
         cos, sin = rope_tables(spec.rope, spec.head_dim, self._max_context)
-        control = aligned(8 * (PARKED + 8 * (threads + 1))).view(np.int64)
+        control = aligned(8 * control_words(threads)).view(np.int64)
         kv = aligned(len(self._model.layers) * int(self._sizes[step.LAYER_STRIDE]))
         held = {
             step.X: aligned(4 * rows * hidden),
@@ -191,7 +191,7 @@ class CpuRunner:
                 tiles += len(starts)
         arrays.x_bf16[:rows] = x_TD
         batch[step.ROWS], batch[step.N_TILES], batch[step.TABLE_STRIDE] = rows, tiles, arrays.tables.strides[0]
-        self._team.run(step.RUN_LAYERS)
+        self._team.run_layers()
         return arrays.x_bf16[:rows]
 
     def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
@@ -204,7 +204,7 @@ class CpuRunner:
             arrays.x_bf16[: len(x_TD)] = x_TD
         arrays.head_rows[:n] = rows_R
         self._batch[step.LOGIT_ROWS] = n
-        self._team.run(step.RUN_HEAD)
+        self._team.run_head()
         return arrays.logits[:n, :vocab]
 
     def close(self) -> None:

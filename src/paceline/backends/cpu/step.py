@@ -1,8 +1,8 @@
-"""One forward pass as one compiled call: every thread of the team runs `run_layers`, claims tasks and meets the others at barriers.
+"""One forward pass as one compiled call: a conductor posts the phases of each layer, the team claims their tasks.
 
 A call a step, not a call an operation: at one row a layer's eight operations take some 70 us, and Python between them would take
-as long. What a batch looks like reaches the kernels through arrays of fixed size and address (`Workspace`), so that the other
-threads need no arguments and no interpreter.
+as long. What a batch looks like reaches the kernels through arrays of fixed size and address, so that the other threads need no
+arguments and no interpreter.
 
 Shapes: T rows, D hidden, HQ query heads, HK key/value heads, HD head dimension, F feed-forward. Strides are bytes.
 """
@@ -31,10 +31,11 @@ FINAL_NORM, HEAD, COS, SIN, N_EDGES = range(5)
  HEAD_ROWS, LOGITS, SCRATCH, CONTROL, N_BUFFERS) = range(22)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch.
-ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, WORK, N_BATCH = range(6)
+ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, N_BATCH = range(7)
 
-RUN_LAYERS, RUN_HEAD, BATCH_STOP = 1, 2, 3
-"""What `WORK` asks for."""
+# Kinds of phases.
+(START, NORM_ATTENTION, PROJECT_QKV, PREPARE, PREPARE_AND_ATTEND, ATTEND, PROJECT_OUT, NORM_FFN, GATE, PROJECT_DOWN, END, NORM_HEAD,
+ PROJECT_HEAD) = range(13)  # fmt: skip
 
 CHUNK = 4
 """Blocks of 16 outputs a task of a matrix product takes."""
@@ -55,23 +56,6 @@ TASK_OUT = PART * CHUNK * 64
 @njit(nogil=True)
 def _record(form):
     return INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
-
-
-@njit(nogil=True)
-def _meet(control, team, meetings):
-    """A barrier; returns the count of meetings so far."""
-    if team > 1:
-        sync.fetch_add(control + 8 * sync.ARRIVED, 1)
-        sync.wait_for(control + 8 * sync.ARRIVED, (meetings + 1) * team)
-    return meetings + 1
-
-
-@njit(nogil=True)
-def _claim(control, team, base, last):
-    """The next task of the phase that starts at `base`: `last` was this thread's previous one (-1 at first)."""
-    if team > 1:
-        return sync.fetch_add(control + 8 * sync.CLAIMED, 1) - base
-    return last + 1
 
 
 @njit(nogil=True)
@@ -133,7 +117,7 @@ def _attend(tile, head, first_head, n_heads, layer, sizes, buffers, batch, scrat
 
 
 @njit(nogil=True)
-def _project(task, form, w, n, k, x, sums, x_rows, rows, out, out_stride, scratch):
+def _project(task, form, w, n, k, x, sums, rows, out, out_stride, scratch):
     """One task of a matrix product: chunk `task % chunks` of outputs, part `task // chunks` of rows.
 
     Writes fp32 rows to `out` (whole rows of all outputs), or packed to the scratch where `out` is 0.
@@ -161,122 +145,6 @@ def _norm_rows(task, per_task, rows, norm, sizes, buffers):
         rms_norm(buffers[X] + 4 * hidden * row, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row, buffers[H_SUMS] + row * hidden // 8)
 
 
-@njit(nogil=True, cache=True)
-def run(rank, base, meetings, sizes, weights, edges, buffers, batch):
-    """Do this thread's share of the batch's work. Returns (base, meetings) for its next one."""
-    if batch[WORK] == RUN_LAYERS:
-        return _run_layers(rank, base, meetings, sizes, weights, edges, buffers, batch)
-    return _run_head(rank, base, meetings, sizes, edges, buffers, batch)
-
-
-@njit(nogil=True)
-def _run_layers(rank, base, meetings, sizes, weights, edges, buffers, batch):
-    control, team, rows, tiles = buffers[CONTROL], sizes[TEAM], batch[ROWS], batch[N_TILES]
-    hidden, dim, heads, kv_heads, ffn, form = sizes[HIDDEN], sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS], sizes[FFN], sizes[FORM]
-    n_att, n_qkv = heads * dim, (heads + 2 * kv_heads) * dim
-    scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
-    per_task = max(1, min(8, rows // team))
-    row_tasks = (rows + per_task - 1) // per_task
-    one_row_each = tiles == rows
-    # Few rows: a query head a task keeps the team even; many: a KV head a task reads its keys once.
-    split = heads // kv_heads if tiles * kv_heads < 4 * team else 1
-    n_heads = heads // kv_heads // split
-
-    task = _claim(control, team, base, -1)
-    while task < row_tasks:
-        for row in range(task * per_task, min(rows, (task + 1) * per_task)):
-            widen_bf16(buffers[X_BF16] + 2 * hidden * row, hidden, buffers[X] + 4 * hidden * row)
-        _norm_rows(task, per_task, rows, weights[0, ATTN_NORM], sizes, buffers)
-        task = _claim(control, team, base, task)
-    base += row_tasks + team
-    meetings = _meet(control, team, meetings)
-
-    for layer in range(sizes[N_LAYERS]):
-        if layer:
-            task = _claim(control, team, base, -1)
-            while task < row_tasks:
-                _norm_rows(task, per_task, rows, weights[layer, ATTN_NORM], sizes, buffers)
-                task = _claim(control, team, base, task)
-            base += row_tasks + team
-            meetings = _meet(control, team, meetings)
-
-        count = _tasks(n_qkv, rows)
-        task = _claim(control, team, base, -1)
-        while task < count:
-            _project(task, form, weights[layer, QKV], n_qkv, hidden, buffers[H], buffers[H_SUMS], rows, rows,
-                     buffers[QKV_OUT], 4 * n_qkv + PAD, scratch)  # fmt: skip
-            task = _claim(control, team, base, task)
-        base += count + team
-        meetings = _meet(control, team, meetings)
-
-        count = rows * kv_heads
-        task = _claim(control, team, base, -1)
-        while task < count:
-            _prepare(task // kv_heads, task % kv_heads, layer, sizes, weights, edges, buffers, batch, scratch)
-            if one_row_each and split == 1:
-                head = task % kv_heads
-                _attend(task // kv_heads, head, head * n_heads, n_heads, layer, sizes, buffers, batch, scratch)
-            task = _claim(control, team, base, task)
-        base += count + team
-        meetings = _meet(control, team, meetings)
-
-        if not (one_row_each and split == 1):
-            count = tiles * kv_heads * split
-            task = _claim(control, team, base, -1)
-            while task < count:
-                part = task % (kv_heads * split)
-                _attend(tiles - 1 - task // (kv_heads * split), part // split, part * n_heads, n_heads, layer, sizes, buffers, batch, scratch)
-                task = _claim(control, team, base, task)
-            base += count + team
-            meetings = _meet(control, team, meetings)
-
-        count = _tasks(hidden, rows)
-        task = _claim(control, team, base, -1)
-        while task < count:
-            _project(task, form, weights[layer, OUT], hidden, n_att, buffers[ATT], buffers[ATT_SUMS], rows, rows, 0, 0, scratch)
-            _add(task, rows, hidden, buffers[X], scratch, False)
-            task = _claim(control, team, base, task)
-        base += count + team
-        meetings = _meet(control, team, meetings)
-
-        task = _claim(control, team, base, -1)
-        while task < row_tasks:
-            _norm_rows(task, per_task, rows, weights[layer, FFN_NORM], sizes, buffers)
-            task = _claim(control, team, base, task)
-        base += row_tasks + team
-        meetings = _meet(control, team, meetings)
-
-        count = _tasks(2 * ffn, rows)
-        task = _claim(control, team, base, -1)
-        while task < count:
-            _project(task, form, weights[layer, GATE_UP], 2 * ffn, hidden, buffers[H], buffers[H_SUMS], rows, rows, 0, 0, scratch)
-            chunks = ffn // 32
-            group, row = task % chunks, task // chunks * PART
-            for m in range(min(PART, rows - row)):
-                at = (row + m) * ffn + 32 * group
-                gate(scratch + m * CHUNK * 64, buffers[ACT] + 2 * at, buffers[ACT_SUMS] + at // 8)
-            task = _claim(control, team, base, task)
-        base += count + team
-        meetings = _meet(control, team, meetings)
-
-        count = _tasks(hidden, rows)
-        task = _claim(control, team, base, -1)
-        while task < count:
-            _project(task, form, weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SUMS], rows, rows, 0, 0, scratch)
-            _add(task, rows, hidden, buffers[X], scratch, True)
-            task = _claim(control, team, base, task)
-        base += count + team
-        meetings = _meet(control, team, meetings)
-
-    task = _claim(control, team, base, -1)
-    while task < row_tasks:
-        for row in range(task * per_task, min(rows, (task + 1) * per_task)):
-            round_bf16(buffers[X] + 4 * hidden * row, hidden, buffers[X_BF16] + 2 * hidden * row)
-        task = _claim(control, team, base, task)
-    base += row_tasks + team
-    return base, _meet(control, team, meetings)
-
-
 @njit(nogil=True)
 def _add(task, rows, hidden, x, scratch, rounded):
     """Add a task's outputs to the residual, rounding it to bf16 at a layer's end."""
@@ -293,23 +161,121 @@ def _add(task, rows, hidden, x, scratch, rounded):
 
 
 @njit(nogil=True)
-def _run_head(rank, base, meetings, sizes, edges, buffers, batch):
-    """Final norm and head of the rows listed in HEAD_ROWS (of X_BF16), fp32 [rows, vocab]."""
-    control, team, rows, hidden = buffers[CONTROL], sizes[TEAM], batch[LOGIT_ROWS], sizes[HIDDEN]
+def _do(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
+    """One task of a phase."""
+    hidden, dim, ffn, form = sizes[HIDDEN], sizes[HEAD_DIM], sizes[FFN], sizes[FORM]
+    heads, kv_heads, rows, per_task = sizes[Q_HEADS], sizes[KV_HEADS], batch[ROWS], batch[ROWS_A_TASK]
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
-    task = _claim(control, team, base, -1)
-    while task < rows:
+    if kind == START:
+        for row in range(task * per_task, min(rows, (task + 1) * per_task)):
+            widen_bf16(buffers[X_BF16] + 2 * hidden * row, hidden, buffers[X] + 4 * hidden * row)
+        _norm_rows(task, per_task, rows, weights[0, ATTN_NORM], sizes, buffers)
+    elif kind == NORM_ATTENTION:
+        _norm_rows(task, per_task, rows, weights[layer, ATTN_NORM], sizes, buffers)
+    elif kind == PROJECT_QKV:
+        n_qkv = (heads + 2 * kv_heads) * dim
+        _project(task, form, weights[layer, QKV], n_qkv, hidden, buffers[H], buffers[H_SUMS], rows, buffers[QKV_OUT], 4 * n_qkv + PAD, scratch)
+    elif kind == PREPARE:
+        _prepare(task // kv_heads, task % kv_heads, layer, sizes, weights, edges, buffers, batch, scratch)
+    elif kind == PREPARE_AND_ATTEND:
+        row, head, group = task // kv_heads, task % kv_heads, heads // kv_heads
+        _prepare(row, head, layer, sizes, weights, edges, buffers, batch, scratch)
+        _attend(row, head, head * group, group, layer, sizes, buffers, batch, scratch)
+    elif kind == ATTEND:
+        parts = kv_heads * batch[HEAD_SPLIT]
+        part, n_heads = task % parts, heads // parts
+        # The last tile attends to the most keys: begin with it.
+        _attend(batch[N_TILES] - 1 - task // parts, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, buffers, batch, scratch)
+    elif kind == PROJECT_OUT:
+        _project(task, form, weights[layer, OUT], hidden, heads * dim, buffers[ATT], buffers[ATT_SUMS], rows, 0, 0, scratch)
+        _add(task, rows, hidden, buffers[X], scratch, False)
+    elif kind == NORM_FFN:
+        _norm_rows(task, per_task, rows, weights[layer, FFN_NORM], sizes, buffers)
+    elif kind == GATE:
+        _project(task, form, weights[layer, GATE_UP], 2 * ffn, hidden, buffers[H], buffers[H_SUMS], rows, 0, 0, scratch)
+        chunks = ffn // 32
+        group, row = task % chunks, task // chunks * PART
+        for m in range(min(PART, rows - row)):
+            at = (row + m) * ffn + 32 * group
+            gate(scratch + m * CHUNK * 64, buffers[ACT] + 2 * at, buffers[ACT_SUMS] + at // 8)
+    elif kind == PROJECT_DOWN:
+        _project(task, form, weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SUMS], rows, 0, 0, scratch)
+        _add(task, rows, hidden, buffers[X], scratch, True)
+    elif kind == END:
+        for row in range(task * per_task, min(rows, (task + 1) * per_task)):
+            round_bf16(buffers[X] + 4 * hidden * row, hidden, buffers[X_BF16] + 2 * hidden * row)
+    elif kind == NORM_HEAD:
         row = sync.load_int32(buffers[HEAD_ROWS] + 4 * task)
         widen_bf16(buffers[X_BF16] + 2 * hidden * row, hidden, buffers[X] + 4 * hidden * task)
-        _norm_rows(task, 1, rows, edges[FINAL_NORM], sizes, buffers)
-        task = _claim(control, team, base, task)
-    base += rows + team
-    meetings = _meet(control, team, meetings)
-    count = _tasks(sizes[VOCAB], rows)
-    task = _claim(control, team, base, -1)
-    while task < count:
-        _project(task, sizes[HEAD_FORM], edges[HEAD], sizes[VOCAB], hidden, buffers[H], buffers[H_SUMS], rows, rows,
-                 buffers[LOGITS], 4 * sizes[VOCAB], scratch)  # fmt: skip
-        task = _claim(control, team, base, task)
-    base += count + team
-    return base, _meet(control, team, meetings)
+        _norm_rows(task, 1, task + 1, edges[FINAL_NORM], sizes, buffers)
+    elif kind == PROJECT_HEAD:
+        vocab = sizes[VOCAB]
+        _project(task, sizes[HEAD_FORM], edges[HEAD], vocab, hidden, buffers[H], buffers[H_SUMS], batch[LOGIT_ROWS], buffers[LOGITS], 4 * vocab, scratch)
+
+
+@njit(nogil=True)
+def take_part(rank, sizes, weights, edges, buffers, batch):
+    """Claim and do tasks of the phase posted last until none is left. Returns its word as last seen."""
+    control = buffers[CONTROL]
+    while True:
+        word = sync.load_acquire(control + 8 * sync.PHASE)
+        task, count = sync.task_of(word)
+        if task >= count:
+            return word
+        word = sync.fetch_add(control + 8 * sync.PHASE, 1)
+        task, count = sync.task_of(word)
+        if task < count:
+            kind, layer = sync.kind_and_layer(word)
+            _do(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
+            sync.finish(control)
+
+
+@njit(nogil=True)
+def _phase(done, kind, layer, count, sizes, weights, edges, buffers, batch):
+    """Post a phase, take part, wait for its tasks. Returns the tasks done in all."""
+    if sizes[TEAM] == 1:
+        for task in range(count):
+            _do(0, kind, layer, task, sizes, weights, edges, buffers, batch)
+        return done
+    sync.post(buffers[CONTROL], kind, layer, count)
+    take_part(0, sizes, weights, edges, buffers, batch)
+    sync.wait_for(buffers[CONTROL], done + count)
+    return done + count
+
+
+@njit(nogil=True, cache=True)
+def run_layers(done, sizes, weights, edges, buffers, batch):
+    """Run all layers on the batch: X_BF16 in, X_BF16 out. Returns `done` for the next call."""
+    rows, tiles, hidden, kv_heads = batch[ROWS], batch[N_TILES], sizes[HIDDEN], sizes[KV_HEADS]
+    group = sizes[Q_HEADS] // kv_heads
+    per_task = max(1, min(8, rows // sizes[TEAM]))
+    row_tasks = (rows + per_task - 1) // per_task
+    batch[ROWS_A_TASK] = per_task
+    # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
+    few = tiles * kv_heads < 4 * sizes[TEAM]
+    batch[HEAD_SPLIT] = group if few else 1
+    fused = tiles == rows and not few
+    n_qkv = (sizes[Q_HEADS] + 2 * kv_heads) * sizes[HEAD_DIM]
+    done = _phase(done, START, 0, row_tasks, sizes, weights, edges, buffers, batch)
+    for layer in range(sizes[N_LAYERS]):
+        if layer:
+            done = _phase(done, NORM_ATTENTION, layer, row_tasks, sizes, weights, edges, buffers, batch)
+        done = _phase(done, PROJECT_QKV, layer, _tasks(n_qkv, rows), sizes, weights, edges, buffers, batch)
+        if fused:
+            done = _phase(done, PREPARE_AND_ATTEND, layer, rows * kv_heads, sizes, weights, edges, buffers, batch)
+        else:
+            done = _phase(done, PREPARE, layer, rows * kv_heads, sizes, weights, edges, buffers, batch)
+            done = _phase(done, ATTEND, layer, tiles * kv_heads * batch[HEAD_SPLIT], sizes, weights, edges, buffers, batch)
+        done = _phase(done, PROJECT_OUT, layer, _tasks(hidden, rows), sizes, weights, edges, buffers, batch)
+        done = _phase(done, NORM_FFN, layer, row_tasks, sizes, weights, edges, buffers, batch)
+        done = _phase(done, GATE, layer, _tasks(2 * sizes[FFN], rows), sizes, weights, edges, buffers, batch)
+        done = _phase(done, PROJECT_DOWN, layer, _tasks(hidden, rows), sizes, weights, edges, buffers, batch)
+    return _phase(done, END, 0, row_tasks, sizes, weights, edges, buffers, batch)
+
+
+@njit(nogil=True, cache=True)
+def run_head(done, sizes, weights, edges, buffers, batch):
+    """Final norm and head of the rows listed in HEAD_ROWS (of X_BF16) into LOGITS, fp32 [rows, vocab]."""
+    rows = batch[LOGIT_ROWS]
+    done = _phase(done, NORM_HEAD, 0, rows, sizes, weights, edges, buffers, batch)
+    return _phase(done, PROJECT_HEAD, 0, _tasks(sizes[VOCAB], rows), sizes, weights, edges, buffers, batch)

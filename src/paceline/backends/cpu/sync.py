@@ -1,8 +1,8 @@
-"""How a team of threads shares one forward pass: claim tasks, meet at barriers. All counters only grow, so none is ever reset.
+"""How threads share one forward pass: a conductor posts phases, whoever is awake claims their tasks.
 
-A phase of n tasks is claimed from one counter: each thread adds one until what it got lies past the phase, so a phase advances the
-counter by exactly n + team, and every thread knows where the next one starts. Who computes a task never changes its bytes.
-Threads that wait spin, and after a while yield the processor: the machine also serves HTTP.
+A phase is one 64-bit word: what to do, how many tasks, the next one to claim. Claiming adds one to the word, so a thread that comes
+late or sleeps through phases needs no barrier: it reads the word and takes part in what runs now. Only the conductor waits, and
+only for tasks, never for threads: on a busy machine the others may not be scheduled at all. Who computes a task never changes its bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from numba.extending import intrinsic
 
 from paceline.backends.cpu.simd import I32, I64, Emit, Value, lowered
 
-CLAIMED, ARRIVED, TICKET, WORD = 0, 8, 16, 8
-"""Places in the control array (int64), a cache line apart."""
+PHASE, DONE, WORD = 0, 8, 8
+"""Places in the control array (int64), a cache line apart: the word, and the tasks finished so far (only grows)."""
 
-_SPINS_BEFORE_YIELD = 4000
+TASK_BITS, LAYER_BITS, KIND_BITS = 20, 12, 8
+"""From the low end of the word: next task, number of tasks, layer, kind. A finished phase has next >= number, a posted one next = 0."""
+
+MAX_TASKS = 1 << (TASK_BITS - 1)
+"""Tasks of a phase: claims that come too late may overshoot by one a thread."""
+
+SPINS_BEFORE_YIELD = 4000
 
 give_way = types.ExternalFunction("sched_yield", types.int32())
 """Let another thread have the processor (POSIX)."""
@@ -59,12 +65,38 @@ def pause(_):
 
 
 @njit(nogil=True)
-def wait_for(address, target):
-    """Spin until the counter at `address` has reached `target`."""
+def post(control, kind, layer, count):
+    """Start a phase; the one before must be finished."""
+    word = ((kind << LAYER_BITS | layer) << TASK_BITS | count) << TASK_BITS
+    store_release(control + 8 * PHASE, word)
+
+
+@njit(nogil=True)
+def task_of(word):
+    """(next task, number of tasks) of a phase's word."""
+    mask = (1 << TASK_BITS) - 1
+    return word & mask, word >> TASK_BITS & mask
+
+
+@njit(nogil=True)
+def kind_and_layer(word):
+    rest = word >> (2 * TASK_BITS)
+    return rest >> LAYER_BITS & ((1 << KIND_BITS) - 1), rest & ((1 << LAYER_BITS) - 1)
+
+
+@njit(nogil=True)
+def finish(control):
+    """Say that a claimed task is done."""
+    fetch_add(control + 8 * DONE, 1)
+
+
+@njit(nogil=True)
+def wait_for(control, done):
+    """Spin until `done` tasks were finished in all."""
     spins = 0
-    while load_acquire(address) < target:
+    while load_acquire(control + 8 * DONE) < done:
         spins += 1
-        if spins > _SPINS_BEFORE_YIELD:
+        if spins > SPINS_BEFORE_YIELD:
             give_way()
         else:
             pause()

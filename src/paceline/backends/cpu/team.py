@@ -1,7 +1,7 @@
-"""The threads of one runner: they wait in compiled code between steps, and sleep when no step comes.
+"""The threads of one runner: the caller conducts, the others watch for phases in compiled code and sleep when none comes.
 
-The caller is rank 0. The others watch a ticket in the control array; after a few milliseconds without a new one they park on a
-semaphore, so an idle machine is idle. Every thread is joined by `close`.
+After a few milliseconds without a phase a thread parks on a semaphore, so an idle machine is idle; the conductor never waits for one
+to wake. Every thread is joined by `close`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ import numpy.typing as npt
 from numba import njit
 
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.step import BATCH_STOP, WORK, run
+from paceline.backends.cpu.step import CONTROL, run_head, run_layers, take_part
 
 _WATCH_SPINS = 10_000
 _WATCH_YIELDS = 2_000
-PARKED = 32
-"""Place of rank 0's parked flag in the control array; a cache line a rank."""
+_STOP, _PARKED = 16, 24
+"""Places in the control array: the flag that asks all to stop; then each rank's parked flag, a cache line apart."""
+
+
+def control_words(size: int) -> int:
+    """Length of the control array for `size` threads."""
+    return _PARKED + sync.WORD * size
 
 
 @njit(nogil=True, cache=True)
-def watch(rank, ticket, base, meetings, control, sizes, weights, edges, buffers, batch):
-    """Serve tickets after `ticket` until asked to stop or until none comes for a while.
-
-    Returns (ticket, base, meetings, stopped) to go on with.
-    """
-    parked = control + 8 * (PARKED + sync.WORD * rank)
+def _watch(rank, sizes, weights, edges, buffers, batch):
+    """Take part in phases until none comes for a while, or the team stops."""
+    control = buffers[CONTROL]
+    parked = control + 8 * (_PARKED + sync.WORD * rank)
+    seen = take_part(rank, sizes, weights, edges, buffers, batch)
     waited = 0
-    while True:
-        if sync.load_acquire(control + 8 * sync.TICKET) > ticket:
-            ticket += 1
+    while not sync.load_acquire(control + 8 * _STOP):
+        if sync.load_acquire(control + 8 * sync.PHASE) != seen:
+            seen = take_part(rank, sizes, weights, edges, buffers, batch)
             waited = 0
-            if batch[WORK] == BATCH_STOP:
-                return ticket, base, meetings, True
-            base, meetings = run(rank, base, meetings, sizes, weights, edges, buffers, batch)
         elif waited < _WATCH_SPINS:
             waited += 1
             sync.pause()
@@ -44,63 +45,51 @@ def watch(rank, ticket, base, meetings, control, sizes, weights, edges, buffers,
             waited += 1
             sync.give_way()
         else:
-            # Flag first, then look again: whoever raises the ticket looks at the flag after.
             sync.store_release(parked, 1)
-            if sync.load_acquire(control + 8 * sync.TICKET) == ticket:
-                return ticket, base, meetings, False
-            sync.store_release(parked, 0)
-            waited = 0
-
-
-@njit(nogil=True, cache=True)
-def raise_ticket(control):
-    """A full fence: what was written before is seen with the ticket, and parked flags are read after it."""
-    sync.fetch_add(control + 8 * sync.TICKET, 1)
+            return
 
 
 class Team:
-    """`size` threads that run `step.run` together; the caller of `run` is one of them.
+    """`size` threads that share forward passes; the caller of `run_layers` and `run_head` is one of them.
 
     Args:
         size: threads, the caller included.
-        control: int64 array shared with the kernels, zeroed.
-        batch: int64 array whose WORK says what a ticket asks for.
-        arguments: (sizes, weights, edges, buffers) of `step.run`.
+        control: int64 array of `control_words(size)`, zeroed, which `arguments` hold the address of.
+        arguments: (sizes, weights, edges, buffers, batch) of `step.run_layers`.
     """
 
-    def __init__(self, size: int, control: npt.NDArray[np.int64], batch: npt.NDArray[np.int64], arguments: tuple[Any, ...]) -> None:
-        self._control, self._batch, self._arguments = control, batch, arguments
-        self._base = self._meetings = 0
+    def __init__(self, size: int, control: npt.NDArray[np.int64], arguments: tuple[Any, ...]) -> None:
+        self._control, self._arguments = control, arguments
+        self._done = 0
         self._wake = [threading.Semaphore(0) for _ in range(size)]
         self._threads = [threading.Thread(target=self._serve, args=(rank,), name=f"paceline-kernel-{rank}", daemon=True) for rank in range(1, size)]
         for thread in self._threads:
             thread.start()
 
-    def run(self, work: int) -> None:
-        """Run one piece of work on all threads; returns when it is done."""
-        self._raise_ticket(work)
-        self._base, self._meetings = run(0, self._base, self._meetings, *self._arguments, self._batch)
+    def run_layers(self) -> None:
+        """Run the batch that the arrays describe; returns when it is done."""
+        self._rouse()
+        self._done = run_layers(self._done, *self._arguments)
+
+    def run_head(self) -> None:
+        self._rouse()
+        self._done = run_head(self._done, *self._arguments)
 
     def close(self) -> None:
-        if self._threads:
-            self._raise_ticket(BATCH_STOP)
-            for thread in self._threads:
-                thread.join()
-            self._threads = []
+        self._control[_STOP] = 1
+        for wake in self._wake:  # whether parked or about to park
+            wake.release()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
 
-    def _raise_ticket(self, work: int) -> None:
-        self._batch[WORK] = work
-        if self._threads:
-            raise_ticket(self._control.ctypes.data)
-            for rank in range(1, len(self._wake)):
-                if self._control[PARKED + sync.WORD * rank]:
-                    self._control[PARKED + sync.WORD * rank] = 0
-                    self._wake[rank].release()
+    def _rouse(self) -> None:
+        for rank in range(1, len(self._wake)):
+            if self._control[_PARKED + sync.WORD * rank]:
+                self._control[_PARKED + sync.WORD * rank] = 0
+                self._wake[rank].release()
 
     def _serve(self, rank: int) -> None:
-        ticket = base = meetings = 0
-        stopped = False
-        while not stopped:
-            ticket, base, meetings, stopped = watch(rank, ticket, base, meetings, self._control.ctypes.data, *self._arguments, self._batch)
-            if not stopped:
-                self._wake[rank].acquire()
+        while not self._control[_STOP]:
+            _watch(rank, *self._arguments)
+            self._wake[rank].acquire()
