@@ -1,0 +1,220 @@
+"""The host between an event loop and an engine in a thread: admission, streams, abort, death, rest."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import closing
+from typing import Any, cast
+
+import pytest
+from tests.unit.node.echo_engine import EchoEngine
+
+from paceline.core.clock import SystemClock
+from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded, PacelineError, UnknownModel
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.ids import RequestId
+from paceline.core.text import Tokenizer
+from paceline.node.engine_thread import EngineThread
+from paceline.node.host import EngineHost
+from paceline.server.inference import ServedModel
+from paceline.server.streams import close
+
+BOUND_S = 30
+
+
+def host_of(engine: EchoEngine, capacity: int = 4) -> EngineHost:
+    # The host passes the tokenizer on and never asks it anything.
+    model = ServedModel("echo", 0, 100, cast("Tokenizer", None), "fp")
+    return EngineHost(EngineThread(engine, engine.close), model, SystemClock(), capacity=capacity, at_once=2)
+
+
+def request(name: str = "r", max_tokens: int = 3, n: int = 1, prompt: int = 5) -> GenerationRequest:
+    return GenerationRequest(RequestId(name), tuple(range(prompt)), max_tokens, n=n)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(BOUND_S):
+            await work
+
+    asyncio.run(bounded())
+
+
+async def drain(stream: AsyncIterator[Sequence[GenerationChunk]]) -> list[GenerationChunk]:
+    return [chunk async for item in stream for chunk in item]
+
+
+def test_every_sequence_gets_its_tokens_in_order_and_the_stream_ends() -> None:
+    with closing(host_of(EchoEngine())) as host:
+
+        async def work() -> None:
+            streams = [host.generate("echo", request(f"r{i}", max_tokens=50, n=i + 1)) for i in range(2)]
+            answers = await asyncio.gather(*map(drain, streams))
+            for n, chunks in enumerate(answers, start=1):
+                for index in range(n):
+                    mine = [chunk for chunk in chunks if chunk.index == index]
+                    assert [chunk.token_ids for chunk in mine] == [(token,) for token in range(50)]
+                    assert [chunk.finish_reason for chunk in mine] == [None] * 49 + [FinishReason.LENGTH]
+
+        run(work())
+
+
+def test_tokens_that_queued_up_come_as_one_item() -> None:
+    engine = EchoEngine()
+    with closing(host_of(engine)) as host:
+
+        async def work() -> None:
+            stream = host.generate("echo", request(max_tokens=20))
+            got = list(await anext(stream))
+            # The loop is held here, on purpose, until the engine has done everything.
+            assert engine.rested.wait(BOUND_S)
+            rest = [item async for item in stream]
+            assert [chunk.token_ids[0] for item in [got, *rest] for chunk in item] == list(range(20))
+            assert len(rest) <= 2
+
+        run(work())
+
+
+def test_refusals_come_before_the_first_item() -> None:
+    engine = EchoEngine()
+    engine.gate.shut()
+    with closing(host_of(engine)) as host:
+
+        async def work() -> None:
+            with pytest.raises(UnknownModel, match="Served here: echo"):
+                await anext(host.generate("other", request()))
+            with pytest.raises(ContextOverflow, match="exceed the context of 100"):
+                await anext(host.generate("echo", request(prompt=98)))
+            first = host.generate("echo", request("first", n=3))
+            waiting = asyncio.create_task(drain(first))
+            await asyncio.sleep(0)
+            with pytest.raises(InvalidRequest, match="in use"):
+                await anext(host.generate("echo", request("first")))
+            # The engine hangs in a step: the counter alone decides.
+            with pytest.raises(Overloaded) as refused:
+                await anext(host.generate("echo", request("second", n=2)))
+            assert refused.value.retry_after_s >= 1
+            engine.gate.open()
+            assert len(await waiting) == 9
+            assert len(await drain(host.generate("echo", request("third", n=4)))) == 12
+
+        run(work())
+
+
+def test_what_the_engine_refuses_is_raised_to_the_reader() -> None:
+    with closing(host_of(EchoEngine(refuse="can never fit"))) as host:
+
+        async def work() -> None:
+            for _ in range(10):  # more than the capacity: a refused request gives its place back
+                with pytest.raises(InvalidRequest, match="can never fit"):
+                    await anext(host.generate("echo", request()))
+
+        run(work())
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+def test_leaving_aborts_at_once_and_gives_the_place_back(how: str) -> None:
+    engine = EchoEngine()
+    engine.gate.shut()
+    with closing(host_of(engine)) as host:
+
+        async def work() -> None:
+            for number in range(10):
+                stream = host.generate("echo", request(f"r{number}", max_tokens=90, n=4))
+                engine.gate.let(1)
+                await anext(stream)
+                if how == "close":
+                    await close(stream)
+                else:
+                    reader = asyncio.create_task(drain(stream))
+                    await asyncio.sleep(0)
+                    reader.cancel()
+                    await asyncio.gather(reader, return_exceptions=True)
+                with pytest.raises(StopAsyncIteration):
+                    await anext(stream)
+                engine.gate.let(1)
+                assert await asyncio.to_thread(engine.rested.wait, BOUND_S)
+
+        run(work())
+        assert engine.aborted == [f"r{number}" for number in range(10)]
+        engine.gate.open()
+
+
+def test_a_stream_closed_before_it_began_never_reaches_the_engine() -> None:
+    engine = EchoEngine()
+    with closing(host_of(engine)) as host:
+
+        async def work() -> None:
+            stream = host.generate("echo", request())
+            await close(stream)
+            assert await drain(stream) == []
+
+        run(work())
+    assert engine.aborted == []
+    assert engine.stats().steps == 0
+
+
+def test_when_the_engine_dies_every_stream_says_so_and_so_does_health() -> None:
+    engine = EchoEngine(crash_at=3)
+    engine.gate.shut()
+    with closing(host_of(engine)) as host:
+
+        async def work() -> None:
+            streams = [asyncio.create_task(drain(host.generate("echo", request(f"r{i}", 50, n=2)))) for i in range(2)]
+            await asyncio.sleep(0)
+            assert host.progress().busy
+            engine.gate.open()
+            for chunks in await asyncio.gather(*streams):
+                last = chunks[-2:]
+                assert [chunk.finish_reason for chunk in last] == [FinishReason.ERROR] * 2
+                assert all("the kernels burn" in (chunk.error or "") for chunk in last)
+            assert "the kernels burn" in (host.progress().error or "")
+            with pytest.raises(PacelineError, match="the kernels burn"):
+                await anext(host.generate("echo", request("late")))
+
+        run(work())
+    assert engine.closed.is_set()
+
+
+def test_at_rest_nothing_is_live_and_the_engine_has_checked_itself() -> None:
+    engine = EchoEngine()
+    with closing(host_of(engine)) as host:
+
+        async def work() -> None:
+            await drain(host.generate("echo", request()))
+            assert await asyncio.to_thread(engine.rested.wait, BOUND_S)
+            assert not host.progress().busy
+            assert host.progress().seconds_since_step == 0
+            assert host.stats().running == 0
+            assert host.stats().steps == 3
+
+        run(work())
+
+
+def test_one_host_serves_one_loop_after_another() -> None:
+    with closing(host_of(EchoEngine())) as host:
+        for number in range(3):
+
+            async def work(number: int = number) -> None:
+                assert len(await drain(host.generate("echo", request(f"r{number}")))) == 3
+
+            run(work())
+
+
+def test_close_ends_streams_joins_the_thread_and_frees_the_executor() -> None:
+    engine = EchoEngine()
+    host = host_of(engine)
+
+    async def work() -> None:
+        stream = host.generate("echo", request(max_tokens=90))
+        chunks = list(await anext(stream))
+        assert host.close()
+        chunks += await drain(stream)
+        assert chunks[-1].finish_reason in {FinishReason.ERROR, FinishReason.LENGTH}
+
+    run(work())
+    assert engine.closed.is_set()
+    assert host.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "paceline-engine"]
