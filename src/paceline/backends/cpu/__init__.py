@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.backends.heap import give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.model import ModelSpec
 
@@ -53,4 +54,5 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     identity = numerics_id(options.weights, options.threads)
     if not known:
         kernel_cache.complete()
+    give_memory_back()
     return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity)
