@@ -27,7 +27,7 @@ from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.openapi import body_of, document
 from paceline.server.settings import ServerSettings
 
-INLINE_BODY_BYTES = 16 << 10
+INLINE_BODY_BYTES = 4 << 10
 """Longer bodies are parsed and tokenized in a thread, so that one long prompt does not hold up everyone's tokens."""
 
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -141,6 +141,8 @@ def create_app(inference: Inference, settings: ServerSettings | None = None, clo
         description="One OpenAI endpoint out of the machines you own.",
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # its page loads scripts from elsewhere; /openapi.json stays
+        redoc_url=None,
     )
     app.state.service = service
     app.add_middleware(Guard, settings=service.settings, meter=service.meter)
