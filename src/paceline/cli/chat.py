@@ -53,7 +53,8 @@ def run_chat(
                 raise UserError(f"{url} serves no model", "Name one with --model.")
             _converse(console, name, system, lambda messages: endpoint.say(name, messages, temperature=temperature, seed=seed))
         return EXIT_OK
-    from paceline.cli.up import end_now, load
+    from paceline.cli.interrupts import end_now
+    from paceline.cli.up import load
     from paceline.node.local_chat import LocalChat
 
     node = load(settings, console)

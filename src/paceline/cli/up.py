@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_OK
+from paceline.cli.interrupts import end_now, interrupts_end_now
 from paceline.cli.progress import byte_bar
 from paceline.node.settings import NodeSettings
 from paceline.server.settings import ServerSettings, check_bind
@@ -69,15 +68,14 @@ def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None,
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:
-    """Build a node with a progress bar. Ctrl-C meanwhile ends at once."""
+    """Build a node with a progress bar. Ctrl-C meanwhile ends the process at once."""
     began_s = time.perf_counter()
-    try:
+    if not console.is_terminal:
+        console.print(f"Loading {settings.model}", markup=False)
+    with interrupts_end_now(EXIT_INTERRUPTED), byte_bar(console, f"Loading {settings.model}") as progress:
         from paceline.node.build import build_node
 
-        with byte_bar(console, f"Loading {settings.model}") as progress:
-            node = build_node(settings, progress)
-    except KeyboardInterrupt:
-        end_now(EXIT_INTERRUPTED)
+        node = build_node(settings, progress)
     for note in node.notes:
         console.print(f"[yellow]note:[/] {note}")
     # Nothing that was loaded dies before the process does: the collector need not look at it again.
@@ -85,13 +83,6 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     gc.freeze()
     console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False)
     return node
-
-
-def end_now(code: int) -> NoReturn:
-    """End the process where it stands."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _on_signals(stop: asyncio.Event, console: Console) -> None:

@@ -1,0 +1,53 @@
+"""Ctrl-C when it can't wait.
+
+Python runs signal handlers between two of the main thread's instructions, and a kernel that is being compiled can be one instruction
+for ten seconds. So while something loads, a thread of its own waits for the signal's byte and ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import NoReturn
+
+SHOW_CURSOR = "\033[?25h"
+
+
+def end_now(code: int) -> NoReturn:
+    """End the process where it stands, with the terminal as it was found."""
+    if sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)  # a progress bar hides it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
+def interrupts_end_now(code: int) -> Generator[None]:
+    """End the process at SIGINT or SIGTERM while the block runs, whatever the main thread is doing. For the main thread only."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def wait() -> None:
+        if os.read(read, 1) != b"\0":  # the byte is the signal's number
+            end_now(code)
+
+    # Handlers that do nothing in Python: what counts is that the signal reaches the pipe.
+    before = {number: signal.signal(number, lambda _signal, _frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    wakeup = signal.set_wakeup_fd(write)
+    waiter = threading.Thread(target=wait, name="paceline-interrupts", daemon=True)
+    waiter.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.write(write, b"\0")
+        waiter.join()
+        os.close(read)
+        os.close(write)
