@@ -19,6 +19,7 @@ from paceline.core.model import ModelSpec
 from paceline.core.text import Tokenizer
 from paceline.core.weights import WeightSource
 from paceline.store.digests import DigestCache
+from paceline.store.faults import unreadable
 from paceline.store.home import Home, read_json_object
 from paceline.store.selection import choose_gguf, gguf_models, parse_ref
 
@@ -116,9 +117,8 @@ def resolve(ref: str, home: Home) -> ModelLocation:
     selected = _in_pulled_folder(ref, home)
     if selected is not None:
         return selected
-    path = Path(ref)
-    if path.exists():
-        return _at_path(path)
+    if ref and exists(Path(ref)):
+        return _at_path(Path(ref))
     raise _not_found(ref, [BUNDLED, *(location.name for location in known)])
 
 
@@ -207,15 +207,26 @@ def _in_pulled_folder(ref: str, home: Home) -> ModelLocation | None:
 
 def _at_path(path: Path) -> ModelLocation:
     path = path.absolute()
+    if not exists(path):
+        near = [str(file) for file in path.parent.glob("*.gguf")] if exists(path.parent) else []
+        raise _not_found(str(path), near)
     if path.is_dir():
         files = [file.name for file in path.iterdir()]
         if not any(name.endswith(".safetensors") for name in files) and gguf_models(files):
             return _at_path(path / choose_gguf(str(path), files, None)[0])
         return ModelLocation(path.name, path)
-    if not path.exists():
-        near = [str(file) for file in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
-        raise _not_found(str(path), near)
     return ModelLocation(path.stem, path)
+
+
+def exists(path: Path) -> bool:
+    """Whether something is there. A name that no file can have (too long, with a NUL) names nothing."""
+    try:
+        path.stat()
+    except PermissionError as error:
+        raise unreadable(path, error) from error
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _not_found(ref: str, names: list[str]) -> ModelNotFound:
@@ -223,4 +234,4 @@ def _not_found(ref: str, names: list[str]) -> ModelNotFound:
     near = [lowered[name] for name in difflib.get_close_matches(ref.lower(), list(lowered), n=3, cutoff=0.5)]
     hint = f"Did you mean {' or '.join(near)}? " if near else ""
     pull = f"`paceline pull {ref}` gets it from the hub" if parse_ref(ref) else "`paceline pull org/name` gets one from the hub"
-    return ModelNotFound(f"there is no model {ref!r} on this machine", f"{hint}`paceline models` lists what is here; {pull}")
+    return ModelNotFound(f"there is no model {ref[:200]!r} on this machine", f"{hint}`paceline models` lists what is here; {pull}")

@@ -51,8 +51,8 @@ def fetch(client: httpx.Client, file: HubFile, target: Path, advance: Advance, s
         DownloadError: it could not be finished, the disk is full, or the hub sends other bytes than it promised.
     """
     part = part_of(file, target)
-    part.parent.mkdir(parents=True, exist_ok=True)
     try:
+        part.parent.mkdir(parents=True, exist_ok=True)
         try:
             _complete(client, file, part, advance, sleep)
         except _WrongBytes:
@@ -62,8 +62,9 @@ def fetch(client: httpx.Client, file: HubFile, target: Path, advance: Advance, s
             f"{file.name} arrived with the wrong checksum, twice", "The hub or something on the way changes the file; try again later"
         ) from error
     except OSError as error:
-        what = "the disk is full" if error.errno in {errno.ENOSPC, errno.EDQUOT} else (error.strerror or str(error))
-        raise DownloadError(f"{file.name} can't be written to {part.parent}: {what}", _go_on("Free some space")) from error
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        what, first = ("the disk is full", "Free some space") if full else (error.strerror or str(error), "Check PACELINE_HOME")
+        raise DownloadError(f"{file.name} can't be written to {part.parent}: {what}", _go_on(first)) from error
     return part
 
 
@@ -132,7 +133,7 @@ def _append(answer: httpx.Response, part: Path, have: int, size: int, advance: A
     with part.open("r+b" if have else "wb") as out:
         out.seek(have)
         advance(have)
-        for chunk in answer.iter_bytes(CHUNK):
+        for chunk in answer.iter_bytes():
             # A server that sends too much must not fill the disk; the checksum finds it out.
             out.write(chunk[: size + 1 - have])
             have = min(have + len(chunk), size + 1)

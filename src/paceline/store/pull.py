@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, DownloadError
 from paceline.store import hub
-from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, locations, open_model, resolve
+from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
 from paceline.store.digests import DigestCache
 from paceline.store.download import fetch, part_of, verify
 from paceline.store.home import Home, read_json_object, write_file
@@ -58,7 +58,7 @@ def pull(
     """
     is_path = ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref)
     hub_ref = None if is_path else parse_ref(ref)
-    if hub_ref is None or (Path(ref).exists() and not (home.models / hub_ref.folder).exists()):
+    if hub_ref is None or _is_local(ref, hub_ref, home):
         return _register(resolve(ref, home), home)
     import httpx
 
@@ -68,6 +68,11 @@ def pull(
     with httpx.Client(headers=headers, timeout=httpx.Timeout(30.0), follow_redirects=True) as client:
         listing = hub.list_repo(client, address, hub_ref)
         return _pull_listed(client, hub_ref, listing, home, progress, sleep)
+
+
+def _is_local(ref: str, hub_ref: HubRef, home: Home) -> bool:
+    """A relative path looks like a hub id; what was pulled before under that name wins."""
+    return exists(Path(ref)) and not (home.models / hub_ref.folder).exists()
 
 
 def _register(location: ModelLocation, home: Home) -> LocalModel:
@@ -110,7 +115,10 @@ def _pull_listed(
         advance(file.size)
     # All renames at the end, so that a pull of a newer revision that breaks off leaves the older model whole.
     for file, part in arrived:
-        part.replace(folder / file.name)
+        try:
+            part.replace(folder / file.name)
+        except OSError as error:
+            raise DownloadError(f"{part} can't be renamed: {error.strerror}", "Check who may write there, and try again") from error
         if file.checksum.kind == "sha256":
             digests.remember(folder / file.name, file.checksum.hex)
     first = next((name for name in names if name.lower().endswith(".gguf")), None)

@@ -177,3 +177,13 @@ def write_folder(folder: Path, tensors: Mapping[str, Array] | None = None, **cha
 @pytest.fixture
 def make_folder() -> Callable[..., Path]:
     return write_folder
+
+
+@pytest.fixture(scope="session")
+def gguf_class() -> type[GgufModel]:
+    return GgufModel
+
+
+@pytest.fixture(scope="session")
+def folder_writer() -> Callable[..., Path]:
+    return write_folder

@@ -1,0 +1,413 @@
+"""Pulls over real sockets from a hub that cuts connections, ignores ranges, lies about bytes and asks for tokens."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from paceline.core.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound, UnsupportedModel
+from paceline.store import download, hub
+from paceline.store.catalog import MANIFEST, list_models, open_model
+from paceline.store.digests import DigestCache
+from paceline.store.home import Home
+from paceline.store.pull import PullProgress, pull
+
+COMMIT = "c0ffee" * 6 + "1234"
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub with one repository. Its faults are set by the tests."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.cuts: list[int] = []
+        """Bytes after which each next connection for a large file is cut."""
+        self.ignore_ranges = False
+        self.corrupt = Counter[str]()
+        """How many answers for a file carry a wrong byte."""
+        self.statuses: list[int] = []
+        """Statuses that the next file requests get."""
+        self.extra_bytes = b""
+        self.token: str | None = None
+        self.listed: Any = None
+        self.ranges: list[str | None] = []
+        self.served = Counter[str]()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def listing(self) -> Any:
+        if self.listed is not None:
+            return self.listed
+        siblings: list[dict[str, Any]] = []
+        for name, data in self.files.items():
+            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": blob}
+            if name.endswith((".gguf", ".safetensors")):
+                entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+            siblings.append(entry)
+        return {"sha": COMMIT, "siblings": siblings}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path = unquote(self.path.partition("?")[0])
+        if self.server.token is not None and self.headers.get("Authorization") != f"Bearer {self.server.token}":
+            self.answer(401, b"")
+        elif path == "/api/models/org/tiny/revision/main":
+            self.answer(200, json.dumps(self.server.listing()).encode())
+        elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
+            self.send_file(path.removeprefix(f"/org/tiny/resolve/{COMMIT}/"))
+        else:
+            self.answer(404, b"")
+
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_file(self, name: str) -> None:
+        hub = self.server
+        if hub.statuses:
+            self.answer(hub.statuses.pop(0), b"")
+            return
+        data = hub.files[name] + hub.extra_bytes
+        hub.served[name] += 1
+        if hub.corrupt[name] > 0:
+            hub.corrupt[name] -= 1
+            data = bytes([data[0] ^ 1]) + data[1:]
+        asked = self.headers.get("Range")
+        start, status = 0, 200
+        if asked is not None and not hub.ignore_ranges:
+            start, status = int(asked.removeprefix("bytes=").removesuffix("-")), 206
+        body = data[start:]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        if name.endswith((".gguf", ".safetensors")):
+            hub.ranges.append(asked)
+            if hub.cuts:
+                body = body[: hub.cuts.pop(0)]
+                self.close_connection = True
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def server(gguf_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(hub, "token", lambda: None)
+    made = Hub()
+    made.files["tiny.gguf"] = gguf_model("llama", "Q4_1").write(tmp_path / "served.gguf").read_bytes()
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+@pytest.fixture
+def waits() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def pull_tiny(server, home, waits):
+    def run(ref="org/tiny", seen=None):
+        progress = seen.append if seen is not None else lambda step: None
+        return pull(ref, home, progress, endpoint=server.address, sleep=waits.append)
+
+    return run
+
+
+def stored(home) -> Path:
+    return home.models / "org/tiny/tiny.gguf"
+
+
+def parts(home) -> list[Path]:
+    return list((home.models / "org/tiny").glob("*.part"))
+
+
+def test_a_pull_brings_checks_and_lists(server, pull_tiny, home):
+    seen: list[PullProgress] = []
+    model = pull_tiny(seen=seen)
+    assert (model.name, model.format, model.problem) == ("org/tiny", "GGUF Q4_1", None)
+    assert stored(home).read_bytes() == server.files["tiny.gguf"]
+    assert model.digest == hashlib.sha256(server.files["tiny.gguf"]).hexdigest()
+    assert open_model("org/tiny", home).name == "org/tiny"
+    size = len(server.files["tiny.gguf"])
+    done = [step.done_bytes for step in seen]
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (0, size)
+    assert {step.total_bytes for step in seen} == {size}
+    assert not parts(home)
+
+
+def test_a_second_pull_fetches_nothing(server, pull_tiny):
+    pull_tiny()
+    pull_tiny("org/tiny:tiny")
+    assert server.served["tiny.gguf"] == 1
+
+
+def test_cut_connections_go_on_where_they_broke(server, pull_tiny, home, waits):
+    server.cuts = [1000, 3000, 0, 500]
+    pull_tiny()
+    assert stored(home).read_bytes() == server.files["tiny.gguf"]
+    assert server.ranges == [None, "bytes=1000-", "bytes=4000-", "bytes=4000-", "bytes=4500-"]
+    assert len(waits) == 4
+
+
+def test_a_dead_connection_is_given_up_and_the_next_pull_goes_on(server, pull_tiny, home, waits):
+    server.cuts = [2000] + [0] * 20
+    with pytest.raises(DownloadError, match="stopped at 2000 of") as caught:
+        pull_tiny()
+    assert "goes on from there" in caught.value.hint
+    assert len(waits) == download.IDLE_ATTEMPTS
+    assert [part.stat().st_size for part in parts(home)] == [2000]
+    assert "org/tiny" not in [model.name for model in list_models(home)]
+    with pytest.raises(ModelNotFound):
+        open_model("org/tiny", home)
+    server.cuts, server.ranges = [], []
+    seen: list[PullProgress] = []
+    pull_tiny(seen=seen)
+    assert server.ranges == ["bytes=2000-"]
+    assert seen[0].done_bytes == 2000
+    assert stored(home).read_bytes() == server.files["tiny.gguf"]
+
+
+def test_an_interrupted_pull_keeps_its_part(server, home, waits):
+    def interrupt(step: PullProgress) -> None:
+        if step.done_bytes > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull("org/tiny", home, interrupt, endpoint=server.address, sleep=waits.append)
+    assert len(parts(home)) == 1
+    pull("org/tiny", home, lambda step: None, endpoint=server.address, sleep=waits.append)
+    assert stored(home).read_bytes() == server.files["tiny.gguf"]
+
+
+def test_a_server_that_ignores_ranges_starts_over(server, pull_tiny, home):
+    server.cuts, server.ignore_ranges = [3000], True
+    pull_tiny()
+    assert server.ranges == [None, "bytes=3000-"]
+    assert stored(home).read_bytes() == server.files["tiny.gguf"]
+
+
+def test_ignored_ranges_and_cuts_that_never_end_are_given_up(server, pull_tiny):
+    server.cuts, server.ignore_ranges = [5000, 4000] * 50, True
+    with pytest.raises(DownloadError, match="stopped at"):
+        pull_tiny()
+
+
+def test_wrong_bytes_are_fetched_once_more_and_then_refused(server, pull_tiny, home):
+    server.corrupt["tiny.gguf"] = 1
+    pull_tiny()
+    assert stored(home).read_bytes() == server.files["tiny.gguf"]
+    shutil.rmtree(home.root)
+    server.corrupt["tiny.gguf"] = 2
+    with pytest.raises(DownloadError, match="wrong checksum, twice"):
+        pull_tiny()
+    assert not parts(home)
+    assert not stored(home).exists()
+
+
+def test_a_damaged_part_does_not_survive(server, pull_tiny, home):
+    server.cuts = [2000] + [0] * 20
+    with pytest.raises(DownloadError):
+        pull_tiny()
+    server.cuts = []
+    (part,) = parts(home)
+    part.write_bytes(b"x" * 2000)
+    pull_tiny()
+    assert stored(home).read_bytes() == server.files["tiny.gguf"]
+
+
+def test_a_server_that_sends_too_much_is_refused(server, pull_tiny, home):
+    server.listed = server.listing()
+    server.extra_bytes = b"more" * 100000
+    with pytest.raises(DownloadError, match="wrong checksum"):
+        pull_tiny()
+
+
+def test_a_file_damaged_on_disk_is_fetched_again(server, pull_tiny, home):
+    pull_tiny()
+    data = server.files["tiny.gguf"]
+    stored(home).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    pull_tiny()
+    assert stored(home).read_bytes() == data
+    assert DigestCache(home).known(stored(home)) == hashlib.sha256(data).hexdigest()
+
+
+def test_passing_failures_are_tried_again_and_lasting_ones_not(server, pull_tiny, waits):
+    server.statuses = [503, 429]
+    pull_tiny()
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize(("status", "words"), [(404, "HTTP 404"), (403, "HF_TOKEN")])
+def test_refusals_are_final(server, pull_tiny, status, words):
+    server.statuses = [status]
+    with pytest.raises(DownloadError, match=words):
+        pull_tiny()
+
+
+def test_a_full_disk_keeps_the_part(server, pull_tiny, home, monkeypatch):
+    def fsync(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(download.os, "fsync", fsync)
+    with pytest.raises(DownloadError, match="the disk is full") as caught:
+        pull_tiny()
+    assert "Free some space" in caught.value.hint
+    assert len(parts(home)) == 1
+
+
+def test_a_home_that_can_not_be_written(server, tmp_path, waits):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DownloadError, match="can't be written") as caught:
+        pull("org/tiny", Home(tmp_path / "file"), lambda step: None, endpoint=server.address, sleep=waits.append)
+    assert "PACELINE_HOME" in caught.value.hint
+
+
+def test_a_disk_too_small_is_found_out_first(server, pull_tiny, home):
+    server.listed = server.listing()
+    server.listed["siblings"][0]["lfs"]["size"] = 1 << 60
+    with pytest.raises(DownloadError, match="needs 1099511627776 MiB more"):
+        pull_tiny()
+    assert not server.served
+
+
+def test_what_the_hub_does_not_have(server, pull_tiny, home, waits):
+    with pytest.raises(ModelNotFound, match="no org/other"):
+        pull_tiny("org/other")
+    with pytest.raises(ModelNotFound, match="revision v2"):
+        pull_tiny("org/tiny@v2")
+    with pytest.raises(ModelNotFound, match="match 'Q8_0'"):
+        pull_tiny("org/tiny:Q8_0")
+    server.token = "secret"
+    with pytest.raises(ModelNotFound, match="private, gated"):
+        pull_tiny()
+
+
+def test_a_token_opens_what_is_gated(server, pull_tiny, monkeypatch):
+    server.token = "secret"
+    monkeypatch.setattr(hub, "token", lambda: "secret")
+    assert pull_tiny().name == "org/tiny"
+
+
+@pytest.mark.parametrize("body", [[], {}, {"sha": "../..", "siblings": []}, {"sha": COMMIT, "siblings": 3}, "text"])
+def test_a_hub_that_talks_nonsense(server, pull_tiny, body):
+    server.listed = body
+    with pytest.raises(DownloadError, match="lists no files"):
+        pull_tiny()
+
+
+def test_names_that_leave_the_folder_are_never_written(server, pull_tiny, home):
+    server.files |= {"../../escape.gguf": b"x", "/abs.gguf": b"x", "a\\b.gguf": b"x"}
+    assert pull_tiny().name == "org/tiny"
+    assert not list(home.root.parent.rglob("escape.gguf"))
+
+
+def test_no_hub_at_all(home, waits, server):
+    address = server.address
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(DownloadError, match="did not list"):
+        pull("org/tiny", home, lambda step: None, endpoint=address, sleep=waits.append)
+
+
+def test_a_folder_of_safetensors(server, pull_tiny, make_folder, home, tmp_path):
+    folder = make_folder(tmp_path / "made")
+    server.files = {file.name: file.read_bytes() for file in folder.iterdir()} | {"README.md": b"#", "extra.bin": b"pickle"}
+    model = pull_tiny()
+    assert (model.format, model.family) == ("safetensors F32", "llama")
+    assert open_model("org/tiny", home).weights.digest == model.digest
+    assert {file.name for file in (home.models / "org/tiny").iterdir()} == {*(file.name for file in folder.iterdir()), MANIFEST}
+
+
+def test_a_family_that_can_not_run_is_found_before_its_weights_come(server, pull_tiny, make_folder, tmp_path):
+    folder = make_folder(tmp_path / "made", model_type="gemma9")
+    server.files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(UnsupportedModel, match="gemma9"):
+        pull_tiny()
+    assert server.served["model.safetensors"] == 0
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
+def test_repositories_without_what_is_needed_are_refused_first(server, pull_tiny, make_folder, tmp_path, missing):
+    folder = make_folder(tmp_path / "made")
+    server.files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != missing}
+    with pytest.raises(UnsupportedModel, match=missing):
+        pull_tiny()
+    assert not server.served
+
+
+def test_pickles_are_refused(server, pull_tiny):
+    server.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
+    with pytest.raises(UnsupportedModel, match="pickles"):
+        pull_tiny()
+
+
+def test_a_newer_revision_that_breaks_off_leaves_the_older_whole(server, pull_tiny, make_folder, gguf_model, home, tmp_path):
+    older, newer = make_folder(tmp_path / "older"), make_folder(tmp_path / "newer", gguf_model(seed=1).tensors, rope_theta=20000.0)
+    server.files = {file.name: file.read_bytes() for file in older.iterdir()}
+    digest = pull_tiny().digest
+    server.files = {file.name: file.read_bytes() for file in newer.iterdir()}
+    server.cuts = [100] + [0] * 20
+    with pytest.raises(DownloadError):
+        pull_tiny()
+    assert open_model("org/tiny", home).weights.digest == digest
+    server.cuts = []
+    assert pull_tiny().digest != digest
+    assert open_model("org/tiny", home).spec.rope.theta == 20000.0
+
+
+def test_what_is_on_disk_is_verified_and_registered(gguf_model, make_folder, tmp_path, home):
+    def quiet(step: PullProgress) -> None:
+        raise AssertionError("nothing is fetched")
+
+    path = gguf_model().write(tmp_path / "mine.gguf")
+    assert pull(str(path), home, quiet).name == "mine"
+    assert open_model("mine", home).name == "mine"
+    assert pull(str(make_folder(tmp_path / "folder")), home, quiet).name == "folder"
+    assert pull(str(path), home, quiet).name == "mine"
+    assert pull("smollm2", home, quiet).name == "smollm2-135m"
+    assert [model.name for model in list_models(home)][1:] == ["folder", "mine"]
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ConfigError, match="taken"):
+        pull(str(gguf_model().write(tmp_path / "elsewhere" / "mine.gguf")), home, quiet)
+    (tmp_path / "bad.gguf").write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ModelFileError, match=r"bad\.gguf"):
+        pull(str(tmp_path / "bad.gguf"), home, quiet)
+    with pytest.raises(ModelNotFound):
+        pull(str(tmp_path / "none.gguf"), home, quiet)
+    with pytest.raises(ModelNotFound):
+        pull("nothing", home, quiet)
