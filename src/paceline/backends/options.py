@@ -31,6 +31,8 @@ class LoadOptions:
     """KV blocks to allocate."""
     block_size: int = 16
     threads: int = 1
+    max_rows: int = 1024
+    """Rows of a batch at most: a prefill chunk and a row for every running sequence. Raising it takes working memory."""
     edges: bool = True
     """Load the embedding, the final norm and the head too. Stages of a pipeline leave them to the orchestrator."""
     kernel_cache: Path | None = None

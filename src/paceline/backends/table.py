@@ -1,9 +1,9 @@
 """Which kernels run a model here: a fixed table by processor and model, never by timing (byte identity, rule 7).
 
-    first that applies        for
-    torch-cuda                a CUDA device, bf16 weights; any family
-    cpu-avx512bf16            dense families on processors with AVX512-BF16
-    torch-cpu                 everything else
+first that applies        for
+torch-cuda                a CUDA device, bf16 weights; any family
+cpu-avx512bf16            dense families on processors with AVX512-BF16
+torch-cpu                 everything else
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
     """
     if asked is Kernels.CUDA or (asked is None and cuda and weights is WeightsFormat.BF16):
         if not cuda:
-            raise ConfigError("--device torch-cuda was asked for, and torch sees no CUDA device", "Check the driver, or leave --device out.")
+            raise ConfigError(
+                "--device torch-cuda was asked for, and torch sees no CUDA device", "Check the driver, or leave --device out."
+            )
         if weights is not WeightsFormat.BF16:
             raise ConfigError(f"--weights {weights} was asked for on CUDA, which holds bf16", "Ask for --weights bf16.")
         return Kernels.CUDA

@@ -55,4 +55,4 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     if not known:
         kernel_cache.complete()
     give_memory_back()
-    return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity)
+    return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)

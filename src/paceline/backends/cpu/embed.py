@@ -59,5 +59,3 @@ def embed_rows(ids, count, form, table, hidden, out):
                 record = table + (token // 16 * groups + g) * BF16_RECORD
                 for pair in range(16):
                     _copy_word(record + 64 * pair + 4 * lane, at + 4 * pair)
-
-

@@ -20,7 +20,7 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.simd import I16, I64, B, Emit, F, H, I, Value, lowered
+from paceline.backends.cpu.simd import I16, B, Emit, F, H, I, Value, lowered
 
 INT4, INT8, BF16 = 4, 8, 16
 """Record formats; literals, since kernels are compiled for each."""
@@ -187,17 +187,16 @@ def _few_rows(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_st
                     _narrow(INT8, 2, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
                 else:
                     _narrow(INT8, 1, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
+            elif step == 16:
+                _narrow(BF16, 16, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
+            elif step == 8:
+                _narrow(BF16, 8, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
+            elif step == 4:
+                _narrow(BF16, 4, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
+            elif step == 2:
+                _narrow(BF16, 2, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
             else:
-                if step == 16:
-                    _narrow(BF16, 16, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
-                elif step == 8:
-                    _narrow(BF16, 8, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
-                elif step == 4:
-                    _narrow(BF16, 4, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
-                elif step == 2:
-                    _narrow(BF16, 2, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
-                else:
-                    _narrow(BF16, 1, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
+                _narrow(BF16, 1, 1, a, stride, x_, x_stride, s_, sums_stride, o, out_stride, groups)
         row += step
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import pack, step
+from paceline.backends.cpu import step
 from paceline.backends.cpu.attention import BLOCK
 from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.team import Team, control_words
@@ -25,9 +25,6 @@ from paceline.engine.local import Int32, RowPlan
 
 Bf16 = npt.NDArray[np.uint16]
 Address = int
-
-MAX_ROWS = 1024
-"""Rows of one batch at most; longer batches run in pieces."""
 
 _ALIGN = 64
 
@@ -51,7 +48,6 @@ class _Arrays:
     tile_row: Int32
     tile_rows: Int32
     head_rows: Int32
-    logits: npt.NDArray[np.float32]
     rest: tuple[npt.NDArray[np.generic], ...]
 
 
@@ -63,7 +59,6 @@ class CpuRunner:
         n_blocks: KV blocks of 16 tokens.
         threads: threads that share a step, the caller's included.
         max_rows: rows of a batch at most.
-        max_logits: rows with logits at most.
 
     Raises:
         OutOfMemory: the KV pool can't be allocated.
@@ -72,19 +67,22 @@ class CpuRunner:
     block_size = BLOCK
     one_path = True
 
-    def __init__(self, model: PackedModel, *, n_blocks: int, threads: int, numerics_id: str, max_rows: int = MAX_ROWS, max_logits: int = 64) -> None:
+    def __init__(self, model: PackedModel, *, n_blocks: int, threads: int, numerics_id: str, max_rows: int) -> None:
         spec = model.spec
         self._model, self.n_blocks, self.numerics_id = model, n_blocks, numerics_id
         self._max_context = min(spec.max_context, n_blocks * BLOCK)
         self._max_blocks = math.ceil(self._max_context / BLOCK)
-        self._max_rows, self._max_logits = max_rows, max_logits
+        self._max_rows = max_rows
+        self._logits = np.empty((0, model.padded_vocab), np.float32)
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(step.N_BATCH, np.int64)
         try:
             self._arrays, self._edges, self._buffers, control = self._allocate(spec, threads)
         except MemoryError:
             wanted = n_blocks * BLOCK * spec.kv_bytes_per_token(model.layers)
-            raise OutOfMemory(f"A KV pool of {n_blocks * BLOCK} tokens ({wanted >> 20} MiB) can't be allocated", "Ask for fewer with --kv-tokens") from None
+            raise OutOfMemory(
+                f"A KV pool of {n_blocks * BLOCK} tokens ({wanted >> 20} MiB) can't be allocated", "Ask for fewer with --kv-tokens"
+            ) from None
         self._team = Team(threads, control, (self._sizes, model.addresses, self._edges, self._buffers, self._batch))
         self._closed = False
 
@@ -117,11 +115,12 @@ class CpuRunner:
             sizes[place] = value
         return sizes
 
-    def _allocate(self, spec: ModelSpec, threads: int) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _allocate(
+        self, spec: ModelSpec, threads: int
+    ) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         rows, hidden = self._max_rows, spec.hidden
         n_att, n_kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
         x_bf16 = aligned(2 * rows * hidden).view(np.uint16).reshape(rows, hidden)
-        logits = aligned(4 * self._max_logits * self._model.padded_vocab).view(np.float32).reshape(self._max_logits, -1)
         int32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
         tables = int32(rows, self._max_blocks)
         row_position, row_table, row_left, tile_row, tile_rows, head_rows = (int32(rows) for _ in range(6))
@@ -147,7 +146,6 @@ class CpuRunner:
             step.TILE_ROW: tile_row,
             step.TILE_ROWS: tile_rows,
             step.HEAD_ROWS: head_rows,
-            step.LOGITS: logits,
             step.SCRATCH: aligned(threads * int(self._sizes[step.SCRATCH_STRIDE])),
             step.CONTROL: control,
         }
@@ -156,7 +154,7 @@ class CpuRunner:
             buffers[place] = array.ctypes.data
         edges = self._model.edges.copy()
         edges[step.COS], edges[step.SIN] = cos.ctypes.data, sin.ctypes.data
-        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, tile_row, tile_rows, head_rows, logits, (*held.values(), cos, sin))
+        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, tile_row, tile_rows, head_rows, (*held.values(), cos, sin))
         return arrays, edges, buffers, control
 
     def embed(self, token_ids_T: Int32) -> Bf16:
@@ -181,7 +179,9 @@ class CpuRunner:
             arrays.tile_rows[:rows] = arrays.row_left[:rows] = 1
             tiles = rows
         else:
-            for s, (start, count, first) in enumerate(zip(plan.row_start_S.tolist(), plan.n_rows_S.tolist(), plan.first_position_S.tolist(), strict=True)):
+            for s, (start, count, first) in enumerate(
+                zip(plan.row_start_S.tolist(), plan.n_rows_S.tolist(), plan.first_position_S.tolist(), strict=True)
+            ):
                 arrays.row_position[start : start + count] = np.arange(first, first + count, dtype=np.int32)
                 arrays.row_table[start : start + count] = s
                 arrays.row_left[start : start + count] = np.arange(count, 0, -1, dtype=np.int32)
@@ -195,17 +195,21 @@ class CpuRunner:
         return arrays.x_bf16[:rows]
 
     def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
-        arrays, n, vocab = self._arrays, len(rows_R), self._model.spec.vocab
+        arrays, n = self._arrays, len(rows_R)
         if n == 0:
-            return arrays.logits[:0, :vocab]
-        if n > self._max_logits:
-            raise ValueError(f"logits of {n} rows; this runner takes {self._max_logits}")
+            return self._logits[:0, : self._model.spec.vocab]
+        if n > self._max_rows:
+            raise ValueError(f"logits of {n} rows; this runner takes {self._max_rows}")
+        if n > len(self._logits):
+            vocab = self._model.padded_vocab
+            self._logits = aligned(4 * n * vocab).view(np.float32).reshape(n, vocab)
+            self._buffers[step.LOGITS] = self._logits.ctypes.data
         if x_TD.ctypes.data != arrays.x_bf16.ctypes.data:
             arrays.x_bf16[: len(x_TD)] = x_TD
         arrays.head_rows[:n] = rows_R
         self._batch[step.LOGIT_ROWS] = n
         self._team.run_head()
-        return arrays.logits[:n, :vocab]
+        return self._logits[:n, : self._model.spec.vocab]
 
     def close(self) -> None:
         if not self._closed:

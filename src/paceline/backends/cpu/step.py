@@ -13,7 +13,7 @@ from numba import njit
 
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import BLOCK, attend, write_kv
-from paceline.backends.cpu.gemm import BF16, BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD, gemm
+from paceline.backends.cpu.gemm import BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD, gemm
 from paceline.backends.cpu.rows import add_into, add_rounded, gate, group_sums, head_norm, rms_norm, rotate, round_bf16, widen_bf16
 
 # Places in `sizes` (int64): what never changes.
@@ -142,7 +142,9 @@ def _tasks(n, rows):
 def _norm_rows(task, per_task, rows, norm, sizes, buffers):
     hidden = sizes[HIDDEN]
     for row in range(task * per_task, min(rows, (task + 1) * per_task)):
-        rms_norm(buffers[X] + 4 * hidden * row, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row, buffers[H_SUMS] + row * hidden // 8)
+        rms_norm(
+            buffers[X] + 4 * hidden * row, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row, buffers[H_SUMS] + row * hidden // 8
+        )
 
 
 @njit(nogil=True)
@@ -174,7 +176,9 @@ def _do(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
         _norm_rows(task, per_task, rows, weights[layer, ATTN_NORM], sizes, buffers)
     elif kind == PROJECT_QKV:
         n_qkv = (heads + 2 * kv_heads) * dim
-        _project(task, form, weights[layer, QKV], n_qkv, hidden, buffers[H], buffers[H_SUMS], rows, buffers[QKV_OUT], 4 * n_qkv + PAD, scratch)
+        _project(
+            task, form, weights[layer, QKV], n_qkv, hidden, buffers[H], buffers[H_SUMS], rows, buffers[QKV_OUT], 4 * n_qkv + PAD, scratch
+        )
     elif kind == PREPARE:
         _prepare(task // kv_heads, task % kv_heads, layer, sizes, weights, edges, buffers, batch, scratch)
     elif kind == PREPARE_AND_ATTEND:
@@ -185,7 +189,9 @@ def _do(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
         parts = kv_heads * batch[HEAD_SPLIT]
         part, n_heads = task % parts, heads // parts
         # The last tile attends to the most keys: begin with it.
-        _attend(batch[N_TILES] - 1 - task // parts, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, buffers, batch, scratch)
+        _attend(
+            batch[N_TILES] - 1 - task // parts, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, buffers, batch, scratch
+        )
     elif kind == PROJECT_OUT:
         _project(task, form, weights[layer, OUT], hidden, heads * dim, buffers[ATT], buffers[ATT_SUMS], rows, 0, 0, scratch)
         _add(task, rows, hidden, buffers[X], scratch, False)
@@ -210,7 +216,19 @@ def _do(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
         _norm_rows(task, 1, task + 1, edges[FINAL_NORM], sizes, buffers)
     elif kind == PROJECT_HEAD:
         vocab = sizes[VOCAB]
-        _project(task, sizes[HEAD_FORM], edges[HEAD], vocab, hidden, buffers[H], buffers[H_SUMS], batch[LOGIT_ROWS], buffers[LOGITS], 4 * vocab, scratch)
+        _project(
+            task,
+            sizes[HEAD_FORM],
+            edges[HEAD],
+            vocab,
+            hidden,
+            buffers[H],
+            buffers[H_SUMS],
+            batch[LOGIT_ROWS],
+            buffers[LOGITS],
+            4 * vocab,
+            scratch,
+        )
 
 
 @njit(nogil=True)

@@ -62,7 +62,9 @@ class Team:
         self._control, self._arguments = control, arguments
         self._done = 0
         self._wake = [threading.Semaphore(0) for _ in range(size)]
-        self._threads = [threading.Thread(target=self._serve, args=(rank,), name=f"paceline-kernel-{rank}", daemon=True) for rank in range(1, size)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), name=f"paceline-kernel-{rank}", daemon=True) for rank in range(1, size)
+        ]
         for thread in self._threads:
             thread.start()
 

@@ -72,7 +72,9 @@ def _packed(tensor: StoredTensor, form: int) -> pack.Bytes:
     return pack.pack_grouped(to_grouped(tensor, 4 if form == INT4 else 8))
 
 
-def pack_model(source: WeightSource, layers: LayerRange, weights: WeightsFormat, *, edges: bool, progress: LoadProgress | None = None) -> PackedModel:
+def pack_model(
+    source: WeightSource, layers: LayerRange, weights: WeightsFormat, *, edges: bool, progress: LoadProgress | None = None
+) -> PackedModel:
     """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head."""
     spec = source.spec
     form = pack.FORM[weights]
@@ -97,7 +99,16 @@ def pack_model(source: WeightSource, layers: LayerRange, weights: WeightsFormat,
         embedding = packer.matrix(["model.embed_tokens.weight"], head_form)
         edge_addresses[step.HEAD] = embedding if spec.tied_head else packer.matrix(["lm_head.weight"], head_form)
     return PackedModel(
-        spec, layers, form, head_form, head_form, addresses, edge_addresses, embedding, -(-spec.vocab // pack.LANES) * pack.LANES, tuple(packer.arrays)
+        spec,
+        layers,
+        form,
+        head_form,
+        head_form,
+        addresses,
+        edge_addresses,
+        embedding,
+        -(-spec.vocab // pack.LANES) * pack.LANES,
+        tuple(packer.arrays),
     )
 
 
