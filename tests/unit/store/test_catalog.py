@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from paceline.store.home import Home
 from paceline.store.selection import HubRef, choose_files, choose_gguf, gguf_models, parse_ref
 
 
-def pulled(home, name, files):
+def pulled(home: Home, name: str, files: Any) -> Any:
     """What a pull leaves: files and a manifest that names them."""
     folder = home.models / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -20,12 +21,12 @@ def pulled(home, name, files):
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "SmolLM2", "SmolLM2-135M-Instruct"])
-def test_the_bundled_model_has_its_names(name, bundled_gguf, home):
+def test_the_bundled_model_has_its_names(name: str, bundled_gguf: Path, home: Home) -> None:
     found = resolve(name, home)
     assert (found.name, found.path) == (BUNDLED, bundled_gguf)
 
 
-def test_the_bundled_model_opens(home):
+def test_the_bundled_model_opens(home: Home) -> None:
     opened = open_model(BUNDLED, home)
     assert opened.name == BUNDLED
     assert opened.spec.n_layers == 30
@@ -34,14 +35,14 @@ def test_the_bundled_model_opens(home):
     assert opened.tokenizer.render_chat([{"role": "user", "content": "Hi"}])
 
 
-def test_home_is_where_the_environment_says(monkeypatch, tmp_path):
+def test_home_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "x"))
     assert Home.from_environment() == Home(tmp_path / "x")
     monkeypatch.delenv("PACELINE_HOME")
     assert Home.from_environment() == Home(Path.home() / ".paceline")
 
 
-def test_paths_to_files_and_folders(gguf_model, make_folder, tmp_path, home, monkeypatch):
+def test_paths_to_files_and_folders(gguf_model: Any, make_folder: Any, tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     path = gguf_model().write(tmp_path / "tiny.gguf")
     folder = make_folder(tmp_path / "folder")
     assert open_model(str(path), home).name == "tiny"
@@ -58,7 +59,7 @@ def test_paths_to_files_and_folders(gguf_model, make_folder, tmp_path, home, mon
         resolve("./lone", home)
 
 
-def test_pulled_models_are_found_by_name_and_quantisation(gguf_model, make_folder, home):
+def test_pulled_models_are_found_by_name_and_quantisation(gguf_model: Any, make_folder: Any, home: Home) -> None:
     folder = pulled(home, "org/Tiny-GGUF", ["tiny-q4_0.gguf", "tiny-q8_0.gguf"])
     for quant in ("q4_0", "q8_0"):
         gguf_model("llama", quant.upper()).write(folder / f"tiny-{quant}.gguf")
@@ -73,14 +74,14 @@ def test_pulled_models_are_found_by_name_and_quantisation(gguf_model, make_folde
         resolve("org/Tiny-GGUF:Q2_K", home)
 
 
-def test_a_single_gguf_goes_by_the_name_of_its_repository(gguf_model, home):
+def test_a_single_gguf_goes_by_the_name_of_its_repository(gguf_model: Any, home: Home) -> None:
     folder = pulled(home, "org/one", ["one.gguf"])
     path = gguf_model().write(folder / "one.gguf")
     assert resolve("org/one", home).path == path
     assert resolve("org/one:one.gguf", home).name == "org/one"
 
 
-def test_the_list_tells_what_each_model_is(gguf_model, make_folder, home):
+def test_the_list_tells_what_each_model_is(gguf_model: Any, make_folder: Any, home: Home) -> None:
     gguf_model("qwen3", "Q4_0").write(pulled(home, "org/b", ["b.gguf"]) / "b.gguf")
     make_folder(pulled(home, "org/a", ["model.safetensors"]))
     pulled(home, "org/c", ["c.gguf"])
@@ -111,7 +112,9 @@ def test_the_list_tells_what_each_model_is(gguf_model, make_folder, home):
         ("org/" + "x" * 5000, "no model"),
     ],
 )
-def test_what_is_not_here_is_named_with_what_is_near(ref, words, home, tmp_path, monkeypatch):
+def test_what_is_not_here_is_named_with_what_is_near(
+    ref: Any, words: str, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     pulled(home, "org/tiny", ["tiny.gguf"])
     with pytest.raises(ModelNotFound, match=words) as caught:
@@ -119,7 +122,7 @@ def test_what_is_not_here_is_named_with_what_is_near(ref, words, home, tmp_path,
     assert "paceline models" in caught.value.hint
 
 
-def test_a_model_that_went_away_is_a_problem_with_its_file(home, tmp_path):
+def test_a_model_that_went_away_is_a_problem_with_its_file(home: Home, tmp_path: Path) -> None:
     folder = home.models / "gone"
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_text(json.dumps({"path": str(tmp_path / "gone.gguf")}))
@@ -145,11 +148,11 @@ def test_a_model_that_went_away_is_a_problem_with_its_file(home, tmp_path):
         ("org/na me", None),
     ],
 )
-def test_hub_references(text, expected):
+def test_hub_references(text: str, expected: Any) -> None:
     assert parse_ref(text) == expected
 
 
-def test_gguf_files_are_grouped_and_chosen():
+def test_gguf_files_are_grouped_and_chosen() -> None:
     names = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "big/m-Q8_0-00002-of-00002.gguf", "big/m-Q8_0-00001-of-00002.gguf", "mmproj-m.gguf", "x.txt"]
     assert set(gguf_models(names)) == {"m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "big/m-Q8_0-00001-of-00002.gguf"}
     assert choose_gguf("here", names, "q4_k_m") == ["m-Q4_K_M.gguf"]
@@ -160,6 +163,14 @@ def test_gguf_files_are_grouped_and_chosen():
             choose_gguf("here", names, selector)
 
 
-def test_safetensors_come_with_what_they_need():
-    names = ["config.json", "tokenizer.json", "model.safetensors", "consolidated.safetensors", "README.md", "onnx/model.onnx", "chat_template.jinja"]
+def test_safetensors_come_with_what_they_need() -> None:
+    names = [
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "consolidated.safetensors",
+        "README.md",
+        "onnx/model.onnx",
+        "chat_template.jinja",
+    ]
     assert choose_files("here", names, None) == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]

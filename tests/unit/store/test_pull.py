@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, form: str, *args: Any) -> None:
         pass
 
     def do_GET(self) -> None:
@@ -139,23 +139,23 @@ def waits() -> list[float]:
 
 
 @pytest.fixture
-def pull_tiny(server, home, waits):
-    def run(ref="org/tiny", seen=None):
+def pull_tiny(server: Hub, home: Home, waits: list[float]) -> Any:
+    def run(ref: str = "org/tiny", seen: Any = None) -> Any:
         progress = seen.append if seen is not None else lambda step: None
         return pull(ref, home, progress, endpoint=server.address, sleep=waits.append)
 
     return run
 
 
-def stored(home) -> Path:
+def stored(home: Home) -> Path:
     return home.models / "org/tiny/tiny.gguf"
 
 
-def parts(home) -> list[Path]:
+def parts(home: Home) -> list[Path]:
     return list((home.models / "org/tiny").glob("*.part"))
 
 
-def test_a_pull_brings_checks_and_lists(server, pull_tiny, home):
+def test_a_pull_brings_checks_and_lists(server: Hub, pull_tiny: Any, home: Home) -> None:
     seen: list[PullProgress] = []
     model = pull_tiny(seen=seen)
     assert (model.name, model.format, model.problem) == ("org/tiny", "GGUF Q4_1", None)
@@ -170,13 +170,13 @@ def test_a_pull_brings_checks_and_lists(server, pull_tiny, home):
     assert not parts(home)
 
 
-def test_a_second_pull_fetches_nothing(server, pull_tiny):
+def test_a_second_pull_fetches_nothing(server: Hub, pull_tiny: Any) -> None:
     pull_tiny()
     pull_tiny("org/tiny:tiny")
     assert server.served["tiny.gguf"] == 1
 
 
-def test_cut_connections_go_on_where_they_broke(server, pull_tiny, home, waits):
+def test_cut_connections_go_on_where_they_broke(server: Hub, pull_tiny: Any, home: Home, waits: list[float]) -> None:
     server.cuts = [1000, 3000, 0, 500]
     pull_tiny()
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
@@ -184,7 +184,7 @@ def test_cut_connections_go_on_where_they_broke(server, pull_tiny, home, waits):
     assert len(waits) == 4
 
 
-def test_a_dead_connection_is_given_up_and_the_next_pull_goes_on(server, pull_tiny, home, waits):
+def test_a_dead_connection_is_given_up_and_the_next_pull_goes_on(server: Hub, pull_tiny: Any, home: Home, waits: list[float]) -> None:
     server.cuts = [2000] + [0] * 20
     with pytest.raises(DownloadError, match="stopped at 2000 of") as caught:
         pull_tiny()
@@ -202,7 +202,7 @@ def test_a_dead_connection_is_given_up_and_the_next_pull_goes_on(server, pull_ti
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
 
 
-def test_an_interrupted_pull_keeps_its_part(server, home, waits):
+def test_an_interrupted_pull_keeps_its_part(server: Hub, home: Home, waits: list[float]) -> None:
     def interrupt(step: PullProgress) -> None:
         if step.done_bytes > 0:
             raise KeyboardInterrupt
@@ -214,20 +214,20 @@ def test_an_interrupted_pull_keeps_its_part(server, home, waits):
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
 
 
-def test_a_server_that_ignores_ranges_starts_over(server, pull_tiny, home):
+def test_a_server_that_ignores_ranges_starts_over(server: Hub, pull_tiny: Any, home: Home) -> None:
     server.cuts, server.ignore_ranges = [3000], True
     pull_tiny()
     assert server.ranges == [None, "bytes=3000-"]
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
 
 
-def test_ignored_ranges_and_cuts_that_never_end_are_given_up(server, pull_tiny):
+def test_ignored_ranges_and_cuts_that_never_end_are_given_up(server: Hub, pull_tiny: Any) -> None:
     server.cuts, server.ignore_ranges = [5000, 4000] * 50, True
     with pytest.raises(DownloadError, match="stopped at"):
         pull_tiny()
 
 
-def test_wrong_bytes_are_fetched_once_more_and_then_refused(server, pull_tiny, home):
+def test_wrong_bytes_are_fetched_once_more_and_then_refused(server: Hub, pull_tiny: Any, home: Home) -> None:
     server.corrupt["tiny.gguf"] = 1
     pull_tiny()
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
@@ -239,7 +239,7 @@ def test_wrong_bytes_are_fetched_once_more_and_then_refused(server, pull_tiny, h
     assert not stored(home).exists()
 
 
-def test_a_damaged_part_does_not_survive(server, pull_tiny, home):
+def test_a_damaged_part_does_not_survive(server: Hub, pull_tiny: Any, home: Home) -> None:
     server.cuts = [2000] + [0] * 20
     with pytest.raises(DownloadError):
         pull_tiny()
@@ -250,14 +250,14 @@ def test_a_damaged_part_does_not_survive(server, pull_tiny, home):
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
 
 
-def test_a_server_that_sends_too_much_is_refused(server, pull_tiny, home):
+def test_a_server_that_sends_too_much_is_refused(server: Hub, pull_tiny: Any, home: Home) -> None:
     server.listed = server.listing()
     server.extra_bytes = b"more" * 100000
     with pytest.raises(DownloadError, match="wrong checksum"):
         pull_tiny()
 
 
-def test_a_file_damaged_on_disk_is_fetched_again(server, pull_tiny, home):
+def test_a_file_damaged_on_disk_is_fetched_again(server: Hub, pull_tiny: Any, home: Home) -> None:
     pull_tiny()
     data = server.files["tiny.gguf"]
     stored(home).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -266,20 +266,20 @@ def test_a_file_damaged_on_disk_is_fetched_again(server, pull_tiny, home):
     assert DigestCache(home).known(stored(home)) == hashlib.sha256(data).hexdigest()
 
 
-def test_passing_failures_are_tried_again_and_lasting_ones_not(server, pull_tiny, waits):
+def test_passing_failures_are_tried_again_and_lasting_ones_not(server: Hub, pull_tiny: Any, waits: list[float]) -> None:
     server.statuses = [503, 429]
     pull_tiny()
     assert len(waits) == 2
 
 
 @pytest.mark.parametrize(("status", "words"), [(404, "HTTP 404"), (403, "HF_TOKEN")])
-def test_refusals_are_final(server, pull_tiny, status, words):
+def test_refusals_are_final(server: Hub, pull_tiny: Any, status: Any, words: str) -> None:
     server.statuses = [status]
     with pytest.raises(DownloadError, match=words):
         pull_tiny()
 
 
-def test_a_full_disk_keeps_the_part(server, pull_tiny, home, monkeypatch):
+def test_a_full_disk_keeps_the_part(server: Hub, pull_tiny: Any, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -290,14 +290,14 @@ def test_a_full_disk_keeps_the_part(server, pull_tiny, home, monkeypatch):
     assert len(parts(home)) == 1
 
 
-def test_a_home_that_can_not_be_written(server, tmp_path, waits):
+def test_a_home_that_can_not_be_written(server: Hub, tmp_path: Path, waits: list[float]) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DownloadError, match="can't be written") as caught:
         pull("org/tiny", Home(tmp_path / "file"), lambda step: None, endpoint=server.address, sleep=waits.append)
     assert "PACELINE_HOME" in caught.value.hint
 
 
-def test_a_disk_too_small_is_found_out_first(server, pull_tiny, home):
+def test_a_disk_too_small_is_found_out_first(server: Hub, pull_tiny: Any, home: Home) -> None:
     server.listed = server.listing()
     server.listed["siblings"][0]["lfs"]["size"] = 1 << 60
     with pytest.raises(DownloadError, match="needs 1099511627776 MiB more"):
@@ -305,7 +305,7 @@ def test_a_disk_too_small_is_found_out_first(server, pull_tiny, home):
     assert not server.served
 
 
-def test_what_the_hub_does_not_have(server, pull_tiny, home, waits):
+def test_what_the_hub_does_not_have(server: Hub, pull_tiny: Any, home: Home, waits: list[float]) -> None:
     with pytest.raises(ModelNotFound, match="no org/other"):
         pull_tiny("org/other")
     with pytest.raises(ModelNotFound, match="revision v2"):
@@ -317,26 +317,26 @@ def test_what_the_hub_does_not_have(server, pull_tiny, home, waits):
         pull_tiny()
 
 
-def test_a_token_opens_what_is_gated(server, pull_tiny, monkeypatch):
+def test_a_token_opens_what_is_gated(server: Hub, pull_tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server.token = "secret"
     monkeypatch.setattr(hub, "token", lambda: "secret")
     assert pull_tiny().name == "org/tiny"
 
 
 @pytest.mark.parametrize("body", [[], {}, {"sha": "../..", "siblings": []}, {"sha": COMMIT, "siblings": 3}, "text"])
-def test_a_hub_that_talks_nonsense(server, pull_tiny, body):
+def test_a_hub_that_talks_nonsense(server: Hub, pull_tiny: Any, body: Any) -> None:
     server.listed = body
     with pytest.raises(DownloadError, match="lists no files"):
         pull_tiny()
 
 
-def test_names_that_leave_the_folder_are_never_written(server, pull_tiny, home):
+def test_names_that_leave_the_folder_are_never_written(server: Hub, pull_tiny: Any, home: Home) -> None:
     server.files |= {"../../escape.gguf": b"x", "/abs.gguf": b"x", "a\\b.gguf": b"x"}
     assert pull_tiny().name == "org/tiny"
     assert not list(home.root.parent.rglob("escape.gguf"))
 
 
-def test_no_hub_at_all(home, waits, server):
+def test_no_hub_at_all(home: Home, waits: list[float], server: Hub) -> None:
     address = server.address
     server.shutdown()
     server.server_close()
@@ -344,7 +344,7 @@ def test_no_hub_at_all(home, waits, server):
         pull("org/tiny", home, lambda step: None, endpoint=address, sleep=waits.append)
 
 
-def test_a_folder_of_safetensors(server, pull_tiny, make_folder, home, tmp_path):
+def test_a_folder_of_safetensors(server: Hub, pull_tiny: Any, make_folder: Any, home: Home, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "made")
     server.files = {file.name: file.read_bytes() for file in folder.iterdir()} | {"README.md": b"#", "extra.bin": b"pickle"}
     model = pull_tiny()
@@ -353,7 +353,7 @@ def test_a_folder_of_safetensors(server, pull_tiny, make_folder, home, tmp_path)
     assert {file.name for file in (home.models / "org/tiny").iterdir()} == {*(file.name for file in folder.iterdir()), MANIFEST}
 
 
-def test_a_family_that_can_not_run_is_found_before_its_weights_come(server, pull_tiny, make_folder, tmp_path):
+def test_a_family_that_can_not_run_is_found_before_its_weights_come(server: Hub, pull_tiny: Any, make_folder: Any, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "made", model_type="gemma9")
     server.files = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(UnsupportedModel, match="gemma9"):
@@ -362,7 +362,9 @@ def test_a_family_that_can_not_run_is_found_before_its_weights_come(server, pull
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
-def test_repositories_without_what_is_needed_are_refused_first(server, pull_tiny, make_folder, tmp_path, missing):
+def test_repositories_without_what_is_needed_are_refused_first(
+    server: Hub, pull_tiny: Any, make_folder: Any, tmp_path: Path, missing: Any
+) -> None:
     folder = make_folder(tmp_path / "made")
     server.files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != missing}
     with pytest.raises(UnsupportedModel, match=missing):
@@ -370,13 +372,15 @@ def test_repositories_without_what_is_needed_are_refused_first(server, pull_tiny
     assert not server.served
 
 
-def test_pickles_are_refused(server, pull_tiny):
+def test_pickles_are_refused(server: Hub, pull_tiny: Any) -> None:
     server.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
     with pytest.raises(UnsupportedModel, match="pickles"):
         pull_tiny()
 
 
-def test_a_newer_revision_that_breaks_off_leaves_the_older_whole(server, pull_tiny, make_folder, gguf_model, home, tmp_path):
+def test_a_newer_revision_that_breaks_off_leaves_the_older_whole(
+    server: Hub, pull_tiny: Any, make_folder: Any, gguf_model: Any, home: Home, tmp_path: Path
+) -> None:
     older, newer = make_folder(tmp_path / "older"), make_folder(tmp_path / "newer", gguf_model(seed=1).tensors, rope_theta=20000.0)
     server.files = {file.name: file.read_bytes() for file in older.iterdir()}
     digest = pull_tiny().digest
@@ -390,7 +394,7 @@ def test_a_newer_revision_that_breaks_off_leaves_the_older_whole(server, pull_ti
     assert open_model("org/tiny", home).spec.rope.theta == 20000.0
 
 
-def test_what_is_on_disk_is_verified_and_registered(gguf_model, make_folder, tmp_path, home):
+def test_what_is_on_disk_is_verified_and_registered(gguf_model: Any, make_folder: Any, tmp_path: Path, home: Home) -> None:
     def quiet(step: PullProgress) -> None:
         raise AssertionError("nothing is fetched")
 

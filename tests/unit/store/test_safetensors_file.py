@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from safetensors.numpy import save_file
 from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.model import MoeSpec, RopeSpec
 from paceline.core.weights import DenseTensor
+from paceline.store.digests import DigestCache
 from paceline.store.hf_config import spec_from_config
 from paceline.store.json_object import JsonObject
 from paceline.store.safetensors_file import SafetensorsWeights
@@ -18,7 +21,7 @@ from paceline.store.safetensors_file import SafetensorsWeights
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 
 
-def transformers_model(family, **changes):
+def transformers_model(family: Any, **changes: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,7 +37,7 @@ def transformers_model(family, **changes):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
-def test_what_transformers_saves_is_read_back(family, sharded, tmp_path, digests):
+def test_what_transformers_saves_is_read_back(family: Any, sharded: Any, tmp_path: Path, digests: DigestCache) -> None:
     torch = pytest.importorskip("torch")
     model = transformers_model(family).to(torch.bfloat16 if sharded else torch.float32)
     model.save_pretrained(tmp_path, max_shard_size="40KB" if sharded else "1GB")
@@ -61,7 +64,7 @@ def test_what_transformers_saves_is_read_back(family, sharded, tmp_path, digests
         assert down.data.shape == (64, 32)
 
 
-def config(**changes):
+def config(**changes: Any) -> Any:
     fields = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
         "vocab_size": 80, "max_position_embeddings": 8192, **changes,
@@ -83,7 +86,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}, RopeSpec(5e5, llama3=(8.0, 1.0, 4.0, 8192))),
     ],
 )
-def test_rope_is_read_from_old_and_new_configurations(tmp_path, changes, expected):
+def test_rope_is_read_from_old_and_new_configurations(tmp_path: Path, changes: Any, expected: Any) -> None:
     assert spec_from_config(JsonObject(tmp_path, config(**changes))).rope == expected
 
 
@@ -100,7 +103,7 @@ def test_rope_is_read_from_old_and_new_configurations(tmp_path, changes, expecte
         ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
     ],
 )
-def test_a_window_in_use_limits_the_context(tmp_path, changes, context):
+def test_a_window_in_use_limits_the_context(tmp_path: Path, changes: Any, context: Any) -> None:
     assert spec_from_config(JsonObject(tmp_path, config(**changes))).max_context == context
 
 
@@ -126,14 +129,14 @@ def test_a_window_in_use_limits_the_context(tmp_path, changes, context):
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, UnsupportedModel, "some of its layers"),
     ],
 )
-def test_configurations_that_can_not_be_run_are_refused(tmp_path, changes, error, words):
+def test_configurations_that_can_not_be_run_are_refused(tmp_path: Path, changes: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words) as caught:
         spec_from_config(JsonObject(tmp_path / "config.json", config(**changes)))
     assert str(tmp_path) in caught.value.message
     assert caught.value.hint
 
 
-def test_damage_is_named(make_folder, tmp_path, digests):
+def test_damage_is_named(make_folder: Any, tmp_path: Path, digests: DigestCache) -> None:
     folder = make_folder(tmp_path / "m")
     path = folder / "model.safetensors"
     whole = path.read_bytes()
@@ -160,7 +163,7 @@ def test_damage_is_named(make_folder, tmp_path, digests):
         SafetensorsWeights(folder, digests)
 
 
-def test_tensors_are_held_against_the_configuration(make_folder, gguf_model, tmp_path, digests):
+def test_tensors_are_held_against_the_configuration(make_folder: Any, gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     tensors = gguf_model().tensors
     with pytest.raises(ModelFileError, match=r"model\.layers\.2\.input_layernorm\.weight and 8 more is missing"):
         SafetensorsWeights(make_folder(tmp_path / "a", tensors, num_hidden_layers=3), digests)
@@ -174,7 +177,7 @@ def test_tensors_are_held_against_the_configuration(make_folder, gguf_model, tmp
     assert "model.norm.weight" in SafetensorsWeights(make_folder(tmp_path / "e", tensors | inverse), digests).names()
 
 
-def test_an_index_may_not_lead_elsewhere(make_folder, gguf_model, tmp_path, digests):
+def test_an_index_may_not_lead_elsewhere(make_folder: Any, gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     folder = make_folder(tmp_path / "m")
     (tmp_path / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     for name in ("../outside.safetensors", "absent.safetensors"):
@@ -186,14 +189,14 @@ def test_an_index_may_not_lead_elsewhere(make_folder, gguf_model, tmp_path, dige
         SafetensorsWeights(folder, digests)
 
 
-def test_the_digest_changes_with_weights_and_configuration(make_folder, gguf_model, tmp_path, digests):
+def test_the_digest_changes_with_weights_and_configuration(make_folder: Any, gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     a = SafetensorsWeights(make_folder(tmp_path / "a"), digests).digest
     assert SafetensorsWeights(make_folder(tmp_path / "b"), digests).digest == a
     assert SafetensorsWeights(make_folder(tmp_path / "c", gguf_model(seed=1).tensors), digests).digest != a
     assert SafetensorsWeights(make_folder(tmp_path / "d", rope_theta=20000.0), digests).digest != a
 
 
-def test_only_what_is_asked_for_is_read(gguf_model, make_folder, tmp_path, digests):
+def test_only_what_is_asked_for_is_read(gguf_model: Any, make_folder: Any, tmp_path: Path, digests: DigestCache) -> None:
     folder = make_folder(tmp_path / "m")
     tensors = gguf_model().tensors
     first = {name: value for name, value in tensors.items() if ".layers.1." not in name}

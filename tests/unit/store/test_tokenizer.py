@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -29,17 +32,17 @@ CHATS = [
 
 
 @pytest.fixture(scope="module")
-def shared_home(tmp_path_factory):
+def shared_home(tmp_path_factory: Any) -> Any:
     return Home(tmp_path_factory.mktemp("tokenizers"))
 
 
 @pytest.fixture(scope="module")
-def bundled(bundled_gguf, shared_home):
+def bundled(bundled_gguf: Path, shared_home: Any) -> Any:
     return tokenizer_from_gguf(read_header(bundled_gguf), shared_home, SystemClock())
 
 
 @pytest.fixture(scope="module")
-def reference(bundled_gguf):
+def reference(bundled_gguf: Path) -> Any:
     pytest.importorskip("torch")
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
@@ -52,41 +55,41 @@ def reference(bundled_gguf):
 
 
 @pytest.fixture(scope="module")
-def known_bytes(bundled):
+def known_bytes(bundled: Any) -> Any:
     """The model's vocabulary lacks bytes that only rare planes of Unicode use; its own tokenizer drops them too."""
     return {spelled[0] for i in range(bundled.size) if len(spelled := bundled.token_bytes(i)) == 1}
 
 
-def text_of(tokenizer, ids):
+def text_of(tokenizer: Any, ids: Any) -> Any:
     return b"".join(map(tokenizer.token_bytes, ids)).decode()
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_bundled_tokenizer_is_transformers_own(bundled, reference, text):
+def test_the_bundled_tokenizer_is_transformers_own(bundled: Any, reference: Any, text: str) -> None:
     assert bundled.encode(text, add_special=False) == reference.encode(text, add_special_tokens=False)
 
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=80))
-def test_the_bundled_tokenizer_is_transformers_own_on_any_text(bundled, reference, text):
+def test_the_bundled_tokenizer_is_transformers_own_on_any_text(bundled: Any, reference: Any, text: str) -> None:
     ids = bundled.encode(text, add_special=False)
     assert ids == reference.encode(text, add_special_tokens=False)
 
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=80))
-def test_token_bytes_spell_the_text(bundled, known_bytes, text):
+def test_token_bytes_spell_the_text(bundled: Any, known_bytes: Any, text: str) -> None:
     assume(set(text.encode()) <= known_bytes)
     assert text_of(bundled, bundled.encode(text)) == text
 
 
 @pytest.mark.parametrize("messages", CHATS)
-def test_chats_render_as_in_transformers(bundled, reference, messages):
+def test_chats_render_as_in_transformers(bundled: Any, reference: Any, messages: Any) -> None:
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert bundled.render_chat(messages) == expected
 
 
-def test_special_tokens_are_parsed_only_in_chats(bundled):
+def test_special_tokens_are_parsed_only_in_chats(bundled: Any) -> None:
     assert bundled.encode("<|im_end|>", add_special=False) == [2]
     spelled = bundled.encode("<|im_end|>")
     assert len(spelled) > 1
@@ -97,10 +100,10 @@ def test_special_tokens_are_parsed_only_in_chats(bundled):
     assert bundled.token_bytes(49152) == bundled.token_bytes(-1) == b""
 
 
-def test_the_switch_between_the_two_holds_under_threads(bundled):
+def test_the_switch_between_the_two_holds_under_threads(bundled: Any) -> None:
     wrong: list[list[int]] = []
 
-    def encode(add_special):
+    def encode(add_special: Any) -> Any:
         expected = bundled_before[add_special]
         for _ in range(200):
             ids = bundled.encode("a <|im_end|> b", add_special=add_special)
@@ -117,8 +120,10 @@ def test_the_switch_between_the_two_holds_under_threads(bundled):
     assert bundled_before[False] != bundled_before[True]
 
 
-def test_the_second_opening_reads_what_the_first_kept(bundled, bundled_gguf, shared_home, monkeypatch):
-    def build(header):
+def test_the_second_opening_reads_what_the_first_kept(
+    bundled: Any, bundled_gguf: Path, shared_home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(header: Any) -> Any:
         raise AssertionError("built again")
 
     monkeypatch.setattr(gguf_tokenizer, "build_encoder", build)
@@ -128,7 +133,7 @@ def test_the_second_opening_reads_what_the_first_kept(bundled, bundled_gguf, sha
     assert (again.eos_ids, again.size) == (bundled.eos_ids, bundled.size)
 
 
-def test_a_damaged_kept_tokenizer_is_built_again(gguf_model, tmp_path, home):
+def test_a_damaged_kept_tokenizer_is_built_again(gguf_model: Any, tmp_path: Path, home: Home) -> None:
     header = read_header(gguf_model().write(tmp_path / "m.gguf"))
     ids = tokenizer_from_gguf(header, home, SystemClock()).encode("the hat")
     (kept,) = home.tokenizers.iterdir()
@@ -137,7 +142,7 @@ def test_a_damaged_kept_tokenizer_is_built_again(gguf_model, tmp_path, home):
     assert json.loads(kept.read_text())["model"]["type"] == "BPE"
 
 
-def test_a_home_that_can_not_be_written_costs_only_the_cache(gguf_model, tmp_path, caplog):
+def test_a_home_that_can_not_be_written_costs_only_the_cache(gguf_model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     header = read_header(gguf_model().write(tmp_path / "m.gguf"))
     tokenizer = tokenizer_from_gguf(header, Home(tmp_path / "file"), SystemClock())
@@ -145,7 +150,7 @@ def test_a_home_that_can_not_be_written_costs_only_the_cache(gguf_model, tmp_pat
     assert "could not keep" in caplog.text
 
 
-def test_lone_surrogates_are_refused(bundled):
+def test_lone_surrogates_are_refused(bundled: Any) -> None:
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
         bundled.encode("a\ud800b")
 
@@ -153,7 +158,7 @@ def test_lone_surrogates_are_refused(bundled):
 # Chat templates
 
 
-def test_text_parts_are_joined_and_others_refused(bundled):
+def test_text_parts_are_joined_and_others_refused(bundled: Any) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
     assert bundled.render_chat(parts) == bundled.render_chat(CHATS[0])
     with pytest.raises(InvalidRequest, match="not text") as caught:
@@ -162,13 +167,13 @@ def test_text_parts_are_joined_and_others_refused(bundled):
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user", "content": None}], [{}], [{"role": "user"}], [{"role": 3, "content": "x"}]])
-def test_messages_a_template_trips_over_are_the_clients_fault(bundled, messages):
+def test_messages_a_template_trips_over_are_the_clients_fault(bundled: Any, messages: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         bundled.render_chat(messages)
     assert caught.value.field == "messages"
 
 
-def with_template(folder, template):
+def with_template(folder: Any, template: Any) -> Any:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({"chat_template": template, "eos_token": {"content": "<|im_end|>"}, "bos_token": None}))
     return tokenizer_from_folder(folder, SystemClock())
@@ -186,7 +191,7 @@ def with_template(folder, template):
         ([{"name": "other", "template": "x"}, {"name": "default", "template": "y"}], "y"),
     ],
 )
-def test_templates_find_what_transformers_gives_them(make_folder, tmp_path, template, expected):
+def test_templates_find_what_transformers_gives_them(make_folder: Any, tmp_path: Path, template: Any, expected: Any) -> None:
     tokenizer = with_template(make_folder(tmp_path / "m"), template)
     assert text_of(tokenizer, tokenizer.render_chat([{"role": "user", "content": "a<b"}])) == expected
 
@@ -201,14 +206,14 @@ def test_templates_find_what_transformers_gives_them(make_folder, tmp_path, temp
         "{{ 1 / 0 }}",
     ],
 )
-def test_templates_that_refuse_or_reach_out_are_stopped(make_folder, tmp_path, template):
+def test_templates_that_refuse_or_reach_out_are_stopped(make_folder: Any, tmp_path: Path, template: Any) -> None:
     tokenizer = with_template(make_folder(tmp_path / "m"), template)
     with pytest.raises(InvalidRequest, match="refuses these messages") as caught:
         tokenizer.render_chat([{"role": "user", "content": "x"}])
     assert caught.value.field == "messages"
 
 
-def test_a_template_that_does_not_compile_is_found_at_opening(make_folder, tmp_path):
+def test_a_template_that_does_not_compile_is_found_at_opening(make_folder: Any, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m")
     with pytest.raises(ModelFileError, match="does not compile"):
         with_template(folder, "{% for %}")
@@ -216,7 +221,7 @@ def test_a_template_that_does_not_compile_is_found_at_opening(make_folder, tmp_p
         with_template(folder, 3)
 
 
-def test_a_model_without_a_template_says_so(make_folder, tmp_path):
+def test_a_model_without_a_template_says_so(make_folder: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         with_template(make_folder(tmp_path / "m"), None).render_chat([])
 
@@ -224,7 +229,7 @@ def test_a_model_without_a_template_says_so(make_folder, tmp_path):
 # Folders
 
 
-def test_a_folder_tokenizer(make_folder, tmp_path):
+def test_a_folder_tokenizer(make_folder: Any, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m")
     tokenizer = tokenizer_from_folder(folder, SystemClock())
     end = tokenizer.encode("<|im_end|>", add_special=False)
@@ -237,7 +242,7 @@ def test_a_folder_tokenizer(make_folder, tmp_path):
     assert text_of(tokenizer, tokenizer.render_chat([])) == "from the file"
 
 
-def test_a_folder_without_a_usable_tokenizer_is_refused(make_folder, tmp_path):
+def test_a_folder_without_a_usable_tokenizer_is_refused(make_folder: Any, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m")
     path = folder / "tokenizer.json"
     whole = json.loads(path.read_text())
@@ -262,17 +267,17 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(make_folder, tmp_path):
 class Vocabulary:
     """A header that holds only a vocabulary."""
 
-    def __init__(self, path, fields):
+    def __init__(self, path: Any, fields: Any) -> Any:
         self.path = path
         self.fields = fields
 
-    def text(self, key):
+    def text(self, key: Any) -> Any:
         return self.fields.get(key.removeprefix("tokenizer.ggml."))
 
     strings = numbers = integer = flag = text
 
 
-def sentencepiece(pieces, **fields):
+def sentencepiece(pieces: Any, **fields: Any) -> Any:
     """`pieces` in order of preference; control, unknown and byte tokens go before them."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     kinds = [2.0, 3.0, 3.0, *[6.0] * 256, *[1.0] * len(pieces)]
@@ -283,12 +288,12 @@ def sentencepiece(pieces, **fields):
     }  # fmt: skip
 
 
-def reference_sentencepiece(text, pieces):
+def reference_sentencepiece(text: str, pieces: Any) -> Any:
     """SentencePiece's own rule: of all neighbours that join into a piece, join the best, leftmost first; then bytes for the rest."""
     score = {piece: -i for i, piece in enumerate(pieces)}
     parts = list("\u2581" + text.replace(" ", "\u2581")) if text else []
     while True:
-        joins = [(score[a + b], -i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in score]
+        joins = [(score[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in score]
         if not joins:
             break
         at = -max(joins)[1]
@@ -304,12 +309,12 @@ PIECES = ["\u2581t", "he", "\u2581the", "in", "\u2581a", "\u2581ab", "ba", "aba"
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(alphabet="theinab \u00e9\U0001f642", max_size=30))
-def test_sentencepiece_from_scores(tmp_path, text):
+def test_sentencepiece_from_scores(tmp_path: Path, text: str) -> None:
     encoder = build_encoder(Vocabulary(tmp_path, sentencepiece(PIECES)))
     assert encoder.encode(text, add_special_tokens=False).ids == reference_sentencepiece(text, PIECES)
 
 
-def test_sentencepiece_bytes_and_ends(tmp_path):
+def test_sentencepiece_bytes_and_ends(tmp_path: Path) -> None:
     from paceline.store.tokenizer import ModelTokenizer
 
     encoder = build_encoder(Vocabulary(tmp_path, sentencepiece(PIECES)))
@@ -323,7 +328,7 @@ def test_sentencepiece_bytes_and_ends(tmp_path):
     assert bare.encode("a").ids == [259 + PIECES.index("a")]
 
 
-def byte_bpe(**fields):
+def byte_bpe(**fields: Any) -> Any:
     from paceline.store.tokenizer import byte_alphabet
 
     tokens = [*byte_alphabet(), "12", "123", "<s>"]
@@ -344,7 +349,7 @@ CUT_PIECES = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_cuts_spell_every_text(tmp_path, cut):
+def test_cuts_spell_every_text(tmp_path: Path, cut: Any) -> None:
     encoder = build_encoder(Vocabulary(tmp_path, byte_bpe(pre=cut)))
     for text in [*TEXTS, *CUT_TEXTS]:
         assert encoder.pre_tokenizer is not None
@@ -354,7 +359,7 @@ def test_cuts_spell_every_text(tmp_path, cut):
 
 
 @pytest.mark.parametrize("cut", CUT_PIECES)
-def test_cuts_are_where_the_models_own_are(tmp_path, cut):
+def test_cuts_are_where_the_models_own_are(tmp_path: Path, cut: Any) -> None:
     encoder = build_encoder(Vocabulary(tmp_path, byte_bpe(pre=cut)))
     assert encoder.pre_tokenizer is not None
     for text, expected in zip(CUT_TEXTS, CUT_PIECES[cut], strict=False):
@@ -362,8 +367,8 @@ def test_cuts_are_where_the_models_own_are(tmp_path, cut):
         assert [text[start:stop] for _, (start, stop) in pieces] == expected
 
 
-def test_a_first_token_is_added_where_the_model_wants_one(tmp_path):
-    def ids(**fields):
+def test_a_first_token_is_added_where_the_model_wants_one(tmp_path: Path) -> None:
+    def ids(**fields: Any) -> Any:
         return build_encoder(Vocabulary(tmp_path, byte_bpe(**fields))).encode("12").ids
 
     assert ids(pre="llama-bpe") == [258, 256]
@@ -385,19 +390,19 @@ def test_a_first_token_is_added_where_the_model_wants_one(tmp_path):
         ({"model": "llama", "tokens": ["a"], "scores": [0.0]}, UnsupportedModel, "byte fallback"),
     ],
 )
-def test_vocabularies_that_can_not_be_built_are_refused(tmp_path, fields, error, words):
+def test_vocabularies_that_can_not_be_built_are_refused(tmp_path: Path, fields: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         build_encoder(Vocabulary(tmp_path / "m.gguf", fields))
 
 
-def test_a_gguf_file_without_a_tokenizer_is_refused(gguf_model, tmp_path, home):
+def test_a_gguf_file_without_a_tokenizer_is_refused(gguf_model: Any, tmp_path: Path, home: Home) -> None:
     model = gguf_model()
     model.vocabulary = False
     with pytest.raises(ModelFileError, match="has no tokenizer"):
         tokenizer_from_gguf(read_header(model.write(tmp_path / "m.gguf")), home, SystemClock())
 
 
-def test_tokens_added_as_plain_text_keep_their_bytes(make_folder, tmp_path):
+def test_tokens_added_as_plain_text_keep_their_bytes(make_folder: Any, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m")
     encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoder.add_tokens(["<think é>"])
