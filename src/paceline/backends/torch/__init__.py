@@ -1,1 +1,31 @@
-"""Layers in torch: CUDA, and every processor the cpu backend has no kernels for."""
+"""Layers through torch: any CPU it runs on, and CUDA. Importing this package does not import torch: `load` does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.backends.options import LoadOptions, LoadProgress
+
+if TYPE_CHECKING:
+    from paceline.core.weights import WeightSource
+    from paceline.engine.local import LayerRunner
+
+
+def load(
+    source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None, *, device: Literal["cpu", "cuda"] = "cpu"
+) -> LayerRunner[Any]:
+    """Load a range of layers.
+
+    Raises:
+        ModelFileError: from the source.
+        UnsupportedModel: a family or format that does not run there.
+        ConfigError: what was asked for can't be.
+        OutOfMemory: the KV pool does not fit.
+    """
+    if device == "cuda":
+        from paceline.backends.torch.cuda import load_cuda
+
+        return load_cuda(source, options, progress)
+    from paceline.backends.torch.load import load_cpu
+
+    return load_cpu(source, options, progress)

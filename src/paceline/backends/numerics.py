@@ -1,0 +1,139 @@
+"""The numerics id of a backend, and whether its kernels hold the rules of byte identity (rule 7).
+
+One seeded layer and head run 33 rows whole and 1, 2, 3, 16 and 17 at a time, on each path and each thread count in use. Where every
+cut agrees to the byte, identity holds and the hash of what they agree on is the id: equal ids, equal bytes. Where they don't, the id
+covers every answer and `holds_identity` is false. Weights and inputs are drawn alike on every machine.
+
+Shapes: T rows, D hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paceline.core.model import ModelSpec, MoeSpec
+from paceline.core.weights import DenseTensor, StoredTensor, WeightSource
+from paceline.engine.executor import Path
+from paceline.engine.local import LayerRunner, RowPlan
+
+ROWS = (33, 1, 2, 3, 16, 17)
+"""Rows run at a time; the first is the whole."""
+
+_SEED = 2026
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What a backend's kernels were seen to compute."""
+
+    id: str
+    """16 hex digits."""
+    holds_identity: bool
+
+
+def measure(
+    make: Callable[[WeightSource, int], LayerRunner[Any]], spec: ModelSpec, threads: Iterable[int], to_bytes: Callable[[Any], bytes], label: str
+) -> Numerics:
+    """Run the seeded layer.
+
+    Args:
+        make: loads a runner of all layers of a source, with edges, on a number of threads.
+        spec: the model that will run; the seeded one is of its family, head size and expert count, and small.
+        threads: thread counts in use.
+        to_bytes: of the runner's activations.
+        label: names kernels and weights format: different ones never share an id.
+    """
+    source = SeededWeights(small(spec))
+    answers: dict[Path, set[bytes]] = {Path.PROMPT: set(), Path.GENERATED: set()}
+    for count in sorted(set(threads)):
+        runner = make(source, count)
+        try:
+            ids = np.arange(ROWS[0], dtype=np.int32) * 7 % source.spec.vocab
+            for path, found in answers.items():
+                found.update(answer(runner, runner.embed(ids), path, to_bytes, rows, logits=True) for rows in ROWS)
+        finally:
+            runner.close()
+    digest = hashlib.sha256(label.encode())
+    for found in answers.values():
+        digest.update(b"".join(sorted(found)))
+    return Numerics(digest.hexdigest()[:16], all(len(found) == 1 for found in answers.values()))
+
+
+def answer(runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[Any], bytes], rows: int, *, logits: bool) -> bytes:
+    """Bytes of the residual (and logits) of every row of one sequence, run `rows` at a time from position 0. The runner's first blocks are used."""
+    table = np.arange(-(-len(x_TD) // runner.block_size), dtype=np.int32)[::-1].reshape(1, -1).copy()
+    parts: list[bytes] = []
+    for first in range(0, len(x_TD), rows):
+        count = min(rows, len(x_TD) - first)
+        plan = RowPlan(*(np.array([n], np.int32) for n in (0, count, first, path)), table)
+        out = runner.run_layers(x_TD[first : first + count], plan)
+        parts.append(to_bytes(out))
+        if logits:
+            parts.append(runner.logits(out, np.arange(count, dtype=np.int32)).tobytes())
+    # Residuals first, whatever the cut: cuts compare as wholes.
+    return b"".join(parts[:: 2 if logits else 1] + (parts[1::2] if logits else []))
+
+
+def small(spec: ModelSpec) -> ModelSpec:
+    """A model of one layer, of the same family and head size."""
+    moe = spec.moe and MoeSpec(min(8, spec.moe.n_experts), min(2, spec.moe.top_k, spec.moe.n_experts), 96, spec.moe.norm_topk)
+    return replace(spec, n_layers=1, hidden=128, n_heads=4, n_kv_heads=2, ffn=192, vocab=256, max_context=64, moe=moe, tied_head=True)
+
+
+class SeededWeights:
+    """A `WeightSource` of random tensors for any spec: every machine draws the same.
+
+    Args:
+        spec: the model's sizes.
+        seed: another seed, other weights.
+        spread: standard deviation of the weights.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int = _SEED, spread: float = 0.2) -> None:
+        self.spec, self.digest = spec, f"seeded-{seed}"
+        self._shapes = dict(_shapes(spec))
+        self._seed, self._spread = seed, np.float32(spread)
+        self._places = {name: place for place, name in enumerate(self._shapes)}
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._shapes)
+
+    def nbytes(self, name: str) -> int:
+        return 4 * int(np.prod(self._shapes[name]))
+
+    def read(self, name: str) -> StoredTensor:
+        rng = np.random.Generator(np.random.PCG64((self._seed, self._places[name])))
+        return DenseTensor(rng.standard_normal(self._shapes[name], np.float32) * self._spread, "f32")
+
+
+def _shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    yield "model.embed_tokens.weight", (spec.vocab, spec.hidden)
+    yield "model.norm.weight", (spec.hidden,)
+    if not spec.tied_head:
+        yield "lm_head.weight", (spec.vocab, spec.hidden)
+    for layer in range(spec.n_layers):
+        at = f"model.layers.{layer}"
+        yield f"{at}.input_layernorm.weight", (spec.hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (spec.hidden,)
+        for name, rows in (("q", heads), ("k", kv), ("v", kv)):
+            yield f"{at}.self_attn.{name}_proj.weight", (rows, spec.hidden)
+            if spec.qkv_bias:
+                yield f"{at}.self_attn.{name}_proj.bias", (rows,)
+        yield f"{at}.self_attn.o_proj.weight", (spec.hidden, heads)
+        if spec.qk_norm:
+            yield f"{at}.self_attn.q_norm.weight", (spec.head_dim,)
+            yield f"{at}.self_attn.k_norm.weight", (spec.head_dim,)
+        places = [(f"{at}.mlp", spec.ffn)]
+        if spec.moe is not None:
+            yield f"{at}.mlp.gate.weight", (spec.moe.n_experts, spec.hidden)
+            places = [(f"{at}.mlp.experts.{expert}", spec.moe.ffn) for expert in range(spec.moe.n_experts)]
+        for place, ffn in places:
+            yield f"{place}.gate_proj.weight", (ffn, spec.hidden)
+            yield f"{place}.up_proj.weight", (ffn, spec.hidden)
+            yield f"{place}.down_proj.weight", (spec.hidden, ffn)

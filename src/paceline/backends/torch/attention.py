@@ -1,0 +1,155 @@
+"""Paged attention on a CPU, out of plain torch operations, invariant to rows, chunks, batch and threads.
+
+Keys count in absolute blocks of 128 from position 0. Every product has 128 keys or one head's width as its inner length, so a row's
+sums never depend on how long the others' contexts are; blocks are added one after the other in float32; masked keys weigh exactly
+zero, so trailing blocks add nothing. Values beyond a sequence's end are zeroed: a stale NaN of another sequence can't leak in.
+
+Shapes: T rows, S sequences of one group, R rows each, H query heads, N KV heads, G = H / N, D head dimension, B keys in whole blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.backends.torch.step import Rope, row_blocks, row_positions
+from paceline.core.model import ModelSpec
+from paceline.engine.executor import Path
+from paceline.engine.local import RowPlan
+
+KEYS = 128
+"""Keys an attention block holds: a multiple of every block size."""
+TILE = 128
+"""Rows of a sequence that attend together. Raising it computes more masked products; lowering it, more small ones."""
+TOGETHER = 16
+"""Sequences with at most this many rows are batched with others of as many rows."""
+
+
+class KvPool:
+    """Keys and values of a range of layers, bf16 [layers, 2, blocks, N, block_size, D].
+
+    A block's keys of one head lie together, so that gathering a sequence's keys copies whole pieces.
+    """
+
+    def __init__(self, n_layers: int, n_blocks: int, block_size: int, n_kv: int, head_dim: int) -> None:
+        self.n_blocks, self.block_size, self.n_kv, self.head_dim = n_blocks, block_size, n_kv, head_dim
+        pool = torch.zeros(n_layers, 2, n_blocks * n_kv, block_size * head_dim, dtype=torch.bfloat16)
+        self.pieces = [(layer[0], layer[1]) for layer in pool]
+        """(keys, values) of each layer, [blocks * N, block_size * D]."""
+
+    def write(self, layer: int, slots: Tensor, k_TND: Tensor, v_TND: Tensor) -> None:
+        for pool, rows in zip(self.pieces[layer], (k_TND, v_TND), strict=True):
+            pool.view(-1, self.head_dim).index_copy_(0, slots, rows.reshape(-1, self.head_dim))
+
+    def gather(self, layer: int, pieces: Tensor) -> tuple[Tensor, Tensor]:
+        """(keys, values) of a group, [S * N, B, D]; `pieces` [S, N, blocks]."""
+        shape = (pieces.shape[0] * self.n_kv, -1, self.head_dim)
+        k, v = self.pieces[layer]
+        flat = pieces.flatten()
+        return k.index_select(0, flat).view(shape), v.index_select(0, flat).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows [first, first + R) of each sequence of a group."""
+
+    rows: Tensor | slice
+    """Of the batch, S * R of them."""
+    n_rows: int
+    keys: int
+    hidden: Tensor
+    """Keys a row does not see, bool [S, 1, R, 1, B]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    pieces: Tensor
+    beyond: Tensor
+    """Keys past a sequence's end, bool [S, 1, B, 1]."""
+    tiles: tuple[_Tile, ...]
+
+
+class CpuStep:
+    """One batch of rows of one path on this machine's CPU."""
+
+    def __init__(self, plan: RowPlan, path: Path, spec: ModelSpec, pool: KvPool, rope: Rope) -> None:
+        self.path = path
+        self._pool, self._rope, self._spec = pool, rope, spec
+        positions = row_positions(plan)
+        self._turn = rope.at(torch.from_numpy(positions))
+        first_slot = row_blocks(plan, positions, pool.block_size)[:, None] * pool.n_kv + np.arange(pool.n_kv)
+        self._slots = torch.from_numpy((first_slot * pool.block_size + positions[:, None] % pool.block_size).ravel())
+        self._groups = tuple(_group(plan, members, pool) for members in _alike(plan))
+        self._scale = spec.head_dim**-0.5
+
+    def rotate(self, x_THD: Tensor) -> Tensor:
+        return self._rope.rotate(x_THD, self._turn)
+
+    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        self._pool.write(layer, self._slots, k_THD, v_THD)
+        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        for group in self._groups:
+            keys, values = self._pool.gather(layer, group.pieces)
+            values.view(len(group.pieces), self._pool.n_kv, *values.shape[1:]).masked_fill_(group.beyond, 0)
+            for tile in group.tiles:
+                out[tile.rows] = self._tile(q_THD[tile.rows], keys[:, : tile.keys], values[:, : tile.keys], tile)
+        return out.flatten(1)
+
+    def _tile(self, q_THD: Tensor, keys: Tensor, values: Tensor, tile: _Tile) -> Tensor:
+        n_kv, head_dim, r = self._pool.n_kv, self._pool.head_dim, tile.n_rows
+        per_kv = q_THD.shape[1] // n_kv
+        q = q_THD.view(-1, r, n_kv, per_kv, head_dim).transpose(1, 2).reshape(len(keys), -1, head_dim)
+        scores = torch.bmm(q, keys.transpose(1, 2)).float().mul_(self._scale)
+        scores.view(-1, n_kv, r, per_kv, tile.keys).masked_fill_(tile.hidden, -math.inf)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        part_sums = weights.view(*weights.shape[:2], -1, KEYS).sum(-1)
+        weights = weights.bfloat16()
+        total, norm = None, None
+        for b in range(tile.keys // KEYS):
+            at = slice(b * KEYS, (b + 1) * KEYS)
+            part, part_sum = torch.bmm(weights[:, :, at], values[:, at]).float(), part_sums[:, :, b]
+            total, norm = (part, part_sum) if total is None or norm is None else (total.add_(part), norm + part_sum)
+        assert total is not None
+        assert norm is not None
+        mean = total.div_(norm[:, :, None]).bfloat16()
+        return mean.view(-1, n_kv, r, per_kv, head_dim).transpose(1, 2).reshape(q_THD.shape)
+
+
+def _alike(plan: RowPlan) -> Iterator[np.ndarray[tuple[int], np.dtype[np.intp]]]:
+    """Sequences that attend together: few rows each, and equally many; others alone."""
+    for count in np.unique(plan.n_rows_S):
+        members = np.flatnonzero(plan.n_rows_S == count)
+        if count <= TOGETHER:
+            yield members
+        else:
+            yield from members[:, None]
+
+
+def _group(plan: RowPlan, members: np.ndarray[tuple[int], np.dtype[np.intp]], pool: KvPool) -> _Group:
+    count = int(plan.n_rows_S[members[0]])
+    firsts = plan.first_position_S[members].astype(np.int64)
+    starts = plan.row_start_S[members].astype(np.int64)
+    keys = -(-int(firsts.max() + count) // KEYS) * KEYS
+    n_blocks = keys // pool.block_size
+    tables = np.zeros((len(members), n_blocks), np.int64)
+    width = min(n_blocks, plan.tables_SB.shape[1])
+    # Entries past a table's end are never weighed; block 0 stands in.
+    tables[:, :width] = np.maximum(plan.tables_SB[members, :width], 0)
+    pieces = tables[:, None] * pool.n_kv + np.arange(pool.n_kv)[:, None]
+    key_B = np.arange(keys)
+    tiles: list[_Tile] = []
+    for first in range(0, count, TILE):
+        within = np.arange(first, min(first + TILE, count))
+        seen = -(-int(firsts.max() + within[-1] + 1) // KEYS) * KEYS
+        hidden = key_B[None, None, :seen] > (firsts[:, None] + within)[:, :, None]
+        rows = (starts[:, None] + within).ravel()
+        adjacent = int(rows[-1] - rows[0]) == len(rows) - 1
+        chosen = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else torch.from_numpy(rows)
+        tiles.append(_Tile(chosen, len(within), seen, torch.from_numpy(hidden)[:, None, :, None]))
+    beyond = key_B[None] >= (firsts + count)[:, None]
+    return _Group(torch.from_numpy(pieces), torch.from_numpy(beyond)[:, None, :, None], tuple(tiles))

@@ -1,0 +1,156 @@
+"""Matrix products of a layer: `linear(x, path)`, whatever format the weights are in.
+
+Quantised weights run torch's int4 kernel on the generated path and a bf16 product on the prompt path, of weights that were
+dequantised at load (resident) or are now, into one scratch buffer (streamed): the same function fills both, so the bytes are the
+same. bf16 weights run one product for both paths. A single row is padded to two: libraries take other kernels for vectors.
+
+Shapes: T rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.backends.quantize import to_bf16_bits, to_grouped
+from paceline.backends.torch.int4 import PackedMatrix
+from paceline.core.model import WeightsFormat
+from paceline.core.weights import StoredTensor
+from paceline.engine.executor import Path
+
+
+class Linear(Protocol):
+    """One matrix, or several fused along their outputs."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
+        """bf16 [T, N] of bf16 [T, K]."""
+        ...
+
+    def rows(self, rows_T: Tensor) -> Tensor:
+        """Weights of the outputs named, bf16 [T, K]: an embedding is looked up in its head."""
+        ...
+
+
+class DenseLinear:
+    """bf16 weights, one path."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        self._weight_NK, self._bias_N = weight_NK, bias_N
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight_NK.nbytes
+
+    def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
+        return two_rows(lambda x: F.linear(x, self._weight_NK, self._bias_N), x_TK)
+
+    def rows(self, rows_T: Tensor) -> Tensor:
+        return self._weight_NK[rows_T]
+
+
+class Scratch:
+    """Room for the bf16 weights of one matrix at a time, as large as the largest."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.bfloat16)
+
+    def reserve(self, numbers: int) -> None:
+        if numbers > self._room.numel():
+            self._room = torch.empty(numbers, dtype=torch.bfloat16)
+
+    def take(self, k: int, n: int) -> Tensor:
+        return self._room[: k * n].view(k, n)
+
+
+class QuantLinear:
+    """int4 or int8 weights, two paths. Without a scratch buffer the prompt path's weights are resident."""
+
+    def __init__(self, matrix: PackedMatrix, bias_N: Tensor | None, scratch: Scratch | None) -> None:
+        self._matrix, self._bias_N, self._scratch = matrix, bias_N, scratch
+        self._resident: Tensor | None = None
+        if scratch is None:
+            self._resident = matrix.dequantise(torch.empty(matrix.k, matrix.padded, dtype=torch.bfloat16))
+        else:
+            scratch.reserve(matrix.k * matrix.padded)
+
+    @property
+    def nbytes(self) -> int:
+        return self._matrix.nbytes + (0 if self._resident is None else self._resident.nbytes)
+
+    def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
+        y_TN = self._matrix.multiply(x_TK) if path is Path.GENERATED else two_rows(self._prompt_product, x_TK)
+        return y_TN if self._bias_N is None else y_TN + self._bias_N
+
+    def rows(self, rows_T: Tensor) -> Tensor:
+        return self._matrix.rows(rows_T)
+
+    def _prompt_product(self, x_TK: Tensor) -> Tensor:
+        matrix, scratch = self._matrix, self._scratch
+        weight_KN = self._resident if scratch is None else matrix.dequantise(scratch.take(matrix.k, matrix.padded))
+        assert weight_KN is not None
+        return torch.mm(x_TK, weight_KN)[:, : matrix.n]
+
+
+class HeadLinear:
+    """A quantised embedding or head: the int4 kernel for every row, whichever path led to it."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self._matrix = matrix
+
+    @property
+    def nbytes(self) -> int:
+        return self._matrix.nbytes
+
+    def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
+        return self._matrix.multiply(x_TK)
+
+    def rows(self, rows_T: Tensor) -> Tensor:
+        return self._matrix.rows(rows_T)
+
+
+def make_linear(tensors: list[StoredTensor], bias_N: Tensor | None, weights: WeightsFormat, scratch: Scratch | None, device: torch.device) -> Linear:
+    """Fuse matrices of one width into one `Linear`.
+
+    Args:
+        tensors: matrices [N_i, K].
+        bias_N: bf16, of all of them.
+        weights: the format to hold them in.
+        scratch: for streamed prompt weights; None: resident.
+        device: where bf16 weights go. Quantised ones are the CPU's.
+    """
+    if weights is WeightsFormat.BF16:
+        return DenseLinear(dense(tensors, device), bias_N)
+    bits = 4 if weights is WeightsFormat.INT4 else 8
+    return QuantLinear(PackedMatrix([to_grouped(tensor, bits) for tensor in tensors]), bias_N, scratch)
+
+
+def make_table(tensor: StoredTensor, weights: WeightsFormat, device: torch.device) -> Linear:
+    """An embedding or a head: bf16, or 8 bits under either quantised format."""
+    if weights is WeightsFormat.BF16:
+        return DenseLinear(dense([tensor], device))
+    return HeadLinear(PackedMatrix([to_grouped(tensor, 8)]))
+
+
+def dense(tensors: list[StoredTensor], device: torch.device) -> Tensor:
+    """bf16 tensors, joined along their first dimension."""
+    bits = [to_bf16_bits(tensor) for tensor in tensors]
+    joined = bits[0] if len(bits) == 1 else np.concatenate(bits)
+    return torch.from_numpy(joined.view(np.int16)).view(torch.bfloat16).to(device)
+
+
+def two_rows(product: Product, x_TK: Tensor) -> Tensor:
+    """`product` of at least two rows."""
+    if len(x_TK) > 1:
+        return product(x_TK)
+    return product(torch.cat([x_TK, torch.zeros_like(x_TK)]))[:1]
+
+
+class Product(Protocol):
+    def __call__(self, x: Tensor, /) -> Tensor: ...

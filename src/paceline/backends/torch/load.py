@@ -1,0 +1,148 @@
+"""From a source of weights to a runner: which family, which format, how much memory, what the kernels compute.
+
+Order: weights first, then the KV pool in what is left, then the numerics id, measured on a small seeded model of the same family and
+on the first layer that was loaded, in its real sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.backends.heap import give_memory_back
+from paceline.backends.numerics import ROWS, Numerics, answer, measure
+from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
+from paceline.backends.torch.attention import KEYS, KvPool
+from paceline.backends.torch.linear import Scratch
+from paceline.backends.torch.llama import LlamaLayer
+from paceline.backends.torch.memory import check_kv, free_bytes
+from paceline.backends.torch.qwen2 import Qwen2Layer
+from paceline.backends.torch.qwen3 import Qwen3Layer
+from paceline.backends.torch.qwen3_moe import Qwen3MoeLayer
+from paceline.backends.torch.reader import EMBEDDING, FINAL_NORM, HEAD, Reader, linear_numbers
+from paceline.backends.torch.runner import Edges, Layer, Model, TorchRunner
+from paceline.backends.torch.step import Rope
+from paceline.core.errors import ConfigError, UnsupportedModel
+from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.weights import WeightSource
+from paceline.engine.executor import Path
+from paceline.engine.local import LayerRunner
+
+RESIDENT_SHARE = 0.5
+"""Of the memory free before loading, how much resident prompt weights may take unasked. Raising it leaves less for KV."""
+
+
+class Family(Protocol):
+    """Builds one layer of a family."""
+
+    def __call__(self, reader: Reader, index: int, slot: int, /) -> Layer: ...
+
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "llama": LlamaLayer,
+    "mistral": LlamaLayer,
+    "qwen2": Qwen2Layer,
+    "qwen3": Qwen3Layer,
+    "qwen3_moe": Qwen3MoeLayer,
+}
+
+
+def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgress | None, device: torch.device) -> Model:
+    """Read the layers asked for, and nothing else.
+
+    Raises:
+        UnsupportedModel: a family without code here.
+    """
+    spec = source.spec
+    family = FAMILIES.get(spec.model_type)
+    if family is None or spec.sliding_window is not None:
+        what = f"the family {spec.model_type!r}" if family is None else "sliding-window attention"
+        raise UnsupportedModel(f"The torch backend does not run {what}", f"It runs {', '.join(FAMILIES)}.")
+    reader = Reader(source, options.weights, _scratch(spec, options), device, progress)
+    reader.expect(options.layers, edges=options.edges)
+    layers = [family(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
+    edges = None
+    if options.edges:
+        embedding = reader.table(EMBEDDING)
+        edges = Edges(embedding, reader.norm(FINAL_NORM), embedding if spec.tied_head else reader.table(HEAD))
+    return Model(spec, layers, edges, options.weights is WeightsFormat.BF16)
+
+
+def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> TorchRunner:
+    """A runner on this machine's CPU.
+
+    Raises:
+        ModelFileError, UnsupportedModel: from the source.
+        ConfigError: an impossible block size.
+        OutOfMemory: the KV pool does not fit.
+    """
+    if KEYS % options.block_size:
+        raise ConfigError(f"A KV block of {options.block_size} tokens does not divide an attention block of {KEYS}", "Choose a power of two.")
+    with _threads(options.threads), torch.inference_mode():
+        model = load_model(source, options, progress, torch.device("cpu"))
+        give_memory_back()
+        tokens = options.n_blocks * options.block_size
+        check_kv(tokens * model.spec.kv_bytes_per_token(options.layers), free_bytes(), tokens)
+        return _runner(model, len(options.layers), options, _measured(model, options))
+
+
+def _runner(model: Model, n_layers: int, options: LoadOptions, numerics: Numerics) -> TorchRunner:
+    spec = model.spec
+    pool = KvPool(n_layers, options.n_blocks, options.block_size, spec.n_kv_heads, spec.head_dim)
+    rope = Rope(spec.rope, spec.head_dim, min(spec.max_context, options.n_blocks * options.block_size), torch.device("cpu"))
+    return TorchRunner(model, pool, rope, options.threads, numerics)
+
+
+def _measured(model: Model, options: LoadOptions) -> Numerics:
+    def make(source: WeightSource, threads: int) -> LayerRunner[Any]:
+        small = LoadOptions(source.spec.all_layers, options.weights, -(-ROWS[0] // options.block_size), options.block_size, threads)
+        return _runner(load_model(source, small, None, torch.device("cpu")), 1, small, Numerics("", holds_identity=False))
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    label = f"torch-cpu {torch.__version__} {capability} {options.weights}"
+    found = measure(make, model.spec, {1, options.threads}, tensor_bytes, label)
+    return Numerics(found.id, found.holds_identity and _first_layer_holds(model, options))
+
+
+def _first_layer_holds(model: Model, options: LoadOptions) -> bool:
+    """Whether the first loaded layer, in its real sizes, gives whole and cut runs the same bytes."""
+    if not model.layers:
+        return True
+    first = Model(model.spec, model.layers[:1], None, model.one_path)
+    small = LoadOptions(options.layers, options.weights, -(-ROWS[0] // options.block_size), options.block_size, options.threads)
+    runner = _runner(first, 1, small, Numerics("", holds_identity=False))
+    x_TD = torch.randn(ROWS[0], model.spec.hidden, generator=torch.Generator().manual_seed(ROWS[0])).bfloat16()
+    paths = [Path.PROMPT] if model.one_path else list(Path)
+    return all(len({answer(runner, x_TD, path, tensor_bytes, rows, logits=False) for rows in (33, 17, 3)}) == 1 for path in paths)
+
+
+def tensor_bytes(x_TD: Tensor) -> bytes:
+    """Bits of a bf16 tensor."""
+    return x_TD.contiguous().view(torch.int16).cpu().numpy().tobytes()
+
+
+def _scratch(spec: ModelSpec, options: LoadOptions) -> Scratch | None:
+    """A buffer for streamed prompt weights; None where they are resident, or one path needs no second copy."""
+    if options.weights is WeightsFormat.BF16:
+        return None
+    where = options.prompt_weights
+    if where is None:
+        fits = 2 * linear_numbers(spec, options.layers) < RESIDENT_SHARE * free_bytes()
+        where = PromptWeights.RESIDENT if fits else PromptWeights.STREAMED
+    return None if where is PromptWeights.RESIDENT else Scratch()
+
+
+class _threads:  # noqa: N801
+    """torch's thread count for a while."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._before = count, torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        torch.set_num_threads(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)

@@ -1,0 +1,121 @@
+"""A range of layers on this machine's CPU through torch: weights, a KV pool, nothing of scheduling.
+
+Rows of the prompt path and of the generated path in one batch run one after the other; with bf16 weights the paths are one.
+torch's thread count is the process's; it is set before each batch, where another runner changed it.
+
+Shapes: T rows, D hidden, R rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.backends.numerics import Numerics
+from paceline.backends.torch.attention import CpuStep, KvPool
+from paceline.backends.torch.blocks import RmsNorm
+from paceline.backends.torch.linear import Linear
+from paceline.backends.torch.step import Rope, Step, of_path
+from paceline.core.model import ModelSpec
+from paceline.engine.executor import Path
+from paceline.engine.local import Int32, RowPlan
+
+
+class Layer(Protocol):
+    """One layer of any family."""
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """What stands before the first layer and after the last."""
+
+    embedding: Linear
+    norm: RmsNorm
+    head: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights of a range of layers, loaded."""
+
+    spec: ModelSpec
+    layers: Sequence[Layer]
+    edges: Edges | None
+    one_path: bool
+
+
+class TorchRunner:
+    """A `LayerRunner` whose activations are bf16 tensors [T, D].
+
+    Args:
+        model: the weights.
+        pool: KV blocks for its layers.
+        rope: tables that reach every position the pool can hold.
+        threads: torch's threads.
+        numerics: what these kernels were measured to compute.
+    """
+
+    def __init__(self, model: Model, pool: KvPool, rope: Rope, threads: int, numerics: Numerics) -> None:
+        self._model, self._pool, self._rope, self._threads = model, pool, rope, threads
+        self.n_blocks, self.block_size, self.one_path = pool.n_blocks, pool.block_size, model.one_path
+        self.numerics_id, self.holds_identity = numerics.id, numerics.holds_identity
+
+    @torch.inference_mode()
+    def embed(self, token_ids_T: Int32) -> Tensor:
+        return edges_of(self._model).embedding.rows(torch.from_numpy(token_ids_T.astype(np.int64)))
+
+    @torch.inference_mode()
+    def run_layers(self, x_TD: Tensor, plan: RowPlan) -> Tensor:
+        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]."""
+        self._use_threads()
+        if self.one_path:
+            return self._run(x_TD, plan, Path.PROMPT) if len(x_TD) else x_TD
+        paths = [path for path in Path if (plan.path_S == path).any()]
+        if len(paths) == 1:
+            return self._run(x_TD, plan, paths[0])
+        out_TD = x_TD.clone()
+        for path in paths:
+            part, rows = of_path(plan, path)
+            chosen = torch.from_numpy(rows)
+            out_TD[chosen] = self._run(x_TD[chosen], part, path)
+        return out_TD
+
+    @torch.inference_mode()
+    def logits(self, x_TD: Tensor, rows_R: Int32) -> npt.NDArray[np.float32]:
+        """Final norm and head of the rows named, float32 [R, V]."""
+        edges = edges_of(self._model)
+        if not len(rows_R):
+            return np.zeros((0, self._model.spec.vocab), np.float32)
+        self._use_threads()
+        h_RD = edges.norm(x_TD[torch.from_numpy(rows_R.astype(np.int64))])
+        return edges.head(h_RD, Path.GENERATED).float().numpy()
+
+    def close(self) -> None:
+        """Free weights and KV. Idempotent."""
+        self._model = Model(self._model.spec, (), None, self._model.one_path)
+        self._pool = KvPool(0, 0, self.block_size, self._pool.n_kv, self._pool.head_dim)
+
+    def _run(self, x_TD: Tensor, plan: RowPlan, path: Path) -> Tensor:
+        step = CpuStep(plan, path, self._model.spec, self._pool, self._rope)
+        for layer in self._model.layers:
+            x_TD = layer(x_TD, step)
+        return x_TD
+
+    def _use_threads(self) -> None:
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+
+
+def edges_of(model: Model) -> Edges:
+    """A model's edges; asking a stage in the middle for them is a mistake of the caller."""
+    if model.edges is None:
+        raise RuntimeError("this runner holds layers only: it was loaded with edges=False, or closed")
+    return model.edges
