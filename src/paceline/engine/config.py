@@ -1,0 +1,41 @@
+"""What may be tuned about an engine. Each field says what raising it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Bounds of one engine. The block size and the number of blocks are the executor's.
+
+    Raises:
+        ConfigError: a bound is below what lets a single sequence advance.
+    """
+
+    max_context: int
+    """Tokens of prompt and answer together. Raising it lets one request hold more of the pool, and the others wait or be preempted."""
+    max_running: int = 32
+    """Sequences that advance side by side. Raising it lengthens each decode step, and with it everyone's time between tokens."""
+    max_waiting: int = 256
+    """Sequences that may queue beyond `max_running`. Raising it lets clients wait longer before they are told to come back."""
+    prefill_chunk: int = 512
+    """Prompt rows in one step, beside the decode rows. Raising it makes prompts faster and each running answer's pauses longer."""
+    prefix_cache: bool = True
+    """Keep full blocks for requests that begin alike. Costs a hash of each full block, about 1 us."""
+    step_timeout_s: float = 60.0
+    """How long one step may take before the executor counts as lost. Raising it delays the news of a hang."""
+    max_losses: int = 8
+    """Losses of the executor, with no step between them, before the engine gives up. Raising it delays the news of an outage."""
+    model_digest: str = ""
+    """Names the weights in the keys of cached blocks, so that blocks of two models are never taken for each other."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_context", 2), ("max_running", 1), ("max_waiting", 0), ("prefill_chunk", 1), ("max_losses", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name} is {value}, and {least} is the least that works", f"Raise {name}.")
+        if not self.step_timeout_s > 0:
+            raise ConfigError(f"step_timeout_s is {self.step_timeout_s}, and must be above 0", "Raise step_timeout_s.")

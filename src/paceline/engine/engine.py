@@ -1,0 +1,241 @@
+"""Requests in, tokens out: the loop around scheduler, executor, sampler and text.
+
+Laws:
+- Every sequence of a request that was added ends exactly once, with a chunk that has a finish reason; nothing follows it.
+- A lost executor costs time: live sequences are run again from their ids. Any other failure of it ends them with errors, and the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import count
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ExecutorLost, InvalidRequest, Overloaded, PacelineError
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
+from paceline.core.ids import RequestId, SequenceId
+from paceline.core.stats import EngineStats
+from paceline.core.text import Vocabulary
+from paceline.engine.config import EngineConfig
+from paceline.engine.draw_state import DrawState
+from paceline.engine.executor import Executor, StepOutput
+from paceline.engine.intake import check_request
+from paceline.engine.sampling import Sampler
+from paceline.engine.scheduler import PlannedBatch, Scheduler
+from paceline.engine.sequence import SequenceState
+from paceline.engine.stops import TextStream
+
+RETRY_SPAN_S = 60
+"""Longest wait asked of a client that was refused."""
+_BROKEN_LOGITS = "the model's logits are not finite"
+
+
+def _entropy() -> int:
+    return int.from_bytes(os.urandom(8), "little")
+
+
+class Engine:
+    """One model's generations. For one thread; owns neither the executor's life nor the clock."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        vocabulary: Vocabulary,
+        config: EngineConfig,
+        clock: Clock,
+        *,
+        entropy: Callable[[], int] = _entropy,
+    ) -> None:
+        """Start idle.
+
+        Args:
+            executor: runs the batches; closed by whoever made it.
+            vocabulary: of the model.
+            config: bounds.
+            clock: for the deadline of a step.
+            entropy: seeds of requests that bring none.
+        """
+        self._executor = executor
+        self._vocabulary = vocabulary
+        self._config = config
+        self._clock = clock
+        self._entropy = entropy
+        self._scheduler = Scheduler(executor, config)
+        self._sampler = Sampler(vocabulary.size, vocabulary.eos_ids)
+        self._live: dict[RequestId, list[SequenceState]] = {}
+        self._n_live = 0
+        self._in_flight: deque[PlannedBatch] = deque()
+        self._outbox: list[GenerationChunk] = []
+        """Endings that happened outside a step; the next one delivers them."""
+        self._sequence_ids = count()
+        self._losses = 0
+        self._failure: str | None = None
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._finished: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do, or to say."""
+        return bool(self._live or self._in_flight or self._outbox)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: a field is wrong, or the id is in use.
+            ContextOverflow: it can never fit.
+            Overloaded: the queue is full.
+            PacelineError: the engine failed.
+        """
+        if self._failure is not None:
+            raise PacelineError(f"The engine stopped: {self._failure}", "Restart it.")
+        if request.request_id in self._live:
+            raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
+        check_request(request, self._config, self._executor, self._vocabulary.size)
+        if self._n_live + request.n > self._config.max_running + self._config.max_waiting:
+            wait_s = min(RETRY_SPAN_S, 2 * math.ceil(self._n_live / self._config.max_running))
+            raise Overloaded(f"{self._n_live} answers are running or waiting", "Try again later.", retry_after_s=max(1, wait_s))
+        seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
+        stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids
+        sequences: list[SequenceState] = []
+        for index in range(request.n):
+            draws = DrawState(request.sampling, seed + index, request.prompt_ids, bans_eos=request.ignore_eos)
+            text = TextStream(self._vocabulary, request.stop)
+            sequences.append(SequenceState(SequenceId(next(self._sequence_ids)), request, index, draws, text, stop_ids))
+        for seq in sequences:
+            self._scheduler.add(seq)
+        self._live[request.request_id] = sequences
+        self._n_live += request.n
+        self._prompt_tokens += len(request.prompt_ids)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request now; the next step says so. Blocks are free at once, or with the batch in flight. Unknown ids have ended."""
+        for seq in tuple(self._live.get(request_id, ())):
+            self._outbox.append(self._end(seq, FinishReason.ABORT))
+
+    def step(self) -> list[GenerationChunk]:
+        """Keep the executor full, take one batch's output, and say what each sequence gained.
+
+        Raises:
+            Exception: whatever the executor raised, but for a loss that can be replayed. The endings come with the next call.
+        """
+        chunks, self._outbox = self._outbox, []
+        try:
+            while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
+                self._in_flight.append(planned)
+                self._executor.submit(planned.batch)
+            if self._in_flight:
+                output = self._executor.collect(self._clock.monotonic() + self._config.step_timeout_s)
+                self._read(self._in_flight.popleft(), output, chunks)
+            elif self._live:
+                raise RuntimeError(f"{self._n_live} sequences are live and none can run")
+        except ExecutorLost as lost:
+            self._replay(lost, chunks)
+        except Exception as error:
+            self._fail(error, chunks)
+            raise
+        return chunks
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, now."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            blocks_total=pool.n_blocks,
+            blocks_in_use=pool.used,
+            blocks_cached=len(pool.cache),
+            prefix_queries_tokens=scheduler.queried_tokens,
+            prefix_hits_tokens=scheduler.hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=scheduler.preemptions,
+            steps=self._steps,
+            finished=dict(self._finished),
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that nothing leaked and nothing is owned twice."""
+        self._scheduler.check_invariants()
+        live = [seq for sequences in self._live.values() for seq in sequences]
+        assert len(live) == self._n_live, "the number of live sequences is wrong"
+        assert {*live} == {*self._scheduler.waiting, *self._scheduler.running}, "scheduler and engine disagree on who is live"
+        flying = [seq for planned in self._in_flight for seq in planned.sequences]
+        assert len({*flying}) == len(flying), "a sequence is in two batches in flight"
+        assert all(seq.in_flight == (seq in flying) for seq in {*live, *flying}), "a sequence is marked in flight that is not, or the other way"
+
+    # ------------------------------------------------------------------------------------------------------------------- inside
+
+    def _read(self, planned: PlannedBatch, output: StepOutput, chunks: list[GenerationChunk]) -> None:
+        self._scheduler.collected(planned)
+        self._losses = 0
+        self._steps += 1
+        drawing = planned.drawing
+        if output.batch_id != planned.batch.batch_id or len(output.logits_RV) < len(drawing):
+            raise RuntimeError(f"batch {planned.batch.batch_id} came back as {output.batch_id}, {len(output.logits_RV)} rows of {len(drawing)}")
+        if not drawing:
+            return
+        positions = [len(seq.tokens) for seq in drawing]
+        tokens, logprobs = self._sampler.draw(output.logits_RV, [seq.draws for seq in drawing], positions)
+        for seq, token, logprob in zip(drawing, tokens, logprobs, strict=True):
+            if seq.is_live:  # not aborted while in flight
+                chunks.append(self._advance(seq, token, logprob))
+
+    def _advance(self, seq: SequenceState, token: int | None, logprob: TokenLogprob | None) -> GenerationChunk:
+        if token is None:
+            return self._end(seq, FinishReason.ERROR, error=_BROKEN_LOGITS)
+        cached = (seq.cached_tokens or 0) if seq.n_generated == 0 else 0
+        seq.tokens.append(token)
+        seq.draws.count(token)
+        self._generated_tokens += 1
+        reason = None
+        if token in seq.stop_ids:
+            text = seq.text.flush()
+            reason = FinishReason.STOP
+        else:
+            text = seq.text.push(token)
+            if not seq.text.stopped and seq.n_generated == seq.request.max_tokens:
+                text += seq.text.flush()
+                reason = FinishReason.LENGTH
+            if seq.text.stopped:
+                reason = FinishReason.STOP
+        if reason is not None:
+            self._forget(seq, reason)
+        return GenerationChunk(
+            seq.request.request_id, seq.index, (token,), text, () if logprob is None else (logprob,), reason, None, cached
+        )
+
+    def _end(self, seq: SequenceState, reason: FinishReason, error: str | None = None) -> GenerationChunk:
+        self._forget(seq, reason)
+        return GenerationChunk(seq.request.request_id, seq.index, (), "", finish_reason=reason, error=error)
+
+    def _forget(self, seq: SequenceState, reason: FinishReason) -> None:
+        self._scheduler.end(seq)
+        self._finished[reason.value] += 1
+        self._n_live -= 1
+        siblings = self._live[seq.request.request_id]
+        siblings.remove(seq)
+        if not siblings:
+            del self._live[seq.request.request_id]
+
+    def _replay(self, lost: ExecutorLost, chunks: list[GenerationChunk]) -> None:
+        self._losses += 1
+        if self._losses > self._config.max_losses:
+            self._fail(lost, chunks)
+            raise lost
+        self._scheduler.lost(self._in_flight)
+        self._in_flight.clear()
+
+    def _fail(self, error: Exception, chunks: list[GenerationChunk]) -> None:
+        """End everything; what this step had to say is said by the next, since this one raises."""
+        self._failure = f"{type(error).__name__}: {error}"
+        self._scheduler.lost(self._in_flight)
+        self._in_flight.clear()
+        for sequences in tuple(self._live.values()):
+            chunks += [self._end(seq, FinishReason.ERROR, error=self._failure) for seq in tuple(sequences)]
+        self._outbox = chunks

@@ -1,0 +1,68 @@
+"""What the engine refuses, before a request costs anything. Whatever passes can be run to its end, alone if need be."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.core.generation import GenerationRequest
+from paceline.engine.config import EngineConfig
+from paceline.engine.executor import Executor
+from paceline.engine.scheduler import blocks_for
+
+
+def check_request(request: GenerationRequest, config: EngineConfig, executor: Executor, vocab: int) -> None:
+    """Check a request against an engine's bounds.
+
+    Raises:
+        InvalidRequest: a field is wrong; `field` names it.
+        ContextOverflow: it exceeds the context, or the KV memory as a whole.
+    """
+    n_prompt = len(request.prompt_ids)
+    if n_prompt == 0:
+        raise InvalidRequest("The prompt is empty", "Send at least one token.", field="prompt")
+    if request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {request.max_tokens}", "Ask for at least one token.", field="max_tokens")
+    most = config.max_running + config.max_waiting
+    if not 1 <= request.n <= most:
+        raise InvalidRequest(f"n is {request.n}, and this engine takes 1 to {most}", "Ask for fewer answers.", field="n")
+    if not (0 <= min(request.prompt_ids) and max(request.prompt_ids) < vocab):
+        raise InvalidRequest(f"The prompt holds token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="prompt")
+    _check_sampling(request, vocab)
+    tokens = n_prompt + request.max_tokens
+    if tokens > config.max_context:
+        raise ContextOverflow(
+            f"{n_prompt} tokens of prompt and {request.max_tokens} of answer exceed the context of {config.max_context}",
+            "Shorten the prompt, or ask for fewer tokens.",
+            field="max_tokens",
+        )
+    # The last token drawn is never run.
+    if blocks_for(tokens - 1, executor.block_size) > executor.n_blocks:
+        raise ContextOverflow(
+            f"{n_prompt} tokens of prompt and {request.max_tokens} of answer exceed the KV memory of "
+            f"{executor.n_blocks * executor.block_size} tokens",
+            "Shorten the prompt, ask for fewer tokens, or give the server more KV memory.",
+            field="max_tokens",
+        )
+
+
+def _check_sampling(request: GenerationRequest, vocab: int) -> None:
+    """Ranges are the server's to explain; what would derail the sampler is refused here too."""
+    sampling = request.sampling
+    if not all(0 <= token < vocab for token in sampling.logit_bias):
+        raise InvalidRequest(f"logit_bias names token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="logit_bias")
+    numbers = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": sum(sampling.logit_bias.values()),
+    }
+    for field, value in numbers.items():
+        if not math.isfinite(value):
+            raise InvalidRequest(f"{field} is {value}", "Send a finite number.", field=field)
+    if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
+        field = "temperature" if sampling.temperature < 0 else "repetition_penalty"
+        raise InvalidRequest(f"{field} is {numbers[field]}", "Send a larger number.", field=field)

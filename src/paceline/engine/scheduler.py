@@ -1,0 +1,272 @@
+"""Continuous batching: decides which rows run next, and which blocks they use.
+
+Laws:
+- Each step, every running sequence with one row to run gets it, and prompts share `prefill_chunk` rows beside them: neither starves the other.
+- First come, first admitted, and the latest to come is preempted first, so the earliest always advances. A preempted sequence resumes by
+  recompute, on the paths its positions had: prompt path below the prompt's length, generated path from there on.
+- A sequence is in at most one batch in flight. Its blocks stay its own until that batch is collected, and enter the prefix cache only then.
+- With a pipeline (depth > 1), running sequences are spread over `depth` batches.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from paceline.core.ids import BatchId, SequenceId
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.config import EngineConfig
+from paceline.engine.executor import Executor, Path, SequenceStep, StepBatch
+from paceline.engine.prefix_cache import chain_key, prompt_keys, root_key
+from paceline.engine.sequence import Phase, SequenceState
+
+_UNBOUNDED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """A batch and the sequences its steps are of."""
+
+    batch: StepBatch
+    sequences: list[SequenceState]
+    drawing: list[SequenceState]
+    """Of the logits' rows, in their order."""
+
+
+class Scheduler:
+    """Waiting and running sequences over one pool."""
+
+    def __init__(self, executor: Executor, config: EngineConfig) -> None:
+        self.pool = BlockPool(executor.n_blocks)
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
+        self.preemptions = 0
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self._depth = executor.depth
+        self._block_size = executor.block_size
+        self._one_path = executor.one_path
+        self._caching = config.prefix_cache
+        self._root = root_key(executor.numerics_id, config.model_digest)
+        self._max_running = config.max_running
+        self._chunk = config.prefill_chunk
+        self._batch_ids = count()
+        self._released: list[SequenceId] = []
+        self._draining: list[SequenceState] = []
+        """Ended or due to be preempted, with blocks held until their batch is collected."""
+        self._computing: dict[bytes, SequenceState] = {}
+        """Keys of prompt blocks that a running sequence is about to fill: who needs the same waits for them."""
+
+    # ---------------------------------------------------------------------------------------------------- sequences come and go
+
+    def add(self, seq: SequenceState) -> None:
+        """A new sequence waits its turn."""
+        if self._caching and seq.request.use_prefix_cache:
+            seq.keys = prompt_keys(self._root, seq.tokens, self._block_size)
+            # Generated rows may be shared where they are the same bytes as prompt rows (byte identity, rule 3).
+            seq.n_publishable = _UNBOUNDED if self._one_path else len(seq.keys)
+        self.waiting.append(seq)
+
+    def end(self, seq: SequenceState) -> None:
+        """A sequence is over; its blocks are given back now, or when the batch it is in is collected."""
+        if seq.phase is Phase.WAITING:
+            self.waiting.remove(seq)
+        elif seq.phase is Phase.RUNNING:
+            self.running.remove(seq)
+            if not seq.in_flight:
+                self._release(seq)
+            elif not seq.preempt_when_collected:
+                self._draining.append(seq)
+        seq.phase = Phase.ENDED
+
+    # ------------------------------------------------------------------------------------------------------------------ batches
+
+    def next_batch(self) -> PlannedBatch | None:
+        """What to run next, or None if every sequence is in flight, or waits for one that is."""
+        if self.waiting:
+            self._admit()
+        steps: list[SequenceStep] = []
+        sequences: list[SequenceState] = []
+        drawing: list[SequenceState] = []
+        for seq, rows in self._rows():
+            steps.append(self._step(seq, rows))
+            sequences.append(seq)
+            if seq.computed == len(seq.tokens):
+                drawing.append(seq)
+        if not steps:
+            return None
+        released, self._released = tuple(self._released), []
+        return PlannedBatch(StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released), sequences, drawing)
+
+    def collected(self, planned: PlannedBatch) -> None:
+        """A batch's KV is written: full blocks may be shared now, and what was held back for it is let go."""
+        for seq in planned.sequences:
+            seq.in_flight = False
+            if seq.phase is Phase.ENDED:
+                self._draining.remove(seq)
+                self._release(seq)
+                continue
+            if seq.n_published < seq.n_publishable:
+                self._publish(seq)
+            if seq.preempt_when_collected:
+                self._draining.remove(seq)
+                self._preempt(seq)
+
+    def lost(self, in_flight: Iterable[PlannedBatch]) -> None:
+        """The executor lost KV, and with it every batch in flight: all sequences start over from their ids."""
+        for planned in in_flight:
+            for seq in planned.sequences:
+                seq.in_flight = False
+                if seq.phase is Phase.ENDED:
+                    self._release(seq)
+        self._draining.clear()
+        for seq in reversed(tuple(self.running)):
+            self._requeue(seq)
+            seq.epoch += 1
+        self.pool.forget_cached()
+
+    # --------------------------------------------------------------------------------------------------------------- inside: rows
+
+    def _rows(self) -> Iterator[tuple[SequenceState, int]]:
+        """Sequences to run and how many rows of each. Each must be planned before the next is asked for."""
+        share = -(-len(self.running) // self._depth)
+        prefilling = False
+        # A copy: sequences are preempted on the way, always later ones than the one in hand.
+        for seq in tuple(self.running):
+            left = len(seq.tokens) - seq.computed
+            if left > 1:
+                prefilling = True
+            elif share and not seq.in_flight and seq.phase is Phase.RUNNING and self._has_room(seq):
+                share -= 1
+                yield seq, 1
+        budget = self._chunk if prefilling else 0
+        for seq in tuple(self.running) if budget else ():
+            left = (seq.n_prompt if seq.computed < seq.n_prompt else len(seq.tokens)) - seq.computed
+            if not seq.in_flight and budget and len(seq.tokens) - seq.computed > 1:
+                rows = min(left, budget)
+                budget -= rows
+                yield seq, rows
+
+    def _step(self, seq: SequenceState, rows: int) -> SequenceStep:
+        start = seq.computed
+        stop = start + rows
+        blocks = seq.blocks
+        new_blocks = blocks[seq.n_sent :] if seq.n_sent < len(blocks) else ()
+        seq.n_sent = len(blocks)
+        seq.computed = stop
+        seq.in_flight = True
+        path = Path.PROMPT if start < seq.n_prompt else Path.GENERATED
+        logits_rows = (rows - 1,) if stop == len(seq.tokens) else ()
+        return SequenceStep(seq.id, seq.epoch, seq.tokens[start:stop], start, path, new_blocks, logits_rows)
+
+    # ------------------------------------------------------------------------------------------------------------- inside: blocks
+
+    def _admit(self) -> None:
+        """Let sequences in while there is a row for them soon, and blocks for all their tokens now."""
+        backlog = sum(max(0, len(seq.tokens) - seq.computed - 1) for seq in self.running)
+        for seq in tuple(self.waiting):
+            if len(self.running) >= self._max_running or backlog >= self._chunk:
+                return
+            # The last token's row must run: its logits are what is wanted.
+            keys = seq.keys[: (len(seq.tokens) - 1) // self._block_size]
+            hits = self.pool.cache.match(keys)
+            if len(hits) < len(keys) and keys[len(hits)] in self._computing:
+                continue
+            revived = sum(self.pool.cache.is_idle(block) for block in hits)
+            needed = blocks_for(len(seq.tokens), self._block_size) - len(hits)
+            # One block spare for each that runs, lest the newcomer be preempted by their next tokens.
+            if needed + revived + len(self.running) > self.pool.available:
+                return
+            for block in hits:
+                self.pool.share(block)
+            seq.blocks = hits + [self.pool.take() for _ in range(needed)]
+            seq.computed = len(hits) * self._block_size
+            seq.n_published = len(hits)
+            for key in keys[len(hits) :]:
+                self._computing.setdefault(key, seq)
+            if seq.cached_tokens is None:
+                seq.cached_tokens = seq.computed
+                if seq.n_publishable:
+                    self.queried_tokens += seq.n_prompt
+                    self.hit_tokens += seq.computed
+            self.waiting.remove(seq)
+            seq.phase = Phase.RUNNING
+            insort(self.running, seq, key=_arrival)
+            backlog += len(seq.tokens) - seq.computed - 1
+
+    def _has_room(self, seq: SequenceState) -> bool:
+        """Make sure of a block for the next row, taking it from later sequences if need be."""
+        if seq.computed < len(seq.blocks) * self._block_size:
+            return True
+        while not self.pool.available:
+            if self._draining:
+                return False  # blocks come free as soon as a batch is collected
+            latest = self.running[-1]
+            if latest.in_flight:
+                latest.preempt_when_collected = True
+                self._draining.append(latest)
+                return False
+            self._preempt(latest)
+            if latest is seq:
+                return False
+        seq.blocks.append(self.pool.take())
+        return True
+
+    def _preempt(self, seq: SequenceState) -> None:
+        self.preemptions += 1
+        self._requeue(seq)
+
+    def _requeue(self, seq: SequenceState) -> None:
+        self.running.remove(seq)
+        self._release(seq)
+        seq.computed = 0
+        seq.preempt_when_collected = False
+        seq.phase = Phase.WAITING
+        insort(self.waiting, seq, key=_arrival)
+
+    def _release(self, seq: SequenceState) -> None:
+        for key in seq.keys[seq.n_published :]:
+            if self._computing.get(key) is seq:
+                del self._computing[key]
+        self.pool.give_back(reversed(seq.blocks))
+        seq.blocks = []
+        if seq.n_sent:
+            self._released.append(seq.id)
+            seq.n_sent = 0
+
+    def _publish(self, seq: SequenceState) -> None:
+        for index in range(seq.n_published, min(seq.computed // self._block_size, seq.n_publishable)):
+            if index == len(seq.keys):
+                start = index * self._block_size
+                parent = seq.keys[-1] if seq.keys else self._root
+                seq.keys.append(chain_key(parent, seq.tokens[start : start + self._block_size]))
+            key = seq.keys[index]
+            self.pool.cache.insert(key, seq.blocks[index])
+            if self._computing.get(key) is seq:
+                del self._computing[key]
+            seq.n_published += 1
+
+    # ----------------------------------------------------------------------------------------------------------------- invariants
+
+    def check_invariants(self) -> None:
+        """Assert that blocks, queues and phases agree. Cheap enough for each test and each rest."""
+        self.pool.check_invariants(seq.blocks for seq in {*self.running, *self._draining})
+        assert all(seq.phase is Phase.WAITING and not seq.blocks and not seq.in_flight for seq in self.waiting), "a waiting sequence holds something"
+        assert all(seq.phase is Phase.RUNNING for seq in self.running), "a sequence that does not run stands among those that do"
+        assert all(seq.in_flight for seq in self._draining), "a sequence drains that is not in flight"
+        for queue in (self.waiting, self.running):
+            assert all(a.id < b.id for a, b in zip(queue, queue[1:], strict=False)), "a queue is out of the order of arrival"
+        assert all(seq in self.running or seq in self._draining for seq in self._computing.values()), "a key waits for a sequence that is gone"
+        if not self.running and not self._draining:
+            assert self.pool.used == 0, "blocks are held with nothing running"
+
+
+def _arrival(seq: SequenceState) -> SequenceId:
+    return seq.id
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold this many tokens."""
+    return -(-tokens // block_size)

@@ -1,0 +1,105 @@
+"""A pipeline in one thread: batches in flight, run in order when they are collected, and checked for what a real one would trip over.
+
+Law it holds the scheduler to: a batch may neither write a block that a batch in flight names for another sequence, nor name a block that a
+batch in flight writes for another sequence; and no sequence is in two batches in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from paceline.core.errors import ExecutorLost, LostSpan
+from paceline.core.ids import BatchId, BlockId, SequenceId
+from paceline.engine.executor import StepBatch, StepOutput
+from paceline.engine.local import LocalExecutor
+from paceline.testing.null_backend import NullRunner
+
+
+class InOrderExecutor:
+    """An `Executor` of any depth over a `NullRunner`."""
+
+    def __init__(self, runner: NullRunner, depth: int = 1, lose: Collection[int] = (), break_at: int | None = None) -> None:
+        """An executor with nothing in flight.
+
+        Args:
+            runner: runs the batches.
+            depth: how many may be in flight.
+            lose: ordinals of `collect` at which all KV and all batches in flight are lost.
+            break_at: ordinal of `collect` at which it fails for good.
+        """
+        self.depth = depth
+        self._runner = runner
+        self._inner = LocalExecutor(runner)
+        self._lose = frozenset(lose)
+        self._break_at = break_at
+        self._collects = 0
+        self._tables: dict[SequenceId, list[BlockId]] = {}
+        self._pending: dict[BatchId, StepBatch] = {}
+        self._named: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
+        self._written: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
+
+    @property
+    def n_blocks(self) -> int:
+        return self._runner.n_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._runner.block_size
+
+    @property
+    def one_path(self) -> bool:
+        return self._runner.one_path
+
+    @property
+    def numerics_id(self) -> str:
+        return self._runner.numerics_id
+
+    def submit(self, batch: StepBatch) -> None:
+        assert len(self._pending) < self.depth, "more batches in flight than the executor is deep"
+        for sequence in batch.released:
+            self._tables.pop(sequence, None)
+        named: dict[SequenceId, frozenset[BlockId]] = {}
+        written: dict[SequenceId, frozenset[BlockId]] = {}
+        for step in batch.steps:
+            assert step.sequence not in named, "a sequence stands in a batch twice"
+            table = self._tables.setdefault(step.sequence, [])
+            table.extend(step.new_blocks)
+            first, last = step.first_position, step.first_position + len(step.token_ids) - 1
+            named[step.sequence] = frozenset(table)
+            written[step.sequence] = frozenset(table[first // self.block_size : last // self.block_size + 1])
+        for other in (*self._pending, batch.batch_id):
+            theirs_named, theirs_written = (named, written) if other == batch.batch_id else (self._named[other], self._written[other])
+            assert other == batch.batch_id or not named.keys() & theirs_named.keys(), "a sequence is in two batches in flight"
+            _assert_apart(written, theirs_named)
+            _assert_apart(theirs_written, named)
+        self._pending[batch.batch_id] = batch
+        self._named[batch.batch_id] = named
+        self._written[batch.batch_id] = written
+
+    def collect(self, deadline: float) -> StepOutput:
+        self._collects += 1
+        if self._collects - 1 == self._break_at:
+            raise ZeroDivisionError("the executor broke")
+        if self._collects - 1 in self._lose:
+            self._runner.wipe()
+            for batch_id in tuple(self._pending):
+                self._drop(batch_id)
+            self._tables.clear()
+            self._inner = LocalExecutor(self._runner)
+            raise ExecutorLost("stage 0 went away", (LostSpan(0, 1, "elsewhere"),))
+        batch_id = next(iter(self._pending))
+        self._inner.submit(self._drop(batch_id))
+        return self._inner.collect(deadline)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _drop(self, batch_id: BatchId) -> StepBatch:
+        del self._named[batch_id], self._written[batch_id]
+        return self._pending.pop(batch_id)
+
+
+def _assert_apart(written: dict[SequenceId, frozenset[BlockId]], named: dict[SequenceId, frozenset[BlockId]]) -> None:
+    for writer, blocks in written.items():
+        for reader, table in named.items():
+            assert writer == reader or not blocks & table, f"sequence {writer} writes blocks {blocks & table} that sequence {reader} holds"

@@ -1,0 +1,125 @@
+"""A model without weights: its logits are a hash of what the KV blocks really hold.
+
+`run_layers` writes each row's token and path into its block, then reads the whole history back through the block table. A wrong
+table, a lost block, a shared block overwritten, a row on the wrong path or at the wrong position: each changes the answer.
+
+Shapes: T rows, S sequences, B blocks of the longest table, R rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.engine.local import Int32, RowPlan
+
+_EMPTY = -1
+UInt64 = npt.NDArray[np.uint64]
+
+
+class NullRunner:
+    """A `LayerRunner` whose activations are hashes: uint64 [T], of the token before the layers, of the history after them."""
+
+    def __init__(self, *, n_blocks: int, block_size: int = 4, vocab: int = 64, one_path: bool = False) -> None:
+        self._n_blocks = n_blocks
+        self._block_size = block_size
+        self._one_path = one_path
+        self._columns_V = np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        self._kv = np.full((n_blocks, block_size), _EMPTY, np.int64)
+        self.rows_run = 0
+        """Rows that went through the layers."""
+
+    @property
+    def n_blocks(self) -> int:
+        return self._n_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def one_path(self) -> bool:
+        return self._one_path
+
+    @property
+    def numerics_id(self) -> str:
+        return "null-one-path" if self._one_path else "null"
+
+    def embed(self, token_ids_T: Int32) -> UInt64:
+        return token_ids_T.astype(np.uint64)
+
+    def run_layers(self, x_TD: UInt64, plan: RowPlan) -> UInt64:
+        out = np.empty_like(x_TD)
+        for s in range(len(plan.n_rows_S)):
+            first, n = int(plan.first_position_S[s]), int(plan.n_rows_S[s])
+            start = int(plan.row_start_S[s])
+            path = 0 if self._one_path else int(plan.path_S[s])
+            positions = np.arange(first + n)
+            blocks = plan.tables_SB[s][positions // self._block_size]
+            if blocks.min() < 0:
+                raise IndexError(f"sequence {s} of the batch has no block for position {int(positions[blocks < 0][0])}")
+            slots = positions % self._block_size
+            self._kv[blocks[first:], slots[first:]] = x_TD[start : start + n].astype(np.int64) * 2 + path
+            history = self._kv[blocks, slots]
+            if history.min() < 0:
+                raise ValueError(f"sequence {s} of the batch reads position {int(positions[history < 0][0])}, which nobody wrote")
+            out[start : start + n] = _running_hash(history)[first:]
+            self.rows_run += n
+        return out
+
+    def logits(self, x_TD: UInt64, rows_R: Int32) -> npt.NDArray[np.float32]:
+        mixed_RV = x_TD[rows_R][:, None] ^ self._columns_V
+        mixed_RV = (mixed_RV ^ (mixed_RV >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed_RV ^= mixed_RV >> np.uint64(29)
+        return (mixed_RV >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)
+
+    def close(self) -> None:
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Lose the KV, as a machine that went away does."""
+        self._kv.fill(_EMPTY)
+
+
+def _running_hash(history: npt.NDArray[np.int64]) -> UInt64:
+    """Hash of each prefix, in order."""
+    hashes = np.empty(len(history), np.uint64)
+    h = 0xCBF29CE484222325
+    for i, value in enumerate(history.tolist()):
+        h = ((h ^ (value + 1)) * 0x100000001B3 + i) & 0xFFFFFFFFFFFFFFFF
+        h ^= h >> 29
+        hashes[i] = h
+    return hashes
+
+
+class ByteVocabulary:
+    """A `Vocabulary` of tokens that are bytes of their own, or strings of bytes given for them."""
+
+    def __init__(self, size: int = 64, eos_ids: frozenset[int] = frozenset({0}), spellings: Sequence[bytes] = ()) -> None:
+        """A vocabulary.
+
+        Args:
+            size: number of tokens.
+            eos_ids: ends of an answer; without bytes.
+            spellings: bytes of the first tokens; the rest spell one printable character each.
+        """
+        self._size = size
+        self._eos_ids = eos_ids
+        self._spellings = tuple(spellings)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._eos_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._eos_ids:
+            return b""
+        if token_id < len(self._spellings):
+            return self._spellings[token_id]
+        return bytes([33 + token_id % 94])
