@@ -1,0 +1,67 @@
+"""How much of the machine other programs took while something was measured. Linux says; elsewhere nothing is known.
+
+Law: a measurement that others disturbed is taken again, within bounds, and what was kept says how disturbed it was.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+class Bystanders:
+    """Processor time used by processes other than those named, since this was made, as a share of the whole machine."""
+
+    def __init__(self, pids: list[int], proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._pids = [*pids, os.getpid()]
+        self._began_s = time.perf_counter()
+        self._busy_s = self._busy()
+        self._own_s = self._own()
+
+    def share(self) -> float | None:
+        """0 where the machine was otherwise idle; None where it can't be known."""
+        if self._busy_s is None:
+            return None
+        wall_s = time.perf_counter() - self._began_s
+        busy_s = (self._busy() or 0.0) - self._busy_s
+        own_s = self._own() - self._own_s
+        return max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1)))
+
+    def _busy(self) -> float | None:
+        try:
+            fields = (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        user, nice, system, _idle, _wait, irq, soft, steal = map(int, fields)
+        return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+    def _own(self) -> float:
+        return sum(map(self._used, self._pids))
+
+    def _used(self, pid: int) -> float:
+        try:
+            fields = (self._proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Patience:
+    """Seconds that may be spent, in all, waiting for the machine to be quiet."""
+
+    def __init__(self, budget_s: float, limit: float) -> None:
+        self.left_s = budget_s
+        self.limit = limit
+        """Share of the machine others may take in a measurement that counts as undisturbed."""
+
+    def wait(self) -> None:
+        """Return when the machine is quiet, or patience has run out."""
+        while self.left_s > 0:
+            before = Bystanders([])
+            time.sleep(0.25)
+            self.left_s -= 0.25
+            share = before.share()
+            if share is None or share <= self.limit:
+                return
