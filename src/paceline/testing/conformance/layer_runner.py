@@ -1,0 +1,178 @@
+"""What every `LayerRunner` must do, whatever it runs on.
+
+Subclass `LayerRunnerSuite` in a test module that has a fixture `case` (a `RunnerCase`) and a fixture `runner` (loaded from it on one
+thread). Each test compares a run with the same rows run another way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.backends.options import LoadOptions
+from paceline.core.errors import OutOfMemory
+from paceline.core.model import LayerRange
+from paceline.engine.executor import Path
+from paceline.engine.local import LayerRunner
+from paceline.testing.conformance.runs import Outcome, Rows, RunnerCase, activation_bits, blocks, plan_of, run, run_cut, same, tokens
+
+LENGTH = 150
+"""Tokens of a prompt: more than one attention block of 128."""
+
+
+class LayerRunnerSuite:
+    """The suite. Every row's result is a function of the sequence's own tokens and paths."""
+
+    @pytest.fixture
+    def prompt(self, case: RunnerCase, runner: LayerRunner[Any]) -> Rows:
+        return Rows(tokens(LENGTH, case.spec.vocab), 0, blocks(runner, LENGTH))
+
+    @pytest.mark.parametrize("path", list(Path))
+    @pytest.mark.parametrize("sizes", [(1,), (2, 3), (16, 17), (33,), (64, 1, 7), (128,)], ids=str)
+    def test_chunks_change_nothing(self, runner: LayerRunner[Any], prompt: Rows, path: Path, sizes: tuple[int, ...]) -> None:
+        rows = Rows(prompt.ids, 0, prompt.table, path)
+        assert same(runner, run(runner, rows)[0], run_cut(runner, rows, sizes))
+
+    def test_paths_of_one_path_are_one(self, runner: LayerRunner[Any], prompt: Rows) -> None:
+        whole = run(runner, prompt)[0]
+        generated = run(runner, Rows(prompt.ids, 0, prompt.table, Path.GENERATED))[0]
+        assert runner.one_path == bool(np.array_equal(whole.logits_TV, generated.logits_TV))
+        # Two paths are two roundings of one model.
+        scale = float(np.abs(whole.logits_TV).max())
+        assert float(np.abs(whole.logits_TV - generated.logits_TV).mean()) < 0.05 * scale
+
+    def test_other_sequences_change_nothing(self, case: RunnerCase, runner: LayerRunner[Any]) -> None:
+        lengths = (40, 133, 3, 1, 16)
+        batch: list[Rows] = []
+        at = 0
+        for seed, length in enumerate(lengths):
+            table = blocks(runner, length, at)
+            at += len(table)
+            batch.append(Rows(tokens(length, case.spec.vocab, seed), 0, table))
+        together = run(runner, *batch)
+        for rows, outcome in zip(batch, together, strict=True):
+            assert same(runner, run(runner, rows)[0], outcome)
+
+    @pytest.mark.parametrize("count", [1, 2, 5, 16])
+    def test_decoding_side_by_side_changes_nothing(self, case: RunnerCase, runner: LayerRunner[Any], count: int) -> None:
+        prompts = [Rows(tokens(9 + 11 * s, case.spec.vocab, s), 0, ()) for s in range(count)]
+        ends = [len(rows.ids) for rows in prompts]
+        tables, at = [], 0
+        for end in ends:
+            tables.append(blocks(runner, end + 4, at))
+            at += len(tables[-1])
+        answers = [tokens(4, case.spec.vocab, 100 + s) for s in range(count)]
+        for rows, table in zip(prompts, tables, strict=True):
+            run(runner, Rows(rows.ids, 0, table))
+        steps = [
+            run(runner, *(Rows(a[i : i + 1], end + i, t, Path.GENERATED) for a, end, t in zip(answers, ends, tables, strict=True)))
+            for i in range(4)
+        ]
+        for s in range(count):
+            alone = run(runner, Rows(answers[s], ends[s], tables[s], Path.GENERATED))[0]
+            assert same(runner, alone, Outcome.joined([step[s] for step in steps]))
+
+    def test_prompt_and_generated_rows_mix(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
+        table = blocks(runner, 60, len(prompt.table))
+        first = Rows(tokens(50, case.spec.vocab, 1), 0, table)
+        second = Rows(tokens(10, case.spec.vocab, 2), 50, table, Path.GENERATED)
+        run(runner, first)
+        alone = run(runner, second)[0]
+        mixed = run(runner, second, prompt)
+        assert same(runner, alone, mixed[0])
+        assert same(runner, run(runner, prompt)[0], mixed[1])
+
+    def test_threads_change_nothing(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
+        other = case.runner(threads=2)
+        try:
+            for path in Path:
+                rows = Rows(prompt.ids, 0, prompt.table, path)
+                assert same(runner, run(runner, rows)[0], run(other, rows)[0])
+        finally:
+            other.close()
+
+    def test_blocks_may_lie_anywhere(self, runner: LayerRunner[Any], prompt: Rows) -> None:
+        whole = run(runner, prompt)[0]
+        spare = [b for b in range(runner.n_blocks) if b not in prompt.table]
+        scattered = np.random.default_rng(3).permutation(spare)[: len(prompt.table)].tolist()
+        assert same(runner, whole, run_cut(runner, Rows(prompt.ids, 0, scattered), (33,)))
+
+    def test_what_a_block_held_before_is_forgotten(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
+        whole = run(runner, prompt)[0]
+        run(runner, Rows(tokens(LENGTH, case.spec.vocab, 9), 0, list(reversed(prompt.table))))
+        assert same(runner, whole, run_cut(runner, prompt, (16,)))
+
+    def test_a_table_may_be_longer_than_its_rows(self, runner: LayerRunner[Any], prompt: Rows) -> None:
+        spare = list(range(len(prompt.table), len(prompt.table) + 12))
+        assert same(runner, run(runner, prompt)[0], run(runner, Rows(prompt.ids, 0, [*prompt.table, *spare]))[0])
+
+    def test_first_position_truncates(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
+        run(runner, prompt)
+        draft, accepted = tokens(7, case.spec.vocab, 4), tokens(5, case.spec.vocab, 5)
+        start = LENGTH - 9
+        run(runner, Rows(draft, start, prompt.table, Path.GENERATED))
+        after = run(runner, Rows(accepted, start, prompt.table, Path.GENERATED))[0]
+        run(runner, Rows(prompt.ids[:start], 0, prompt.table))
+        assert same(runner, run_cut(runner, Rows(accepted, start, prompt.table, Path.GENERATED), (1,)), after)
+
+    def test_layers_split_over_two_runners(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
+        cut = case.spec.n_layers // 2
+        head = case.runner(layers=LayerRange(0, cut))
+        tail = case.runner(layers=LayerRange(cut, case.spec.n_layers), edges=False)
+        try:
+            whole, plan = run(runner, prompt)[0], plan_of([prompt])
+            x_TD = tail.run_layers(head.run_layers(head.embed(np.array(prompt.ids, np.int32)), plan), plan)
+            last = np.array([LENGTH - 1], np.int32)
+            assert same(runner, whole.tail(LENGTH - 1), Outcome(activation_bits(x_TD)[-1:], head.logits(x_TD, last)))
+            assert np.array_equal(whole.x_TD, activation_bits(x_TD))
+        finally:
+            head.close()
+            tail.close()
+
+    def test_only_the_tensors_asked_for_are_read_and_once(self, case: RunnerCase) -> None:
+        source = case.source()
+        case.runner(layers=LayerRange(1, 2), edges=False, source=source).close()
+        assert set(source.reads) == {name for name in source.names() if name.startswith("model.layers.1.")}
+        assert set(source.reads.values()) == {1}
+
+    def test_edges_are_read_once(self, case: RunnerCase) -> None:
+        source = case.source()
+        case.runner(source=source).close()
+        assert source.reads == dict.fromkeys(source.names(), 1)
+
+    def test_progress_is_told_in_bytes(self, case: RunnerCase) -> None:
+        told: list[tuple[int, int]] = []
+        options = LoadOptions(case.spec.all_layers, case.weights, 16, prompt_weights=case.prompt_weights)
+        source = case.source()
+        case.load(source, options, lambda done, total: told.append((done, total))).close()
+        total = sum(source.nbytes(name) for name in source.names())
+        assert told[-1] == (total, total)
+        assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+    def test_no_rows_no_logits(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
+        x_TD = runner.run_layers(runner.embed(np.array(prompt.ids, np.int32)), plan_of([prompt]))
+        assert runner.logits(x_TD, np.array([], np.int32)).shape == (0, case.spec.vocab)
+
+    def test_logits_come_in_the_order_asked(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
+        whole = run(runner, prompt)[0]
+        x_TD = runner.run_layers(runner.embed(np.array(prompt.ids, np.int32)), plan_of([prompt]))
+        order = np.array([149, 3, 77], np.int32)
+        logits_RV = runner.logits(x_TD, order)
+        assert logits_RV.dtype == np.float32
+        assert same(runner, Outcome(whole.x_TD[order], whole.logits_TV[order]), Outcome(activation_bits(x_TD)[order], logits_RV))
+
+    def test_room_is_what_was_asked(self, runner: LayerRunner[Any]) -> None:
+        assert runner.n_blocks * runner.block_size >= 2048
+        assert len(runner.numerics_id) == 16
+
+    def test_a_pool_larger_than_memory_is_refused(self, case: RunnerCase) -> None:
+        options = LoadOptions(case.spec.all_layers, case.weights, 1 << 36, prompt_weights=case.prompt_weights)
+        with pytest.raises(OutOfMemory, match=r"KV pool of \d+ tokens.*--kv-tokens"):
+            case.load(case.source(), options)
+
+    def test_closing_twice_is_closing(self, case: RunnerCase) -> None:
+        closed = case.runner()
+        closed.close()
+        closed.close()

@@ -1,0 +1,82 @@
+"""Every backend of this repository under the one suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from paceline.backends import cpu, torch
+from paceline.backends.options import PromptWeights
+from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WeightsFormat
+from paceline.engine.local import LayerRunner
+from paceline.testing.conformance.layer_runner import LayerRunnerSuite
+from paceline.testing.conformance.runs import Load, RunnerCase
+
+LLAMA = ModelSpec(
+    model_type="llama", n_layers=3, hidden=96, n_heads=6, n_kv_heads=2, head_dim=32, ffn=160, vocab=307, max_context=512,
+    rms_eps=1e-5, rope=RopeSpec(10_000.0, llama3=(8.0, 1.0, 4.0, 64)), tied_head=True,
+)  # fmt: skip
+SPECS = {
+    "llama": LLAMA,
+    "one head a KV head": replace(LLAMA, n_heads=3, n_kv_heads=3, tied_head=False),
+    "qwen2": replace(LLAMA, model_type="qwen2", qkv_bias=True, rope=RopeSpec(1e6), tied_head=False),
+    "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=64),
+    "qwen3_moe": replace(LLAMA, model_type="qwen3_moe", qk_norm=True, moe=MoeSpec(n_experts=6, top_k=2, ffn=64, norm_topk=True)),
+}
+INT4, INT8, BF16 = WeightsFormat.INT4, WeightsFormat.INT8, WeightsFormat.BF16
+RESIDENT, STREAMED = PromptWeights.RESIDENT, PromptWeights.STREAMED
+
+
+def _case(kind: str, load: Load, family: str, weights: WeightsFormat, where: PromptWeights | None = None, *marks: pytest.MarkDecorator) -> Any:
+    name = "-".join([kind, family.replace(" ", "_"), weights, *([where] if where else [])])
+    return pytest.param(RunnerCase(name, load, SPECS[family], weights, where), id=name, marks=marks)
+
+
+TORCH = [
+    _case("torch", torch.load, family, weights, where)
+    for family, weights, where in [
+        ("llama", INT4, RESIDENT),
+        ("llama", INT4, STREAMED),
+        ("llama", INT8, STREAMED),
+        ("llama", BF16, None),
+        ("one head a KV head", INT4, RESIDENT),
+        ("qwen2", INT8, RESIDENT),
+        ("qwen3", INT4, STREAMED),
+        ("qwen3_moe", INT4, RESIDENT),
+        ("qwen3_moe", BF16, None),
+    ]
+]
+_NO_KERNELS = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX512-BF16")
+CPU = [
+    _case("cpu", cpu.load, family, weights, None, _NO_KERNELS)
+    for family, weights in [("llama", INT4), ("llama", INT8), ("llama", BF16), ("one head a KV head", INT8), ("qwen2", INT4), ("qwen3", INT4)]
+]
+CUDA = [
+    _case("cuda", partial(torch.load, device="cuda"), family, BF16, None, pytest.mark.gpu)
+    for family in ("llama", "qwen2", "qwen3", "qwen3_moe")
+]
+
+
+@pytest.fixture(scope="module", params=[*TORCH, *CPU, *CUDA])
+def case(request: pytest.FixtureRequest) -> RunnerCase:
+    if request.node.get_closest_marker("gpu") or "cuda" in request.param.name:
+        import torch as library
+
+        if not library.cuda.is_available():
+            pytest.skip("no CUDA device")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runner(case: RunnerCase) -> Iterator[LayerRunner[Any]]:
+    loaded = case.runner()
+    yield loaded
+    loaded.close()
+
+
+class TestLayerRunners(LayerRunnerSuite):
+    """The suite, for each case."""
