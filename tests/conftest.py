@@ -11,14 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from paceline.store.home import Home
+
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def paceline_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Tests never read or write the person's own models and caches."""
+    """Tests never read or write the person's own models and caches.
+
+    But for compiled kernels: they are named by a hash of their sources, and compiling them anew in every run would take most of it.
+    """
     home = tmp_path_factory.mktemp("paceline-home")
     before = os.environ.get("PACELINE_HOME")
+    kernels = Home.from_environment().root / "cache" / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (home / "cache").mkdir()
+    (home / "cache" / "kernels").symlink_to(kernels)
     os.environ["PACELINE_HOME"] = str(home)
     os.environ.pop("PACELINE_API_KEY", None)
     yield home

@@ -72,10 +72,13 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     began_s = time.perf_counter()
     if not console.is_terminal:
         console.print(f"Loading {settings.model}", markup=False)
-    with interrupts_end_now(EXIT_INTERRUPTED), byte_bar(console, f"Loading {settings.model}") as progress:
-        from paceline.node.build import build_node
+    with interrupts_end_now(EXIT_INTERRUPTED):
+        from paceline.node.build import build_node, must_compile
 
-        node = build_node(settings, progress)
+        if must_compile():
+            console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim")
+        with byte_bar(console, f"Loading {settings.model}") as progress:
+            node = build_node(settings, progress)
     for note in node.notes:
         console.print(f"[yellow]note:[/] {note}")
     # Nothing that was loaded dies before the process does: the collector need not look at it again.

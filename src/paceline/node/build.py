@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from paceline.backends import table
+from paceline.backends import cpu, table
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
@@ -100,16 +101,24 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         kv_tokens=settings.kv_tokens,
     )
     threads = settings.threads or usable_cores()
-    kernel_cache = Home.from_environment().root / "cache" / "kernels"
-    options = LoadOptions(opened.spec.all_layers, weights, kv.n_blocks, BLOCK_SIZE, threads, kernel_cache=kernel_cache)
+    config = EngineConfig(
+        max_context=kv.context,
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        prefix_cache=settings.prefix_cache,
+        model_digest=opened.weights.digest,
+    )
+    options = LoadOptions(
+        opened.spec.all_layers,
+        weights,
+        kv.n_blocks,
+        BLOCK_SIZE,
+        threads,
+        max_rows=config.prefill_chunk + config.max_running,
+        kernel_cache=kernel_folder(),
+    )
     runner = load_runner(kernels, opened.weights, options, progress)
     executor = LocalExecutor(runner)
-    config = EngineConfig(
-        max_running=settings.max_running,
-        max_waiting=settings.max_running + settings.max_waiting,  # the host counts both together, and refuses first
-        max_context=kv.context,
-        prefix_cache=settings.prefix_cache,
-    )
     notes = (
         [f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)"] if kv.shortened_from else []
     )
@@ -141,16 +150,24 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     return BuiltNode(host, built.model, built.notes, built.summary)
 
 
+def must_compile() -> bool:
+    """Whether this machine has never run the compiled kernels: its first start takes longer, and should say so."""
+    return cpu.runs_here() and not any(kernel_folder().glob("*/complete"))
+
+
+def kernel_folder() -> Path:
+    """Where compiled kernels are kept between runs."""
+    return Home.from_environment().root / "cache" / "kernels"
+
+
 def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:
-    """Load weights into the kernels chosen. Only that backend is imported: torch takes a second.
+    """Load weights into the kernels chosen.
 
     Raises:
         UserError: see `load` of the backends.
     """
     match kernels:
         case Kernels.AVX512_BF16:
-            from paceline.backends import cpu
-
             return cpu.load(source, options, progress)
         case Kernels.TORCH | Kernels.CUDA:
             from paceline.backends import torch
