@@ -231,18 +231,16 @@ def gemm(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_stride,
         out: address of fp32 rows.
         scratch: address of `4 * groups` KiB, 64-byte aligned, the calling thread's own.
     """
-    wide = rows // 4 * 4 if rows >= WIDE_FROM else 0
-    n = 0
-    if wide:
-        record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
-        while n + 4 <= blocks:
-            a = w + n * groups * record
-            _many_rows(form, a, x, x_stride, sums, sums_stride, wide, out + 64 * n, out_stride, groups, scratch)
-            if wide < rows:
-                _few_rows(form, a, 4, x + wide * x_stride, x_stride, sums + wide * sums_stride, sums_stride, rows - wide,
-                          out + wide * out_stride + 64 * n, out_stride, groups)  # fmt: skip
-            n += 4
-        if n < blocks:
-            _few_rows(form, w + n * groups * record, blocks - n, x, x_stride, sums, sums_stride, rows, out + 64 * n, out_stride, groups)
-    else:
-        _few_rows(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_stride, groups)
+    record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
+    wide_rows = rows // 4 * 4 if rows >= WIDE_FROM else 0
+    wide_blocks = blocks // 4 * 4 if wide_rows else 0
+    for n in range(0, wide_blocks, 4):
+        a = w + n * groups * record
+        _many_rows(form, a, x, x_stride, sums, sums_stride, wide_rows, out + 64 * n, out_stride, groups, scratch)
+    # What is left: the last rows of those blocks, then all rows of the last blocks. One call, so that its tiles are compiled once.
+    for part in range(2):
+        first_row, count = (wide_rows, wide_blocks) if part == 0 else (0, blocks - wide_blocks)
+        n = 0 if part == 0 else wide_blocks
+        if count and first_row < rows:
+            _few_rows(form, w + n * groups * record, count, x + first_row * x_stride, x_stride, sums + first_row * sums_stride, sums_stride,
+                      rows - first_row, out + first_row * out_stride + 64 * n, out_stride, groups)  # fmt: skip

@@ -7,12 +7,15 @@ versions and of the processor. Must run before the kernel modules are imported.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-import numba
 from llvmlite import binding
+from numba.core import config
+
+_VARIABLE = "NUMBA_CACHE_DIR"
 
 
 def use(folder: Path | None) -> bool:
@@ -25,7 +28,8 @@ def use(folder: Path | None) -> bool:
     digest.update(binding.get_host_cpu_features().flatten().encode())
     root = folder if folder is not None else Path(__file__).parent / "__pycache__" / "kernels"
     target = root / digest.hexdigest()[:16]
-    numba.config.CACHE_DIR = str(target)
+    os.environ[_VARIABLE] = str(target)
+    config.reload_config()
     known = (target / "complete").exists()
     if not known and root.is_dir():
         for old in root.iterdir():
@@ -36,6 +40,6 @@ def use(folder: Path | None) -> bool:
 
 def complete() -> None:
     """Say that every kernel is in the folder now in use."""
-    folder = Path(str(numba.config.CACHE_DIR))
+    folder = Path(os.environ[_VARIABLE])
     if folder.is_dir():
         (folder / "complete").touch()

@@ -31,11 +31,15 @@ FINAL_NORM, HEAD, COS, SIN, N_EDGES = range(5)
  HEAD_ROWS, LOGITS, SCRATCH, CONTROL, N_BUFFERS) = range(22)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch.
-ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, N_BATCH = range(7)
+ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FUSED, N_BATCH = range(8)
 
-# Kinds of phases.
-(START, NORM_ATTENTION, PROJECT_QKV, PREPARE, PREPARE_AND_ATTEND, ATTEND, PROJECT_OUT, NORM_FFN, GATE, PROJECT_DOWN, END, NORM_HEAD,
+# Kinds of phases: by rows, by heads, matrix products.
+(START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, PREPARE, PREPARE_AND_ATTEND, ATTEND, PROJECT_QKV, PROJECT_OUT, GATE, PROJECT_DOWN,
  PROJECT_HEAD) = range(13)  # fmt: skip
+LAST_BY_ROWS, LAST_BY_HEADS = END, ATTEND
+
+LAYERS, HEADS = 0, 1
+"""Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
 
 CHUNK = 4
 """Blocks of 16 outputs a task of a matrix product takes."""
@@ -102,15 +106,12 @@ def _attend(tile, head, first_head, n_heads, layer, sizes, buffers, batch, scrat
     keys = buffers[KV] + layer * sizes[LAYER_STRIDE] + head * 4 * BLOCK * dim
     norm = scratch
     weights = scratch + 64
-    if rows == 1:
-        at = 2 * dim * (row * heads + first_head)
-        attend(table, keys, sizes[BLOCK_STRIDE], 2 * BLOCK * dim, buffers[Q_BF16] + at, 2 * dim, dim, sizes[SCALE],
-               first, 0, n_heads, weights, sizes[P_STRIDE], norm, buffers[ATT] + at, 2 * dim)  # fmt: skip
-    else:
-        for q_head in range(first_head, first_head + n_heads):
-            at = 2 * dim * (row * heads + q_head)
-            attend(table, keys, sizes[BLOCK_STRIDE], 2 * BLOCK * dim, buffers[Q_BF16] + at, 2 * dim * heads, dim, sizes[SCALE],
-                   first, 1, rows, weights, sizes[P_STRIDE], norm, buffers[ATT] + at, 2 * dim * heads)  # fmt: skip
+    # One row: its query heads share the keys. Many rows: each head on its own. One call, so that it is compiled once.
+    turns, step, count, stride = (1, 0, n_heads, 2 * dim) if rows == 1 else (n_heads, 1, rows, 2 * dim * heads)
+    for turn in range(turns):
+        at = 2 * dim * (row * heads + first_head + turn)
+        attend(table, keys, sizes[BLOCK_STRIDE], 2 * BLOCK * dim, buffers[Q_BF16] + at, stride, dim, sizes[SCALE],
+               first, step, count, weights, sizes[P_STRIDE], norm, buffers[ATT] + at, stride)  # fmt: skip
     for m in range(rows):
         at = (row + m) * heads + first_head
         group_sums(buffers[ATT] + 2 * dim * at, dim * n_heads, buffers[ATT_SUMS] + at * dim // 8)
@@ -139,15 +140,6 @@ def _tasks(n, rows):
 
 
 @njit(nogil=True)
-def _norm_rows(task, per_task, rows, norm, sizes, buffers):
-    hidden = sizes[HIDDEN]
-    for row in range(task * per_task, min(rows, (task + 1) * per_task)):
-        rms_norm(
-            buffers[X] + 4 * hidden * row, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row, buffers[H_SUMS] + row * hidden // 8
-        )
-
-
-@njit(nogil=True)
 def _add(task, rows, hidden, x, scratch, rounded):
     """Add a task's outputs to the residual, rounding it to bf16 at a layer's end."""
     blocks = hidden // 16
@@ -163,72 +155,67 @@ def _add(task, rows, hidden, x, scratch, rounded):
 
 
 @njit(nogil=True)
-def _do(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
-    """One task of a phase."""
-    hidden, dim, ffn, form = sizes[HIDDEN], sizes[HEAD_DIM], sizes[FFN], sizes[FORM]
-    heads, kv_heads, rows, per_task = sizes[Q_HEADS], sizes[KV_HEADS], batch[ROWS], batch[ROWS_A_TASK]
+def _do_rows(kind, layer, task, sizes, weights, edges, buffers, batch):
+    """One task of a phase that goes row by row."""
+    hidden, rows, per_task = sizes[HIDDEN], batch[ROWS], batch[ROWS_A_TASK]
+    first, last = task * per_task, min(rows, (task + 1) * per_task)
+    norm = weights[layer, FFN_NORM] if kind == NORM_FFN else weights[layer, ATTN_NORM]
+    if kind == NORM_HEAD:
+        first, last, norm = task, task + 1, edges[FINAL_NORM]
+    for row in range(first, last):
+        x, x_bf16 = buffers[X] + 4 * hidden * row, buffers[X_BF16]
+        if kind == END:
+            round_bf16(x, hidden, x_bf16 + 2 * hidden * row)
+            continue
+        if kind == START:
+            widen_bf16(x_bf16 + 2 * hidden * row, hidden, x)
+        elif kind == NORM_HEAD:
+            widen_bf16(x_bf16 + 2 * hidden * sync.load_int32(buffers[HEAD_ROWS] + 4 * row), hidden, x)
+        rms_norm(x, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row, buffers[H_SUMS] + row * hidden // 8)
+
+
+@njit(nogil=True)
+def _do_heads(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
+    """One task of a phase that goes head by head."""
+    kv_heads = sizes[KV_HEADS]
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
-    if kind == START:
-        for row in range(task * per_task, min(rows, (task + 1) * per_task)):
-            widen_bf16(buffers[X_BF16] + 2 * hidden * row, hidden, buffers[X] + 4 * hidden * row)
-        _norm_rows(task, per_task, rows, weights[0, ATTN_NORM], sizes, buffers)
-    elif kind == NORM_ATTENTION:
-        _norm_rows(task, per_task, rows, weights[layer, ATTN_NORM], sizes, buffers)
-    elif kind == PROJECT_QKV:
-        n_qkv = (heads + 2 * kv_heads) * dim
-        _project(
-            task, form, weights[layer, QKV], n_qkv, hidden, buffers[H], buffers[H_SUMS], rows, buffers[QKV_OUT], 4 * n_qkv + PAD, scratch
-        )
-    elif kind == PREPARE:
+    if kind != ATTEND:
         _prepare(task // kv_heads, task % kv_heads, layer, sizes, weights, edges, buffers, batch, scratch)
-    elif kind == PREPARE_AND_ATTEND:
-        row, head, group = task // kv_heads, task % kv_heads, heads // kv_heads
-        _prepare(row, head, layer, sizes, weights, edges, buffers, batch, scratch)
-        _attend(row, head, head * group, group, layer, sizes, buffers, batch, scratch)
-    elif kind == ATTEND:
+    if kind != PREPARE:
         parts = kv_heads * batch[HEAD_SPLIT]
-        part, n_heads = task % parts, heads // parts
+        part, n_heads = task % parts, sizes[Q_HEADS] // parts
         # The last tile attends to the most keys: begin with it.
-        _attend(
-            batch[N_TILES] - 1 - task // parts, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, buffers, batch, scratch
-        )
+        tile = batch[N_TILES] - 1 - task // parts if kind == ATTEND else task // parts
+        _attend(tile, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, buffers, batch, scratch)
+
+
+@njit(nogil=True)
+def _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
+    """One task of a matrix product, and what follows it on its outputs."""
+    hidden, ffn, heads, dim, rows = sizes[HIDDEN], sizes[FFN], sizes[Q_HEADS], sizes[HEAD_DIM], batch[ROWS]
+    scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
+    form, x, sums, k, out, stride = sizes[FORM], buffers[H], buffers[H_SUMS], hidden, 0, 0
+    if kind == PROJECT_QKV:
+        w, n, out = weights[layer, QKV], (heads + 2 * sizes[KV_HEADS]) * dim, buffers[QKV_OUT]
+        stride = 4 * n + PAD
     elif kind == PROJECT_OUT:
-        _project(task, form, weights[layer, OUT], hidden, heads * dim, buffers[ATT], buffers[ATT_SUMS], rows, 0, 0, scratch)
-        _add(task, rows, hidden, buffers[X], scratch, False)
-    elif kind == NORM_FFN:
-        _norm_rows(task, per_task, rows, weights[layer, FFN_NORM], sizes, buffers)
+        w, n, k, x, sums = weights[layer, OUT], hidden, heads * dim, buffers[ATT], buffers[ATT_SUMS]
     elif kind == GATE:
-        _project(task, form, weights[layer, GATE_UP], 2 * ffn, hidden, buffers[H], buffers[H_SUMS], rows, 0, 0, scratch)
+        w, n = weights[layer, GATE_UP], 2 * ffn
+    elif kind == PROJECT_DOWN:
+        w, n, k, x, sums = weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SUMS]
+    else:
+        form, w, n, out, rows = sizes[HEAD_FORM], edges[HEAD], sizes[VOCAB], buffers[LOGITS], batch[LOGIT_ROWS]
+        stride = 4 * n
+    _project(task, form, w, n, k, x, sums, rows, out, stride, scratch)
+    if kind == GATE:
         chunks = ffn // 32
         group, row = task % chunks, task // chunks * PART
         for m in range(min(PART, rows - row)):
             at = (row + m) * ffn + 32 * group
             gate(scratch + m * CHUNK * 64, buffers[ACT] + 2 * at, buffers[ACT_SUMS] + at // 8)
-    elif kind == PROJECT_DOWN:
-        _project(task, form, weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SUMS], rows, 0, 0, scratch)
-        _add(task, rows, hidden, buffers[X], scratch, True)
-    elif kind == END:
-        for row in range(task * per_task, min(rows, (task + 1) * per_task)):
-            round_bf16(buffers[X] + 4 * hidden * row, hidden, buffers[X_BF16] + 2 * hidden * row)
-    elif kind == NORM_HEAD:
-        row = sync.load_int32(buffers[HEAD_ROWS] + 4 * task)
-        widen_bf16(buffers[X_BF16] + 2 * hidden * row, hidden, buffers[X] + 4 * hidden * task)
-        _norm_rows(task, 1, task + 1, edges[FINAL_NORM], sizes, buffers)
-    elif kind == PROJECT_HEAD:
-        vocab = sizes[VOCAB]
-        _project(
-            task,
-            sizes[HEAD_FORM],
-            edges[HEAD],
-            vocab,
-            hidden,
-            buffers[H],
-            buffers[H_SUMS],
-            batch[LOGIT_ROWS],
-            buffers[LOGITS],
-            4 * vocab,
-            scratch,
-        )
+    elif not out:
+        _add(task, rows, hidden, buffers[X], scratch, kind == PROJECT_DOWN)
 
 
 @njit(nogil=True)
@@ -244,56 +231,51 @@ def take_part(rank, sizes, weights, edges, buffers, batch):
         task, count = sync.task_of(word)
         if task < count:
             kind, layer = sync.kind_and_layer(word)
-            _do(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
+            if kind <= LAST_BY_ROWS:
+                _do_rows(kind, layer, task, sizes, weights, edges, buffers, batch)
+            elif kind <= LAST_BY_HEADS:
+                _do_heads(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
+            else:
+                _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
             sync.finish(control)
 
 
 @njit(nogil=True)
-def _phase(done, kind, layer, count, sizes, weights, edges, buffers, batch):
-    """Post a phase, take part, wait for its tasks. Returns the tasks done in all."""
-    if sizes[TEAM] == 1:
-        for task in range(count):
-            _do(0, kind, layer, task, sizes, weights, edges, buffers, batch)
-        return done
-    sync.post(buffers[CONTROL], kind, layer, count)
-    take_part(0, sizes, weights, edges, buffers, batch)
-    sync.wait_for(buffers[CONTROL], done + count)
-    return done + count
-
-
-@njit(nogil=True, cache=True)
-def run_layers(done, sizes, weights, edges, buffers, batch):
-    """Run all layers on the batch: X_BF16 in, X_BF16 out. Returns `done` for the next call."""
-    rows, tiles, hidden, kv_heads = batch[ROWS], batch[N_TILES], sizes[HIDDEN], sizes[KV_HEADS]
-    group = sizes[Q_HEADS] // kv_heads
-    per_task = max(1, min(8, rows // sizes[TEAM]))
-    row_tasks = (rows + per_task - 1) // per_task
-    batch[ROWS_A_TASK] = per_task
+def prepare_batch(sizes, batch):
+    """Decide how the batch's rows and heads are cut into tasks. Changes no result."""
+    rows, tiles, kv_heads = batch[ROWS], batch[N_TILES], sizes[KV_HEADS]
+    batch[ROWS_A_TASK] = max(1, min(8, rows // sizes[TEAM]))
     # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
     few = tiles * kv_heads < 4 * sizes[TEAM]
-    batch[HEAD_SPLIT] = group if few else 1
-    fused = tiles == rows and not few
-    n_qkv = (sizes[Q_HEADS] + 2 * kv_heads) * sizes[HEAD_DIM]
-    done = _phase(done, START, 0, row_tasks, sizes, weights, edges, buffers, batch)
-    for layer in range(sizes[N_LAYERS]):
-        if layer:
-            done = _phase(done, NORM_ATTENTION, layer, row_tasks, sizes, weights, edges, buffers, batch)
-        done = _phase(done, PROJECT_QKV, layer, _tasks(n_qkv, rows), sizes, weights, edges, buffers, batch)
-        if fused:
-            done = _phase(done, PREPARE_AND_ATTEND, layer, rows * kv_heads, sizes, weights, edges, buffers, batch)
-        else:
-            done = _phase(done, PREPARE, layer, rows * kv_heads, sizes, weights, edges, buffers, batch)
-            done = _phase(done, ATTEND, layer, tiles * kv_heads * batch[HEAD_SPLIT], sizes, weights, edges, buffers, batch)
-        done = _phase(done, PROJECT_OUT, layer, _tasks(hidden, rows), sizes, weights, edges, buffers, batch)
-        done = _phase(done, NORM_FFN, layer, row_tasks, sizes, weights, edges, buffers, batch)
-        done = _phase(done, GATE, layer, _tasks(2 * sizes[FFN], rows), sizes, weights, edges, buffers, batch)
-        done = _phase(done, PROJECT_DOWN, layer, _tasks(hidden, rows), sizes, weights, edges, buffers, batch)
-    return _phase(done, END, 0, row_tasks, sizes, weights, edges, buffers, batch)
+    batch[HEAD_SPLIT] = sizes[Q_HEADS] // kv_heads if few else 1
+    batch[FUSED] = tiles == rows and not few
 
 
-@njit(nogil=True, cache=True)
-def run_head(done, sizes, weights, edges, buffers, batch):
-    """Final norm and head of the rows listed in HEAD_ROWS (of X_BF16) into LOGITS, fp32 [rows, vocab]."""
-    rows = batch[LOGIT_ROWS]
-    done = _phase(done, NORM_HEAD, 0, rows, sizes, weights, edges, buffers, batch)
-    return _phase(done, PROJECT_HEAD, 0, _tasks(sizes[VOCAB], rows), sizes, weights, edges, buffers, batch)
+@njit(nogil=True)
+def phase(work, position, sizes, batch):
+    """(kind, layer, tasks) of the phase at `position` of a piece of work; no tasks where a phase is not needed, kind -1 at the end."""
+    rows, kv_heads, hidden = batch[ROWS], sizes[KV_HEADS], sizes[HIDDEN]
+    if work == HEADS:
+        logit_rows = batch[LOGIT_ROWS]
+        if position == 0:
+            return NORM_HEAD, 0, logit_rows
+        return (PROJECT_HEAD, 0, _tasks(sizes[VOCAB], logit_rows)) if position == 1 else (-1, 0, 0)
+    row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
+    layer, at = position // 8, position % 8
+    if layer == sizes[N_LAYERS]:
+        return (END, 0, row_tasks) if at == 0 else (-1, 0, 0)
+    if at == 0:
+        return (NORM_ATTENTION if layer else START), layer, row_tasks
+    if at == 1:
+        return PROJECT_QKV, layer, _tasks((sizes[Q_HEADS] + 2 * kv_heads) * sizes[HEAD_DIM], rows)
+    if at == 2:
+        return (PREPARE_AND_ATTEND if batch[FUSED] else PREPARE), layer, rows * kv_heads
+    if at == 3:
+        return ATTEND, layer, 0 if batch[FUSED] else batch[N_TILES] * kv_heads * batch[HEAD_SPLIT]
+    if at == 4:
+        return PROJECT_OUT, layer, _tasks(hidden, rows)
+    if at == 5:
+        return NORM_FFN, layer, row_tasks
+    if at == 6:
+        return GATE, layer, _tasks(2 * sizes[FFN], rows)
+    return PROJECT_DOWN, layer, _tasks(hidden, rows)
