@@ -167,7 +167,9 @@ class Engine:
         assert {*live} == {*self._scheduler.waiting, *self._scheduler.running}, "scheduler and engine disagree on who is live"
         flying = [seq for planned in self._in_flight for seq in planned.sequences]
         assert len({*flying}) == len(flying), "a sequence is in two batches in flight"
-        assert all(seq.in_flight == (seq in flying) for seq in {*live, *flying}), "a sequence is marked in flight that is not, or the other way"
+        assert all(seq.in_flight == (seq in flying) for seq in {*live, *flying}), (
+            "a sequence is marked in flight that is not, or the other way"
+        )
 
     # ------------------------------------------------------------------------------------------------------------------- inside
 
@@ -177,7 +179,9 @@ class Engine:
         self._steps += 1
         drawing = planned.drawing
         if output.batch_id != planned.batch.batch_id or len(output.logits_RV) < len(drawing):
-            raise RuntimeError(f"batch {planned.batch.batch_id} came back as {output.batch_id}, {len(output.logits_RV)} rows of {len(drawing)}")
+            raise RuntimeError(
+                f"batch {planned.batch.batch_id} came back as {output.batch_id}, {len(output.logits_RV)} rows of {len(drawing)}"
+            )
         if not drawing:
             return
         positions = [len(seq.tokens) for seq in drawing]

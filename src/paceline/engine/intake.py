@@ -26,7 +26,7 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
     most = config.max_running + config.max_waiting
     if not 1 <= request.n <= most:
         raise InvalidRequest(f"n is {request.n}, and this engine takes 1 to {most}", "Ask for fewer answers.", field="n")
-    if not (0 <= min(request.prompt_ids) and max(request.prompt_ids) < vocab):
+    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
         raise InvalidRequest(f"The prompt holds token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="prompt")
     _check_sampling(request, vocab)
     tokens = n_prompt + request.max_tokens

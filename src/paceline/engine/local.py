@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.ids import SequenceId
+from paceline.engine.block_tables import BlockTables
 from paceline.engine.executor import StepBatch, StepOutput
 
 Int32 = npt.NDArray[np.int32]
@@ -69,7 +69,7 @@ class LocalExecutor(Generic[Activations]):
 
     def __init__(self, runner: LayerRunner[Activations]) -> None:
         self._runner = runner
-        self._tables: dict[SequenceId, list[int]] = {}
+        self._tables = BlockTables()
         self._pending: deque[StepBatch] = deque()
 
     @property
@@ -91,36 +91,34 @@ class LocalExecutor(Generic[Activations]):
     def submit(self, batch: StepBatch) -> None:
         if len(self._pending) >= self.depth:
             raise RuntimeError(f"batch {batch.batch_id} submitted with {len(self._pending)} in flight; depth is {self.depth}")
-        for sequence in batch.released:
-            self._tables.pop(sequence, None)
-        for step in batch.steps:
-            self._tables.setdefault(step.sequence, []).extend(step.new_blocks)
+        self._tables.update(batch)
         self._pending.append(batch)
 
-    def collect(self, deadline: float) -> StepOutput:
+    def collect(self, deadline: float) -> StepOutput:  # noqa: ARG002  kernels in this thread can't be given up half way
         batch = self._pending.popleft()
-        plan = self._plan(batch)
-        token_ids = np.fromiter((t for step in batch.steps for t in step.token_ids), np.int32, int(plan.n_rows_S.sum()))
-        x = self._runner.run_layers(self._runner.embed(token_ids), plan)
-        starts = plan.row_start_S.tolist()
-        rows = [start + row for start, step in zip(starts, batch.steps, strict=True) for row in step.logits_rows]
+        token_ids: list[int] = []
+        starts: list[int] = []
+        rows: list[int] = []
+        for step in batch.steps:
+            start = len(token_ids)
+            starts.append(start)
+            token_ids += step.token_ids
+            rows += [start + row for row in step.logits_rows]
+        plan = self._plan(batch, starts)
+        x = self._runner.run_layers(self._runner.embed(np.array(token_ids, np.int32)), plan)
         return StepOutput(batch.batch_id, self._runner.logits(x, np.array(rows, np.int32)))
 
     def close(self) -> None:
-        self._tables.clear()
+        self._tables = BlockTables()
         self._pending.clear()
         self._runner.close()
 
-    def _plan(self, batch: StepBatch) -> RowPlan:
-        n_rows = np.array([len(step.token_ids) for step in batch.steps], np.int32)
-        tables = [self._tables[step.sequence] for step in batch.steps]
-        tables_SB = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
-        for row, table in zip(tables_SB, tables, strict=True):
-            row[: len(table)] = table
-        return RowPlan(
-            row_start_S=(np.cumsum(n_rows) - n_rows).astype(np.int32),
-            n_rows_S=n_rows,
-            first_position_S=np.array([step.first_position for step in batch.steps], np.int32),
-            path_S=np.array([step.path for step in batch.steps], np.int32),
-            tables_SB=tables_SB,
+    def _plan(self, batch: StepBatch, starts: list[int]) -> RowPlan:
+        steps = batch.steps
+        # One array for four: making a small array costs as much as a row of it.
+        columns = np.array(
+            [starts, [len(step.token_ids) for step in steps], [step.first_position for step in steps], [step.path for step in steps]],
+            np.int32,
         )
+        tables_SB = self._tables.of([step.sequence for step in steps])
+        return RowPlan(columns[0], columns[1], columns[2], columns[3], tables_SB)

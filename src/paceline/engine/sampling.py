@@ -77,7 +77,7 @@ class Sampler:
         if len(banning) == len(states):
             logits_RV[:, self._eos] = -np.inf
         elif banning:
-            logits_RV[np.ix_(banning, self._eos)] = -np.inf
+            logits_RV[np.array(banning, np.intp)[:, None], self._eos] = -np.inf
         tokens: list[int] = logits_RV.argmax(axis=1).tolist()
         # A NaN counts as the largest, so the winner alone shows whether a row is sound.
         return [token if math.isfinite(logits_RV[row, token]) else None for row, token in enumerate(tokens)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 from paceline.core.ids import BatchId, SequenceId
 from paceline.engine.block_pool import BlockPool
@@ -253,12 +253,16 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that blocks, queues and phases agree. Cheap enough for each test and each rest."""
         self.pool.check_invariants(seq.blocks for seq in {*self.running, *self._draining})
-        assert all(seq.phase is Phase.WAITING and not seq.blocks and not seq.in_flight for seq in self.waiting), "a waiting sequence holds something"
+        assert all(seq.phase is Phase.WAITING and not seq.blocks and not seq.in_flight for seq in self.waiting), (
+            "a waiting sequence holds something"
+        )
         assert all(seq.phase is Phase.RUNNING for seq in self.running), "a sequence that does not run stands among those that do"
         assert all(seq.in_flight for seq in self._draining), "a sequence drains that is not in flight"
         for queue in (self.waiting, self.running):
-            assert all(a.id < b.id for a, b in zip(queue, queue[1:], strict=False)), "a queue is out of the order of arrival"
-        assert all(seq in self.running or seq in self._draining for seq in self._computing.values()), "a key waits for a sequence that is gone"
+            assert all(a.id < b.id for a, b in pairwise(queue)), "a queue is out of the order of arrival"
+        assert all(seq in self.running or seq in self._draining for seq in self._computing.values()), (
+            "a key waits for a sequence that is gone"
+        )
         if not self.running and not self._draining:
             assert self.pool.used == 0, "blocks are held with nothing running"
 

@@ -1,0 +1,56 @@
+"""Block tables of an executor's sequences, kept from batches' deltas in one array, so that a batch's tables are one gather.
+
+Shapes: S sequences of a batch, B blocks of the longest table among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.ids import SequenceId
+from paceline.engine.executor import StepBatch
+
+_NO_BLOCK = -1
+
+
+class BlockTables:
+    """Tables by sequence. Rows of the array are reused; it grows and never shrinks."""
+
+    def __init__(self) -> None:
+        self._array = np.full((8, 8), _NO_BLOCK, np.int32)
+        self._row: dict[SequenceId, int] = {}
+        self._length: dict[SequenceId, int] = {}
+        self._free_rows = list(range(8))
+
+    def update(self, batch: StepBatch) -> None:
+        """Forget what a batch releases, then add what its sequences gained."""
+        for sequence in batch.released:
+            row = self._row.pop(sequence, None)
+            if row is not None:
+                self._array[row, : self._length.pop(sequence)] = _NO_BLOCK
+                self._free_rows.append(row)
+        for step in batch.steps:
+            if step.new_blocks or step.sequence not in self._row:
+                self._extend(step.sequence, step.new_blocks)
+
+    def of(self, sequences: Sequence[SequenceId]) -> npt.NDArray[np.int32]:
+        """Tables of sequences, [S, B], padded with -1. A copy, C-contiguous."""
+        longest = max((self._length[sequence] for sequence in sequences), default=0)
+        return self._array[:, :longest][[self._row[sequence] for sequence in sequences]]
+
+    def _extend(self, sequence: SequenceId, blocks: Sequence[int]) -> None:
+        row = self._row.get(sequence)
+        if row is None:
+            if not self._free_rows:
+                self._free_rows = list(range(len(self._array), 2 * len(self._array)))
+                self._array = np.vstack((self._array, np.full_like(self._array, _NO_BLOCK)))
+            row = self._row[sequence] = self._free_rows.pop()
+            self._length[sequence] = 0
+        start = self._length[sequence]
+        stop = self._length[sequence] = start + len(blocks)
+        while stop > self._array.shape[1]:
+            self._array = np.hstack((self._array, np.full_like(self._array, _NO_BLOCK)))
+        self._array[row, start:stop] = blocks
