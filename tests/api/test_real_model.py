@@ -1,0 +1,139 @@
+"""The API over the real engine and the bundled model: what an OpenAI client sees, and what /metrics says after."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections.abc import Generator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from paceline.node.build import build_node
+from paceline.node.host import EngineHost
+from paceline.node.settings import NodeSettings
+from paceline.testing.served import BOUND_S, Served
+
+pytestmark = pytest.mark.timeout(600)  # the first load on a machine compiles kernels
+
+Real = Served[EngineHost]
+QUESTION = [{"role": "user", "content": "Name three colours."}]
+ANSWER: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def real() -> Generator[Real, None, None]:
+    node = build_node(NodeSettings(kv_tokens=8192, context=2048, max_running=8, max_waiting=8))
+    served = Served(node.host)
+    yield served
+    wait_until_idle(served)
+    served.close()
+    assert node.close()
+
+
+def wait_until_idle(real: Real) -> None:
+    """Ask /metrics until nothing runs and nothing is held. An abort takes the engine's next step."""
+    for _ in itertools.count():  # bounded by pytest's timeout
+        text = real.http.get("/metrics").text
+        held = re.findall(r"^paceline_(?:requests_waiting|requests_running|kv_blocks_used) (\S+)$", text, re.MULTILINE)
+        assert len(held) == 3
+        if set(held) == {"0.0"}:
+            return
+
+
+def client_of(real: Real) -> OpenAI:
+    return OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=BOUND_S)
+
+
+def model_of(real: Real) -> str:
+    return real.inference.models()[0].name
+
+
+def test_streamed_and_whole_are_the_same_text(real: Real) -> None:
+    with client_of(real) as client:
+        whole = client.chat.completions.create(model=model_of(real), **ANSWER)
+        chunks = list(client.chat.completions.create(model=model_of(real), **ANSWER, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert text
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_answers_do_not_depend_on_company(real: Real) -> None:
+    name = model_of(real)
+    sampled: dict[str, Any] = {**ANSWER, "temperature": 1, "seed": 5}
+
+    async def together() -> list[str | None]:
+        async with AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=BOUND_S) as client:
+            answers = await asyncio.gather(*(client.chat.completions.create(model=name, **sampled) for _ in range(6)))
+        return [answer.choices[0].message.content for answer in answers]
+
+    with client_of(real) as client:
+        alone = client.chat.completions.create(model=name, **sampled).choices[0].message.content
+    assert asyncio.run(together()) == [alone] * 6
+
+
+def test_choices_logprobs_stop_and_lengths(real: Real) -> None:
+    name = model_of(real)
+    with client_of(real) as client:
+        answer = client.chat.completions.create(model=name, **ANSWER | {"max_tokens": 4}, n=2, logprobs=True, top_logprobs=3)
+        assert len({choice.message.content for choice in answer.choices}) == 1  # greedy
+        listed = answer.choices[1].logprobs
+        assert listed is not None
+        assert listed.content is not None
+        assert len(listed.content) == 4
+        for one in listed.content:
+            assert len(one.top_logprobs) == 3
+            assert one.top_logprobs[0].token == one.token
+            assert one.logprob == pytest.approx(one.top_logprobs[0].logprob)
+            assert one.logprob <= 0
+        exact = client.completions.create(model=name, prompt=[[1, 2, 3], [4]], max_tokens=9, extra_body={"ignore_eos": True})
+        assert exact.usage is not None
+        assert (exact.usage.prompt_tokens, exact.usage.completion_tokens) == (4, 18)
+        text = client.completions.create(model=name, prompt="1, 2, 3, 4,", max_tokens=16, temperature=0).choices[0].text
+        stopped = client.completions.create(model=name, prompt="1, 2, 3, 4,", max_tokens=16, temperature=0, stop=text[3:6]).choices[0]
+        assert (stopped.text, stopped.finish_reason) == (text[: text.index(text[3:6])], "stop")
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(real: Real) -> None:
+    long = [{"role": "user", "content": "Repeat: " + "one two three four " * 30}]
+    with client_of(real) as client:
+        cached: list[int | None] = []
+        for _ in range(2):
+            usage = client.chat.completions.create(model=model_of(real), messages=long, max_tokens=2).usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] is not None
+    assert cached[1] is not None
+    assert cached[1] > 64
+
+
+def test_leaving_frees_blocks(real: Real) -> None:
+    with client_of(real) as client:
+        stream = client.chat.completions.create(model=model_of(real), messages=QUESTION, stream=True, n=4, extra_body={"ignore_eos": True})
+        next(stream)
+        stream.close()
+    wait_until_idle(real)
+
+
+def test_a_full_queue_is_429(real: Real) -> None:
+    with client_of(real) as client:
+        held = client.chat.completions.create(model=model_of(real), messages=QUESTION, stream=True, n=16, extra_body={"ignore_eos": True})
+        next(held)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model=model_of(real), **ANSWER)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        held.close()
+    wait_until_idle(real)
+
+
+def test_a_prompt_beyond_the_context(real: Real) -> None:
+    for prompt in ("word " * 3000, "word " * 2_000_000):
+        answer = real.http.post("/v1/completions", json={"model": model_of(real), "prompt": prompt})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
