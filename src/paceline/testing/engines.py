@@ -1,0 +1,111 @@
+"""Engines over the null backend: what they answer, checked at every step, and what a request answers when it runs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
+from paceline.core.ids import RequestId
+from paceline.engine.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.testing.clock import FakeClock
+from paceline.testing.executors import InOrderExecutor
+from paceline.testing.null_backend import ByteVocabulary, NullRunner
+
+VOCAB = 32
+# Token 3 and 4 are halves of one character, 5 spells two letters: texts that lag behind their tokens.
+VOCABULARY = ByteVocabulary(VOCAB, frozenset({0}), (b"", b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"ab"))
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one sequence gave."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    text: str = ""
+    finish: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    chunks: int = 0
+
+
+class EngineBench:
+    """An engine, what runs under it, and all it said."""
+
+    def __init__(
+        self,
+        *,
+        n_blocks: int = 32,
+        block_size: int = 4,
+        depth: int = 1,
+        one_path: bool = False,
+        lose: Collection[int] = (),
+        break_at: int | None = None,
+        max_context: int = 64,
+        max_running: int = 8,
+        max_waiting: int = 64,
+        prefill_chunk: int = 8,
+        prefix_cache: bool = True,
+        max_losses: int = 8,
+    ) -> None:
+        self.runner = NullRunner(n_blocks=n_blocks, block_size=block_size, vocab=VOCAB, one_path=one_path)
+        self.executor = InOrderExecutor(self.runner, depth, lose, break_at)
+        config = EngineConfig(
+            max_context=max_context,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
+            max_losses=max_losses,
+        )
+        seeds = count(1000)
+        self.engine = Engine(self.executor, VOCABULARY, config, FakeClock(), entropy=lambda: next(seeds))
+        self.answers: dict[tuple[RequestId, int], Answer] = {}
+
+    def add(self, *requests: GenerationRequest) -> None:
+        for request in requests:
+            self.engine.add(request)
+
+    def step(self) -> list[GenerationChunk]:
+        chunks = self.engine.step()
+        self.engine.check_invariants()
+        self.read(chunks)
+        return chunks
+
+    def read(self, chunks: Iterable[GenerationChunk]) -> None:
+        for chunk in chunks:
+            answer = self.answers.setdefault((chunk.request_id, chunk.index), Answer())
+            assert answer.finish is None, "a chunk followed the end"
+            assert len(chunk.logprobs) in {0, len(chunk.token_ids)}
+            answer.token_ids += chunk.token_ids
+            answer.text += chunk.text
+            answer.logprobs += chunk.logprobs
+            answer.finish, answer.error = chunk.finish_reason, chunk.error
+            answer.cached_tokens += chunk.cached_tokens
+            answer.chunks += 1
+
+    def run(self, *requests: GenerationRequest) -> dict[tuple[RequestId, int], Answer]:
+        self.add(*requests)
+        for _ in range(10_000):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "the engine does not come to rest"
+        self.check_rest()
+        return self.answers
+
+    def check_rest(self) -> None:
+        self.engine.check_invariants()
+        stats = self.engine.stats()
+        assert (stats.running, stats.waiting, stats.blocks_in_use) == (0, 0, 0)
+
+
+def answer_alone(request: GenerationRequest, index: int = 0, *, one_path: bool = False) -> Answer:
+    """What sequence `index` of a request answers on an engine of its own, without prefix cache and with room for all."""
+    seed = request.sampling.seed
+    sampling = replace(request.sampling, seed=None if seed is None else seed + index)
+    bench = EngineBench(n_blocks=80, max_context=256, prefill_chunk=1000, prefix_cache=False, one_path=one_path)
+    return bench.run(replace(request, n=1, sampling=sampling))[request.request_id, 0]

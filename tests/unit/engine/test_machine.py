@@ -1,0 +1,119 @@
+"""Random arrivals, aborts, losses, tiny pools, chunks and depths: nothing leaks, all end once, and each answer is what it is alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from paceline.core.errors import ContextOverflow, Overloaded
+from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.testing.engines import Answer, EngineBench, answer_alone
+
+BASES = tuple(tuple(1 + (base * 7 + i * i) % 31 for i in range(24)) for base in range(3))
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    repetition_penalty=st.sampled_from([1.0, 1.2]),
+    frequency_penalty=st.sampled_from([0.0, 0.4]),
+    logprobs=st.sampled_from([None, 0, 2]),
+    seed=st.integers(0, 3),
+)
+requests = st.builds(
+    lambda base, shared, own, **fields: GenerationRequest(RequestId(""), (*BASES[base][:shared], *own), **fields),
+    st.integers(0, 2),
+    st.integers(1, 24),
+    st.lists(st.integers(1, 31), max_size=6),
+    max_tokens=st.integers(1, 24),
+    sampling=samplings,
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    stop=st.sampled_from([(), (), ("é",), ("ab", "b")]),
+    stop_ids=st.sampled_from([frozenset[int](), frozenset({7})]),
+    ignore_eos=st.booleans(),
+    use_prefix_cache=st.sampled_from([True, True, True, False]),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    ids = Bundle("ids")
+
+    @initialize(
+        n_blocks=st.integers(3, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        depth=st.sampled_from([1, 1, 2, 4]),
+        one_path=st.booleans(),
+        max_running=st.integers(1, 6),
+        max_waiting=st.integers(3, 12),
+        prefill_chunk=st.integers(1, 20),
+        prefix_cache=st.sampled_from([True, True, False]),
+        lose=st.frozensets(st.integers(0, 60), max_size=3),
+    )
+    def start(self, **config: object) -> None:
+        self.bench = EngineBench(**config, max_losses=4)  # type: ignore[arg-type]
+        self.one_path = bool(config["one_path"])
+        self.known: dict[RequestId, GenerationRequest] = {}
+        self.aborted: set[RequestId] = set()
+        self.names = (RequestId(f"r{i}") for i in count())
+
+    @rule(target=ids, request=requests)
+    def add(self, request: GenerationRequest) -> object:
+        request = replace(request, request_id=next(self.names))
+        tokens = len(request.prompt_ids) + request.max_tokens
+        try:
+            self.bench.add(request)
+        except ContextOverflow:
+            assert tokens > 64 or tokens - 1 > self.bench.runner.n_blocks * self.bench.runner.block_size
+            return multiple()
+        except Overloaded as error:
+            assert error.retry_after_s >= 1
+            return multiple()
+        self.known[request.request_id] = request
+        return request.request_id
+
+    @rule(request_id=consumes(ids))
+    def abort(self, request_id: RequestId) -> None:
+        self.bench.engine.abort(request_id)
+        self.aborted.add(request_id)
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.bench.engine.has_work:
+                self.bench.step()
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.engine.check_invariants()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        answers = self.bench.run()
+        assert answers.keys() == {(request_id, index) for request_id, request in self.known.items() for index in range(request.n)}
+        for (request_id, index), answer in answers.items():
+            request = self.known[request_id]
+            self.compare(request, index, answer)
+        finished = self.bench.engine.stats().finished
+        assert sum(finished.values()) == sum(request.n for request in self.known.values())
+
+    def compare(self, request: GenerationRequest, index: int, answer: Answer) -> None:
+        expected = answer_alone(request, index, one_path=self.one_path)
+        if answer.finish is FinishReason.ABORT:
+            assert request.request_id in self.aborted
+            assert answer.token_ids == expected.token_ids[: len(answer.token_ids)]
+            assert expected.text.startswith(answer.text)
+        else:
+            assert (answer.token_ids, answer.text, answer.finish) == (expected.token_ids, expected.text, expected.finish)
+            assert answer.logprobs == expected.logprobs
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
