@@ -53,7 +53,7 @@ def up(
     from paceline.cli.up import run_up
 
     settings = NodeSettings(model, weights, kv_tokens, context, device, threads, max_running)
-    raise typer.Exit(run_up(settings, host=host, port=port, api_key=api_key, greet=greet))
+    run_up(settings, host=host, port=port, api_key=api_key, greet=greet)
 
 
 @app.command()
@@ -75,7 +75,7 @@ def chat(
     from paceline.cli.chat import run_chat
 
     settings = NodeSettings(model or DEFAULT_MODEL, weights, context=context, device=device, threads=threads, max_running=1)
-    raise typer.Exit(run_chat(settings, url=url, model=model, system=system, temperature=temperature, seed=seed, api_key=api_key))
+    run_chat(settings, url=url, model=model, system=system, temperature=temperature, seed=seed, api_key=api_key)
 
 
 @app.command()

@@ -39,7 +39,7 @@ def run_chat(
     temperature: float,
     seed: int | None,
     api_key: str | None,
-) -> int:
+) -> None:
     """Converse until the person leaves.
 
     Raises:
@@ -52,7 +52,7 @@ def run_chat(
             if not name:
                 raise UserError(f"{url} serves no model", "Name one with --model.")
             _converse(console, name, system, lambda messages: endpoint.say(name, messages, temperature=temperature, seed=seed))
-        return EXIT_OK
+        return
     from paceline.cli.interrupts import end_now
     from paceline.cli.up import load
     from paceline.node.local_chat import LocalChat
@@ -62,9 +62,8 @@ def run_chat(
         with LocalChat(node.host, node.model) as local:
             _converse(console, node.model.name, system, lambda messages: local.say(messages, temperature=temperature, seed=seed))
     finally:
-        if not node.close():
-            end_now(EXIT_OK)
-    return EXIT_OK
+        node.close()
+    end_now(EXIT_OK)
 
 
 def _converse(console: Console, name: str, system: str | None, say: Say) -> None:

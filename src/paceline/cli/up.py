@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
@@ -30,7 +30,7 @@ ORDERLY_S = 1.8
 QUESTION = "In one sentence: why do cyclists ride in a paceline?"
 
 
-def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None, greet: bool) -> int:
+def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None, greet: bool) -> NoReturn:
     """Serve until interrupted.
 
     Raises:
@@ -60,11 +60,9 @@ def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None,
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(main())
     finally:
-        finished = node.close()
-    if not finished:
-        # A step that outlasts the wait still runs in its thread; the interpreter would wait for its lock.
-        end_now(EXIT_OK)
-    return EXIT_OK
+        node.close()
+    # Everything is closed and nothing is left to write; the interpreter's own end would free a model object by object.
+    end_now(EXIT_OK)
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:
@@ -76,7 +74,7 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
         from paceline.node.build import build_node, must_compile
 
         if must_compile():
-            console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim")
+            console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)
         with byte_bar(console, f"Loading {settings.model}") as progress:
             node = build_node(settings, progress)
     for note in node.notes:
@@ -84,7 +82,7 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     # Nothing that was loaded dies before the process does: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False)
+    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False, soft_wrap=True)
     return node
 
 
