@@ -144,56 +144,50 @@ def attend(table, pool, block_stride, v_offset, q, q_stride, head_dim, scale_bit
 
 
 @intrinsic
-def _store_word(_, address, word):
+def _write_key(_, block, slot, k, head_dim):
+    """Key of one token: its pairs go to lane `slot` of one line each."""
+
     def body(e: Emit, args: Sequence[Value]) -> None:
-        e.store(e.b.trunc(args[1], I32), args[0], align=2)
+        block, slot, k, head_dim = args
+        lane = e.at(block, e.mul(slot, 4))
+        with e.loop(e.b.lshr(head_dim, e.i64(1))) as pair:
+            e.store(e.load(I32, k, e.mul(pair, 4), align=4), lane, e.mul(pair, 64), align=4)
 
-    return lowered(body, types.void, types.int64, types.int64)
+    return lowered(body, types.void, *[types.int64] * 4)
 
 
 @intrinsic
-def _store_half(_, address, word):
+def _write_value(_, values, slot, v, head_dim):
+    """Value of one token: 16 dimensions a line, every second half of it; the other halves (the next token's) are not touched."""
+
     def body(e: Emit, args: Sequence[Value]) -> None:
-        e.store(e.b.trunc(args[1], ir.IntType(16)), args[0], align=2)
+        values, slot, v, head_dim = args
+        b = e.b
+        odd = b.and_(slot, e.i64(1))
+        shift = e.splat(b.trunc(e.mul(odd, 16), I32), I)
+        halves = ir.VectorType(ir.IntType(1), 32)
+        evens, odds = (ir.Constant(halves, [ir.Constant(ir.IntType(1), i % 2 == parity) for i in range(32)]) for parity in (0, 1))
+        mask = b.select(b.trunc(odd, ir.IntType(1)), odds, evens)
+        line = e.at(values, e.mul(b.lshr(slot, e.i64(1)), 64))
+        with e.loop(b.lshr(head_dim, e.i64(4))) as slice_:
+            dims = b.zext(e.load(ir.VectorType(ir.IntType(16), 16), v, e.mul(slice_, 32)), I)
+            words = b.bitcast(b.shl(dims, shift), H)
+            address = e.at(line, e.mul(slice_, 512))
+            e.call("llvm.masked.store.v32i16.p0", ir.VoidType(), words, address, ir.Constant(I32, 2), mask)
 
-    return lowered(body, types.void, types.int64, types.int64)
-
-
-@intrinsic
-def _load_half(_, address):
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.b.zext(e.load(ir.IntType(16), args[0], align=2), I64)
-
-    return lowered(body, types.int64, types.int64)
-
-
-@intrinsic
-def _load_word(_, address):
-    def body(e: Emit, args: Sequence[Value]) -> Value:
-        return e.b.zext(e.load(I32, args[0], align=2), I64)
-
-    return lowered(body, types.int64, types.int64)
+    return lowered(body, types.void, *[types.int64] * 4)
 
 
 @njit(nogil=True)
-def write_kv(block, v_offset, slot, n_rows, k, v, head_dim):
+def write_kv(block, v_offset, slot, n_rows, k, v, head_dim, zeros):
     """Put a token's bf16 key and value (addresses `k`, `v`) in place `slot` of a block (address of its KV head's keys).
 
     The first token of a block clears the values that no row of this batch will write (`n_rows` from this token on are its
     sequence's): a masked key weighs zero, and zero times a stale infinity would not be zero. Rows of a block may be written by
-    several threads at once, so no row touches another's place.
+    several threads at once, so no row touches another's place. `zeros`: address of a head of zeros.
     """
-    values = block + v_offset
-    for pair in range(head_dim // 2):
-        _store_word(block + (pair * BLOCK + slot) * 4, _load_word(k + pair * 4))
-    for d in range(head_dim):
-        _store_half(values + _value_at(d, slot), _load_half(v + d * 2))
+    _write_key(block, slot, k, head_dim)
+    _write_value(block + v_offset, slot, v, head_dim)
     if slot == 0:
         for stale in range(min(n_rows, BLOCK), BLOCK):
-            for d in range(head_dim):
-                _store_half(values + _value_at(d, stale), 0)
-
-
-@njit(nogil=True)
-def _value_at(d, slot):
-    return ((d // 16 * 8 + slot // 2) * 16 + d % 16) * 4 + slot % 2 * 2
+            _write_value(block + v_offset, stale, zeros, head_dim)

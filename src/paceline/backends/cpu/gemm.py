@@ -142,7 +142,9 @@ def _expand(_, form, w, q, groups):
     def body(e: Emit, args: Sequence[Value]) -> None:
         w_, q_, groups_ = args
         with e.loop(groups_) as g:
-            pairs = _unpack(e, form.literal_value, e.at(w_, e.mul(g, _RECORD[form.literal_value])))
+            record = e.at(w_, e.mul(g, _RECORD[form.literal_value]))
+            e.prefetch(e.at(record, PREFETCH), _RECORD[form.literal_value])
+            pairs = _unpack(e, form.literal_value, record)
             for p in range(PAIRS):
                 e.store(pairs(p), q_, e.b.add(e.mul(g, BF16_RECORD), e.i64(64 * p)), align=64)
 
@@ -202,7 +204,7 @@ def _few_rows(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_st
 
 @njit(nogil=True)
 def _many_rows(form, w, x, x_stride, sums, sums_stride, rows, out, out_stride, groups, scratch):
-    """Four blocks of outputs; `rows` a multiple of four."""
+    """Four blocks of outputs; `rows` a multiple of six."""
     record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
     stride, q_stride = groups * record, groups * BF16_RECORD
     for n in range(4):
@@ -210,14 +212,14 @@ def _many_rows(form, w, x, x_stride, sums, sums_stride, rows, out, out_stride, g
             _expand(INT4, w + n * stride, scratch + n * q_stride, groups)
         elif form == INT8:
             _expand(INT8, w + n * stride, scratch + n * q_stride, groups)
-    for row in range(0, rows, 4):
+    for row in range(0, rows, 6):
         x_, s_, o_ = x + row * x_stride, sums + row * sums_stride, out + row * out_stride
         if form == INT4:
-            _wide(INT4, 4, 4, scratch, q_stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
+            _wide(INT4, 6, 4, scratch, q_stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
         elif form == INT8:
-            _wide(INT8, 4, 4, scratch, q_stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
+            _wide(INT8, 6, 4, scratch, q_stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
         else:
-            _wide(BF16, 4, 4, w, stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
+            _wide(BF16, 6, 4, w, stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
 
 
 @njit(nogil=True)
@@ -232,7 +234,7 @@ def gemm(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_stride,
         scratch: address of `4 * groups` KiB, 64-byte aligned, the calling thread's own.
     """
     record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
-    wide_rows = rows // 4 * 4 if rows >= WIDE_FROM else 0
+    wide_rows = rows // 6 * 6 if rows >= WIDE_FROM else 0
     wide_blocks = blocks // 4 * 4 if wide_rows else 0
     for n in range(0, wide_blocks, 4):
         a = w + n * groups * record

@@ -147,6 +147,7 @@ class CpuRunner:
             step.TILE_ROWS: tile_rows,
             step.HEAD_ROWS: head_rows,
             step.SCRATCH: aligned(threads * int(self._sizes[step.SCRATCH_STRIDE])),
+            step.ZEROS: aligned(2 * spec.head_dim),
             step.CONTROL: control,
         }
         buffers = np.zeros(step.N_BUFFERS, np.int64)

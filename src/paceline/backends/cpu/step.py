@@ -28,7 +28,7 @@ FINAL_NORM, HEAD, COS, SIN, N_EDGES = range(5)
 
 # Places in `buffers` (addresses).
 (X, X_BF16, H, H_SUMS, QKV_OUT, Q_BF16, ATT, ATT_SUMS, ACT, ACT_SUMS, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, TILE_ROW, TILE_ROWS,
- HEAD_ROWS, LOGITS, SCRATCH, CONTROL, N_BUFFERS) = range(22)  # fmt: skip
+ HEAD_ROWS, LOGITS, SCRATCH, ZEROS, CONTROL, N_BUFFERS) = range(23)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch.
 ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FUSED, N_BATCH = range(8)
@@ -44,7 +44,7 @@ LAYERS, HEADS = 0, 1
 CHUNK = 4
 """Blocks of 16 outputs a task of a matrix product takes."""
 
-PART = 128
+PART = 192
 """Rows a task of a matrix product takes at most: its inputs stay in the second-level cache."""
 
 TILE = 8
@@ -92,7 +92,8 @@ def _prepare(row, head, layer, sizes, weights, edges, buffers, batch, scratch):
     table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
     block = sync.load_int32(table + 4 * (position // BLOCK))
     keys = buffers[KV] + layer * sizes[LAYER_STRIDE] + block * sizes[BLOCK_STRIDE] + head * 4 * BLOCK * dim
-    write_kv(keys, 2 * BLOCK * dim, position % BLOCK, sync.load_int32(buffers[ROW_LEFT] + 4 * row), scratch, scratch + 2 * dim, dim)
+    left = sync.load_int32(buffers[ROW_LEFT] + 4 * row)
+    write_kv(keys, 2 * BLOCK * dim, position % BLOCK, left, scratch, scratch + 2 * dim, dim, buffers[ZEROS])
 
 
 @njit(nogil=True)
