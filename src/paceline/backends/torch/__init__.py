@@ -26,6 +26,6 @@ def load(
         from paceline.backends.torch.cuda import load_cuda
 
         return load_cuda(source, options, progress)
-    from paceline.backends.torch.load import load_cpu
+    from paceline.backends.torch.loading import load_cpu
 
     return load_cpu(source, options, progress)
