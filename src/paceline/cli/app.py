@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from paceline.backends.table import Kernels
-from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_USER, report
-from paceline.core.errors import UserError
+from paceline.cli.faults import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, report
+from paceline.core.errors import PacelineError, UserError
 from paceline.core.model import WeightsFormat
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
@@ -97,6 +97,27 @@ def models(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def bench(
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")] = 128,
+    answer_tokens: Annotated[int, typer.Option("--answer", min=2, help="Tokens of each answer.")] = 128,
+    concurrency: Annotated[str, typer.Option("--concurrency", help="Answers side by side, measured one after the other.")] = "1,4,16",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Medians are over these.")] = 3,
+    weights: Weights = None,
+    device: Device = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how fast this machine runs a model."""
+    from paceline.cli.bench import run_benchmark
+
+    settings = NodeSettings(model, weights, device=device, threads=threads)
+    run_benchmark(
+        settings, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds, as_json=as_json
+    )
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from paceline import __version__
@@ -115,5 +136,8 @@ def main() -> None:
     except UserError as error:
         report(error)
         sys.exit(EXIT_USER)
+    except PacelineError as error:
+        report(error)
+        sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

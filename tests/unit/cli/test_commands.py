@@ -18,7 +18,7 @@ def paceline(*args: str, **environment: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-m", "paceline", *args],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=170,
         env={**os.environ, "COLUMNS": "200", **environment},
         check=False,
     )
@@ -131,3 +131,15 @@ def test_chat_with_an_endpoint_that_is_not_there() -> None:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     assert_user_error(paceline("chat", "--url", url), url, "paceline up")
+
+
+def test_bench_measures_what_was_asked() -> None:
+    done = paceline("bench", "--prompt", "8", "--answer", "4", "--concurrency", "1,2", "--rounds", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [row["concurrency"] for row in report["rows"]] == [1, 2]
+    assert all(row["total_decode_per_s"] > 0 for row in report["rows"])
+
+
+def test_bench_of_nonsense_is_refused() -> None:
+    assert_user_error(paceline("bench", "--concurrency", "1,many"), "1,many", "1,4,16")

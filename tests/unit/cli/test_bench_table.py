@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+from paceline.cli.bench import show
+from paceline.node.bench import BenchPlan, BenchReport, DecodeRow
+from paceline.node.timing import Spread
+
+
+def test_the_table_shows_rates_and_waits() -> None:
+    row = DecodeRow(16, 50.4, 806.4, 700.0, Spread.of([0.1, 0.1]), Spread.of([0.02, 0.02]))
+    report = BenchReport("tiny", "int4", 2, "abc", BenchPlan(concurrency=(16,)), 1234.0, (row,), load_average=3.0)
+    console = Console(file=StringIO(), width=200)
+    show(console, report)
+    assert isinstance(console.file, StringIO)
+    shown = console.file.getvalue()
+    for part in ("1234", "806", "50", "100 / 100", "20.0 / 20.0", "load average 3.0"):
+        assert part in shown
