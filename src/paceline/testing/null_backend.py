@@ -57,9 +57,10 @@ class NullRunner:
             start = int(plan.row_start_S[s])
             path = 0 if self._one_path else int(plan.path_S[s])
             positions = np.arange(first + n)
-            blocks = plan.tables_SB[s][positions // self._block_size]
-            if blocks.min() < 0:
-                raise IndexError(f"sequence {s} of the batch has no block for position {int(positions[blocks < 0][0])}")
+            table = plan.tables_SB[s][plan.tables_SB[s] >= 0]
+            if len(table) * self._block_size < first + n:
+                raise IndexError(f"sequence {s} of the batch has no block for position {len(table) * self._block_size}")
+            blocks = table[positions // self._block_size]
             slots = positions % self._block_size
             self._kv[blocks[first:], slots[first:]] = x_TD[start : start + n].astype(np.int64) * 2 + path
             history = self._kv[blocks, slots]

@@ -83,7 +83,9 @@ class TestEviction:
         pool.check_invariants([blocks])
 
 
-@given(st.integers(1, 10), st.lists(st.tuples(st.sampled_from(["take", "publish", "hit", "end", "forget"]), st.integers(0, 9)), max_size=80))
+@given(
+    st.integers(1, 10), st.lists(st.tuples(st.sampled_from(["take", "publish", "hit", "end", "forget"]), st.integers(0, 9)), max_size=80)
+)
 @settings(max_examples=200, deadline=None)
 def test_law_holds_under_any_use(n_blocks: int, operations: list[tuple[str, int]]) -> None:
     pool = BlockPool(n_blocks)

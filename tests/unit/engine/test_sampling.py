@@ -145,7 +145,8 @@ class TestDraws:
     def test_a_row_does_not_depend_on_its_batch(self) -> None:
         rows = logits(5, 9)
         states = [
-            state(seed=i, temperature=0.3 + i / 4, top_p=(1, 0.9, 0.5)[i % 3], top_k=(0, 20)[i % 2], logprobs=(None, 3)[i % 2]) for i in range(9)
+            state(seed=i, temperature=0.3 + i / 4, top_p=(1, 0.9, 0.5)[i % 3], top_k=(0, 20)[i % 2], logprobs=(None, 3)[i % 2])
+            for i in range(9)
         ]
         sampler = Sampler(V, frozenset({0}))
         together, logprobs = sampler.draw(rows.copy(), states, range(9))

@@ -33,7 +33,9 @@ def reference(data: bytes, stop: Sequence[str]) -> str:
     return text
 
 
-@given(st.binary(max_size=60) | st.text("aé語🚴", max_size=30).map(str.encode), st.lists(st.text("aé語🚴�", max_size=4), max_size=3), st.data())
+@given(
+    st.binary(max_size=60) | st.text("aé語🚴", max_size=30).map(str.encode), st.lists(st.text("aé語🚴�", max_size=4), max_size=3), st.data()
+)
 @settings(max_examples=300)
 def test_any_cut_gives_the_reference(data: bytes, stop: list[str], cuts: st.DataObject) -> None:
     at = sorted(cuts.draw(st.lists(st.integers(0, len(data)), max_size=20)))

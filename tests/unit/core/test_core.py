@@ -1,0 +1,52 @@
+"""The error tree says what to do, and clocks do what clocks do."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core import errors
+from paceline.core.clock import SystemClock
+from paceline.core.errors import ExecutorLost, InvalidRequest, LostSpan, Overloaded, PacelineError, RequestError, UserError
+from paceline.core.generation import FinishReason
+from paceline.core.model import LayerRange
+from paceline.testing.clock import FakeClock
+
+
+def test_an_error_reads_as_what_happened_and_what_to_do() -> None:
+    assert str(PacelineError("The file is short", "Download it again.")) == "The file is short. Download it again."
+    assert str(PacelineError("The file is short")) == "The file is short"
+
+
+def test_errors_carry_what_answers_need() -> None:
+    assert InvalidRequest("bad", field="top_p").field == "top_p"
+    assert Overloaded("full", retry_after_s=3).retry_after_s == 3
+    assert ExecutorLost("gone", (LostSpan(0, 4, "b"),)).spans[0].holder == "b"
+
+
+def test_the_tree_is_the_one_in_its_docstring() -> None:
+    named = {word for line in (errors.__doc__ or "").splitlines() if "--" in line or "PacelineError" in line for word in line.split()[:4]}
+    classes = {name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, PacelineError)}
+    assert classes.keys() <= named
+    for name, kind in classes.items():
+        if name not in {"PacelineError", "ExecutorLost"}:
+            assert issubclass(kind, UserError) != issubclass(kind, RequestError)
+
+
+def test_layer_ranges_are_half_open() -> None:
+    layers = LayerRange(2, 5)
+    assert len(layers) == 3
+    assert [i in layers for i in (1, 2, 4, 5)] == [False, True, True, False]
+
+
+def test_finish_reasons_are_what_clients_read() -> None:
+    assert [reason.value for reason in FinishReason] == ["stop", "length", "abort", "error"]
+
+
+def test_clocks_never_go_back() -> None:
+    system, fake = SystemClock(), FakeClock()
+    assert system.monotonic() <= system.monotonic()
+    before = fake.monotonic(), fake.wall()
+    fake.advance(2.5)
+    assert (fake.monotonic() - before[0], fake.wall() - before[1]) == (2.5, 2.5)
+    with pytest.raises(ValueError, match="-1"):
+        fake.advance(-1)

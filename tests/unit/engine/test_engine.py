@@ -1,0 +1,243 @@
+"""What an engine promises its owner: endings, refusals, aborts, failures, counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.errors import ConfigError, ContextOverflow, ExecutorLost, InvalidRequest, Overloaded, PacelineError
+from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.engine.config import EngineConfig
+from paceline.testing.engines import EngineBench, answer_alone
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def request(name: str = "r", n_prompt: int = 6, max_tokens: int = 8, *, salt: int = 0, **fields: object) -> GenerationRequest:
+    prompt = tuple(1 + (i * i + salt) % 31 for i in range(n_prompt))
+    fields = {"sampling": GREEDY, "ignore_eos": True, **fields}
+    return GenerationRequest(RequestId(name), prompt, max_tokens, **fields)  # type: ignore[arg-type]
+
+
+class TestEndings:
+    def test_length_is_exact_when_eos_is_banned(self) -> None:
+        for salt in range(8):
+            (answer,) = EngineBench().run(request(salt=salt, max_tokens=30)).values()
+            assert (len(answer.token_ids), answer.finish, answer.chunks) == (30, FinishReason.LENGTH, 30)
+            assert 0 not in answer.token_ids
+
+    def test_eos_ends_with_its_token_but_without_text(self) -> None:
+        ended = [EngineBench().run(request(salt=salt, max_tokens=50, ignore_eos=False))["r", 0] for salt in range(8)]
+        stopped = [answer for answer in ended if answer.finish is FinishReason.STOP]
+        assert stopped, "no answer of eight met the end of sequence"
+        for answer in stopped:
+            assert answer.token_ids.index(0) == len(answer.token_ids) - 1
+
+    def test_a_stop_id_ends_where_it_first_stands(self) -> None:
+        free = EngineBench().run(request(max_tokens=12))["r", 0]
+        stop = free.token_ids[5]
+        answer = EngineBench().run(request(max_tokens=12, stop_ids=frozenset({stop})))["r", 0]
+        assert answer.finish is FinishReason.STOP
+        assert answer.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+        assert free.text.startswith(answer.text)
+
+    def test_a_stop_string_ends_and_is_not_shown(self) -> None:
+        free = EngineBench().run(request(max_tokens=12))["r", 0]
+        stop = free.text[4:6]
+        answer = EngineBench().run(request(max_tokens=12, stop=(stop,)))["r", 0]
+        assert (answer.text, answer.finish) == (free.text[: free.text.index(stop)], FinishReason.STOP)
+
+    def test_held_back_text_comes_out_at_the_length(self) -> None:
+        free = EngineBench().run(request(max_tokens=12))["r", 0]
+        answer = EngineBench().run(request(max_tokens=12, stop=(free.text[-1] + "never",)))["r", 0]
+        assert (answer.text, answer.finish) == (free.text, FinishReason.LENGTH)
+
+
+class TestSeeds:
+    def test_a_missing_seed_is_fixed_at_admission_and_differs_by_request(self) -> None:
+        bench = EngineBench(n_blocks=10)  # too few for all at once: some are preempted, and draw again what they drew
+        answers = bench.run(*(request(str(i), max_tokens=20, sampling=SamplingParams()) for i in range(4)))
+        assert bench.engine.stats().preemptions > 0
+        for i in range(4):
+            seeded = request(str(i), max_tokens=20, sampling=SamplingParams(seed=1000 + i))
+            assert answers[RequestId(str(i)), 0].token_ids == answer_alone(seeded).token_ids
+        assert len({tuple(answer.token_ids) for answer in answers.values()}) == 4
+
+    def test_sequence_i_draws_with_seed_plus_i(self) -> None:
+        answers = EngineBench().run(request(n=3, sampling=SamplingParams(seed=5)))
+        for index in range(3):
+            assert answers[RequestId("r"), index].token_ids == answer_alone(request(sampling=SamplingParams(seed=5 + index))).token_ids
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("bad", "field"),
+        [
+            (request(n_prompt=0), "prompt"),
+            (replace(request(), prompt_ids=(1, 32)), "prompt"),
+            (replace(request(), prompt_ids=(-1,)), "prompt"),
+            (request(max_tokens=0), "max_tokens"),
+            (request(n=0), "n"),
+            (request(n=100), "n"),
+            (request(max_tokens=59), "max_tokens"),
+            (request(sampling=SamplingParams(logit_bias={32: 1.0})), "logit_bias"),
+            (request(sampling=SamplingParams(logit_bias={3: math.nan})), "logit_bias"),
+            (request(sampling=SamplingParams(temperature=math.nan)), "temperature"),
+            (request(sampling=SamplingParams(temperature=-1)), "temperature"),
+            (request(sampling=SamplingParams(repetition_penalty=0)), "repetition_penalty"),
+        ],
+    )
+    def test_name_the_field(self, bad: GenerationRequest, field: str) -> None:
+        bench = EngineBench()
+        with pytest.raises(InvalidRequest) as caught:
+            bench.add(bad)
+        assert caught.value.field == field
+        assert caught.value.hint
+        assert not bench.engine.has_work
+
+    def test_what_can_never_fit_the_pool(self) -> None:
+        bench = EngineBench(n_blocks=4)
+        with pytest.raises(ContextOverflow, match="KV memory of 16 tokens"):
+            bench.add(request(max_tokens=12))
+        (answer,) = bench.run(request(max_tokens=11)).values()
+        assert len(answer.token_ids) == 11, "the last token needs no room: it is never run"
+
+    def test_a_full_queue(self) -> None:
+        bench = EngineBench(max_running=2, max_waiting=3)
+        bench.add(request("a", n=4), request("b"))
+        with pytest.raises(Overloaded) as caught:
+            bench.add(request("c"))
+        assert caught.value.retry_after_s >= 1
+        bench.run()
+        bench.run(request("c"))
+
+    def test_an_id_in_use(self) -> None:
+        bench = EngineBench()
+        bench.add(request())
+        with pytest.raises(InvalidRequest, match="in use"):
+            bench.add(request())
+        bench.run()
+
+    @pytest.mark.parametrize(
+        "bounds", [{"max_running": 0}, {"prefill_chunk": 0}, {"max_context": 1}, {"max_waiting": -1}, {"step_timeout_s": 0}]
+    )
+    def test_bounds_under_which_nothing_could_run(self, bounds: dict[str, int]) -> None:
+        with pytest.raises(ConfigError, match=next(iter(bounds))):
+            EngineConfig(**{"max_context": 64, **bounds})  # type: ignore[arg-type]
+
+
+class TestAborts:
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    @pytest.mark.parametrize("steps", range(6))
+    def test_free_all_blocks_at_any_moment(self, depth: int, steps: int) -> None:
+        bench = EngineBench(depth=depth)
+        bench.add(request("a", n_prompt=20, max_tokens=20, n=2), request("b", max_tokens=20))
+        for _ in range(steps):
+            bench.step()
+        bench.engine.abort(RequestId("a"))
+        bench.engine.check_invariants()
+        answers = bench.run()
+        assert [answers[RequestId("a"), i].finish for i in range(2)] == [FinishReason.ABORT] * 2
+        assert answers[RequestId("b"), 0].token_ids == answer_alone(request("b", max_tokens=20)).token_ids
+
+    def test_at_depth_one_blocks_are_free_at_once(self) -> None:
+        bench = EngineBench()
+        bench.add(request(n_prompt=20))
+        bench.step()
+        assert bench.engine.stats().blocks_in_use > 0
+        bench.engine.abort(RequestId("r"))
+        assert bench.engine.stats().blocks_in_use == 0
+
+    def test_in_flight_keep_their_blocks_until_the_batch_is_collected(self) -> None:
+        """The executor refuses a batch that writes what a batch in flight still names."""
+        bench = EngineBench(n_blocks=5, depth=2, prefix_cache=False, prefill_chunk=8)
+        after = request("after", 8, 4, salt=2)
+        bench.add(request("a", 8, 4), request("b", 8, 4, salt=1), after)
+        bench.step()  # a's batch was collected, b's is in flight
+        bench.engine.abort(RequestId("b"))
+        assert bench.engine.stats().blocks_in_use == 4
+        bench.step()
+        assert bench.engine.stats().running == 1, "the blocks went to another while a batch in flight names them"
+        answers = bench.run()
+        assert answers[RequestId("after"), 0].token_ids == answer_alone(after).token_ids
+
+    def test_of_what_ended_or_never_was_do_nothing(self) -> None:
+        bench = EngineBench()
+        bench.run(request())
+        bench.engine.abort(RequestId("r"))
+        bench.engine.abort(RequestId("nobody"))
+        assert not bench.engine.has_work
+        assert bench.engine.stats().finished == {"length": 1}
+
+
+class TestFailures:
+    @pytest.mark.parametrize("depth", [1, 2, 4])
+    def test_a_lost_executor_costs_time_and_no_byte(self, depth: int) -> None:
+        bench = EngineBench(depth=depth, lose={3, 4, 9})
+        requests = [request(str(i), n_prompt=5 + 3 * i, max_tokens=10, sampling=SamplingParams(seed=i)) for i in range(4)]
+        answers = bench.run(*requests)
+        for one in requests:
+            assert answers[one.request_id, 0].token_ids == answer_alone(one).token_ids
+
+    def test_an_executor_that_stays_lost_ends_the_engine(self) -> None:
+        bench = EngineBench(lose=range(2, 100), max_losses=3)
+        bench.add(request("a"), request("b"))
+        with pytest.raises(ExecutorLost):
+            bench.run()
+        bench.read(bench.engine.step())
+        assert {answer.finish for answer in bench.answers.values()} == {FinishReason.ERROR}
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_any_other_failure_ends_requests_with_errors(self, depth: int) -> None:
+        bench = EngineBench(depth=depth, break_at=4)
+        bench.add(request("a", n=2), request("b"))
+        with pytest.raises(ZeroDivisionError):
+            bench.run()
+        assert bench.engine.has_work, "the endings are still to be said"
+        bench.read(bench.engine.step())
+        assert not bench.engine.has_work
+        bench.check_rest()
+        assert len(bench.answers) == 3
+        assert all(
+            answer.finish is FinishReason.ERROR and "the executor broke" in (answer.error or "") for answer in bench.answers.values()
+        )
+        with pytest.raises(PacelineError, match="stopped"):
+            bench.add(request("c"))
+
+    def test_broken_logits_end_their_sequence_only(self) -> None:
+        bench = EngineBench()
+        sound, logits, calls = request("b", salt=3), bench.runner.logits, 0
+
+        def broken(x_TD: object, rows_R: object) -> object:
+            nonlocal calls
+            calls += 1
+            out = logits(x_TD, rows_R)  # type: ignore[arg-type]
+            if calls == 3:
+                out[0, 4] = math.nan
+            return out
+
+        bench.runner.logits = broken  # type: ignore[method-assign]
+        answers = bench.run(request("a"), sound)
+        assert answers[RequestId("a"), 0].finish is FinishReason.ERROR
+        assert "not finite" in (answers[RequestId("a"), 0].error or "")
+        assert answers[RequestId("b"), 0].token_ids == answer_alone(sound).token_ids
+
+
+class TestStats:
+    def test_count_what_happened(self) -> None:
+        bench = EngineBench()
+        bench.run(request("a", n_prompt=9, max_tokens=5))
+        bench.run(request("b", n_prompt=9, max_tokens=5))
+        stats = bench.engine.stats()
+        assert (stats.prompt_tokens, stats.generated_tokens) == (18, 10)
+        assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (18, 8)
+        assert stats.finished == {"length": 2}
+        assert stats.blocks_cached == 2
+        assert stats.steps == 2 + 4 + 1 + 4  # nine rows are two chunks of eight; a hit of eight leaves one
+
+    def test_of_a_fresh_engine_are_zero(self) -> None:
+        stats = EngineBench(n_blocks=7).engine.stats()
+        assert (stats.blocks_total, stats.running, stats.waiting, stats.blocks_in_use, stats.steps) == (7, 0, 0, 0, 0)
