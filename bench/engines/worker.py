@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ class Engine(Protocol):
 
 def serve(load: Callable[[Job], tuple[Engine, dict[str, Any]]]) -> None:
     """Answer jobs until stdin ends or `quit` comes."""
+    _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     engine: Engine | None = None
@@ -67,6 +69,14 @@ def serve(load: Callable[[Job], tuple[Engine, dict[str, Any]]]) -> None:
         except Exception:  # noqa: BLE001  the harness is told, whatever it was
             answer = {"error": traceback.format_exc(limit=-4)}
         answers.write(json.dumps(answer) + "\n")
+
+
+def _die_with_parent() -> None:
+    """A suspended process doesn't notice that its harness was killed; Linux ends it then."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _pin(threads: int) -> None:
