@@ -16,6 +16,8 @@ from llvmlite import binding
 from numba.core import config
 
 _VARIABLE = "NUMBA_CACHE_DIR"
+_KEPT = 3
+"""Folders of other versions to keep; each takes some 5 MiB."""
 
 
 def use(folder: Path | None) -> bool:
@@ -32,9 +34,9 @@ def use(folder: Path | None) -> bool:
     config.reload_config()
     known = (target / "complete").exists()
     if not known and root.is_dir():
-        for old in root.iterdir():
-            if old != target:
-                shutil.rmtree(old, ignore_errors=True)
+        folders = sorted((f for f in root.iterdir() if f != target), key=lambda f: f.stat().st_mtime, reverse=True)
+        for old in folders[_KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
     return known
 
 

@@ -1,0 +1,171 @@
+"""Promise 1 on the real model: how work is batched, cut, cached, preempted or threaded changes no byte of an answer.
+
+Every scenario must give each request the tokens it gets alone, on one thread, uncached, in one prefill chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.backends import cpu
+from paceline.backends.options import LoadOptions, PromptWeights
+from paceline.backends.table import Kernels
+from paceline.core.clock import SystemClock
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.core.model import WeightsFormat
+from paceline.engine.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.node.build import load_runner
+from paceline.store.catalog import OpenedModel, open_model
+from paceline.store.home import Home
+
+BLOCKS = 400
+ANSWER = 36
+
+needs_avx512 = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX512-BF16")
+
+
+@dataclass(frozen=True)
+class Kind:
+    kernels: Kernels
+    weights: WeightsFormat
+    prompt_weights: PromptWeights | None = None
+
+
+KINDS = [
+    pytest.param(Kind(Kernels.AVX512_BF16, WeightsFormat.INT4), id="cpu-int4", marks=needs_avx512),
+    pytest.param(Kind(Kernels.AVX512_BF16, WeightsFormat.INT8), id="cpu-int8", marks=needs_avx512),
+    pytest.param(Kind(Kernels.AVX512_BF16, WeightsFormat.BF16), id="cpu-bf16", marks=needs_avx512),
+    pytest.param(Kind(Kernels.TORCH, WeightsFormat.INT4, PromptWeights.RESIDENT), id="torch-int4-resident"),
+    pytest.param(Kind(Kernels.TORCH, WeightsFormat.INT4, PromptWeights.STREAMED), id="torch-int4-streamed"),
+]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    batch: int = 16
+    chunk: int = 512
+    every: int = 0
+    """Steps between arrivals; 0: all at once."""
+    prefix_cache: bool = False
+    rounds: int = 1
+    blocks: int = BLOCKS
+    threads: int = 2
+
+
+SCENARIOS = {
+    "one-at-a-time-2-threads": Scenario(batch=1),
+    "batch-4": Scenario(batch=4),
+    "batch-16": Scenario(),
+    "batch-16-1-thread": Scenario(threads=1),
+    "mixed-arrivals": Scenario(every=2),
+    "chunks-of-3": Scenario(chunk=3),
+    "chunks-of-17": Scenario(chunk=17, every=1),
+    "chunks-of-64": Scenario(chunk=64),
+    "prefix-hits": Scenario(prefix_cache=True, rounds=2),
+    "preempted": Scenario(blocks=22),
+    "preempted-with-prefix-cache": Scenario(blocks=22, prefix_cache=True, rounds=2, chunk=64, every=1),
+}
+
+
+class Loaded:
+    """One kind of kernels on the bundled model, on one thread and on two."""
+
+    def __init__(self, kind: Kind, model: OpenedModel) -> None:
+        self.model = model
+        self.runners: dict[int, LayerRunner[Any]] = {}
+        for threads in (1, 2):
+            options = LoadOptions(
+                layers=model.spec.all_layers,
+                weights=kind.weights,
+                n_blocks=BLOCKS,
+                threads=threads,
+                kernel_cache=Home.from_environment().root / "cache" / "kernels",
+                prompt_weights=kind.prompt_weights,
+            )
+            self.runners[threads] = load_runner(kind.kernels, model.weights, options)
+        self.alone = self.run(Scenario(batch=1, threads=1))[0]
+
+    def run(self, scenario: Scenario) -> tuple[dict[str, tuple[int, ...]], Engine]:
+        """Tokens of every request in the last round."""
+        runner = self.runners[scenario.threads]
+
+        class Cramped(LocalExecutor[Any]):
+            n_blocks = property(lambda _: scenario.blocks)
+
+            def close(self) -> None:
+                """The runner outlives the engines of this test."""
+
+        config = EngineConfig(
+            max_context=1024, max_running=scenario.batch, prefill_chunk=scenario.chunk, prefix_cache=scenario.prefix_cache
+        )
+        engine = Engine(Cramped(runner), self.model.tokenizer, config, SystemClock())
+        tokens: dict[str, tuple[int, ...]] = {}
+        for _ in range(scenario.rounds):
+            tokens = {}
+            queue = requests(self.model)
+            if not scenario.every:
+                for request in queue:
+                    engine.add(request)
+                queue = []
+            step = 0
+            while queue or engine.has_work:
+                if queue and step % scenario.every == 0:
+                    engine.add(queue.pop(0))
+                for chunk in engine.step():
+                    tokens[chunk.request_id] = tokens.get(chunk.request_id, ()) + chunk.token_ids
+                step += 1
+            engine.check_invariants()
+        return tokens, engine
+
+    def close(self) -> None:
+        for runner in self.runners.values():
+            runner.close()
+
+
+def requests(model: OpenedModel) -> list[GenerationRequest]:
+    """Sixteen prompts of 2 to 110 tokens, some with a common beginning; greedy and seeded by turns."""
+    rng = np.random.default_rng(7)
+    shared = model.tokenizer.encode("The quick brown fox jumps over the lazy dog, and then it goes to sleep under a very old tree. " * 2)
+    made: list[GenerationRequest] = []
+    for i in range(16):
+        own = rng.integers(100, 40_000, int(rng.integers(2, 70))).tolist()
+        prompt = (shared + own) if i % 4 == 0 else own
+        greedy = i % 2 == 0
+        sampling = (
+            SamplingParams(temperature=0.0) if greedy else SamplingParams(temperature=0.9, top_p=0.95, top_k=60, seed=1000 + i, logprobs=2)
+        )
+        made.append(GenerationRequest(RequestId(f"r{i}"), tuple(prompt), ANSWER, sampling, ignore_eos=True))
+    return made
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loaded(request: pytest.FixtureRequest, paceline_home: object) -> Iterator[Loaded]:
+    loaded = Loaded(request.param, open_model("smollm2-135m"))
+    yield loaded
+    loaded.close()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
+def test_same_tokens(loaded: Loaded, scenario: Scenario) -> None:
+    tokens, engine = loaded.run(scenario)
+    assert tokens == loaded.alone
+    assert all(len(answer) == ANSWER for answer in tokens.values())
+    stats = engine.stats()
+    assert stats.blocks_in_use == 0
+    assert (stats.preemptions > 0) == (scenario.blocks < BLOCKS)
+    assert (stats.prefix_hits_tokens > 0) == scenario.prefix_cache
+
+
+def test_seeded_answers_are_not_all_greedy(loaded: Loaded) -> None:
+    """The matrix would hold trivially if sampling drew nothing: seeded requests must differ from their greedy selves."""
+    greedy = [r for r in requests(loaded.model) if r.sampling.temperature == 0]
+    assert len({loaded.alone[r.request_id] for r in greedy}) == len(greedy)
+    assert len(set(loaded.alone.values())) == len(loaded.alone)
