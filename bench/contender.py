@@ -126,8 +126,11 @@ class Contender:
     def _ask(self, job: dict[str, Any], bound_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise ContenderError(f"{self.kind.name} ({self.setting}) ended before {job['do']!r}; see {self._log}") from error
         while b"\n" not in self._buffer:
             if not self._ready.select(bound_s):
                 raise ContenderError(f"{self.kind.name} ({self.setting}) did not finish {job['do']!r} in {bound_s:.0f} s; see {self._log}")
