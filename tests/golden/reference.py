@@ -1,0 +1,136 @@
+"""Models of transformers, and what they answer, to hold ours against.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from paceline.backends.options import LoadOptions
+from paceline.backends.quantize import to_float32, to_grouped
+from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.weights import StoredTensor, WeightSource
+from paceline.engine import executor
+from paceline.engine.local import LayerRunner
+from paceline.testing.conformance.runs import Rows, run
+
+Logits = npt.NDArray[np.float32]
+
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.08, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "llama3 rope": lambda: LlamaConfig(
+        **_SIZES,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),  # fmt: skip
+    "mistral": lambda: MistralConfig(**_SIZES, head_dim=64, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**_SIZES),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=64, tie_word_embeddings=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_SIZES, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True, mlp_only_layers=[]
+    ),
+    "qwen3_moe unnormed": lambda: Qwen3MoeConfig(
+        **_SIZES, head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=96, norm_topk_prob=False, mlp_only_layers=[]
+    ),
+}
+
+
+def save_tiny(family: str, folder: Path) -> Path:
+    """A random bf16 model of a family, as transformers saves it. Biases and norms are random too, so that none goes untested."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0, 0.5)
+            elif "norm" in name:
+                weight.normal_(1, 0.2)
+            elif name.endswith("mlp.gate.weight"):
+                # A router that is sure of itself: else a rounding in one row's choice of experts drowns every other error.
+                weight.normal_(0, 0.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def reference(source: WeightSource, weights: WeightsFormat, saved: Path, folder: Path) -> Any:
+    """transformers' model of a source's weights as a format rounds them, computing in float32: what is left to compare is the kernels.
+
+    Args:
+        source: the weights.
+        weights: the format.
+        saved: folder with the model's config.json.
+        folder: where to write the rounded model.
+    """
+    state = {name: torch.from_numpy(_rounded(name, source.read(name), weights)) for name in source.names()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_bytes((saved / "config.json").read_bytes())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _rounded(name: str, tensor: StoredTensor, weights: WeightsFormat) -> Logits:
+    if weights is not WeightsFormat.BF16:
+        if name.endswith("proj.weight"):
+            return to_float32(to_grouped(tensor, 4 if weights is WeightsFormat.INT4 else 8))
+        if name in {"model.embed_tokens.weight", "lm_head.weight"}:
+            return to_float32(to_grouped(tensor, 8))
+    return to_float32(tensor)
+
+
+def logits_of(model: Any, ids: list[int]) -> Logits:
+    """transformers' logits of every token, float32 [T, V]."""
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].float().numpy()
+
+
+def in_bf16(model: Any) -> Any:
+    """A copy of a model that computes in bf16 throughout."""
+    return deepcopy(model).to(torch.bfloat16)
+
+
+def greedy_of(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """transformers' greedy continuation, and the lead of each chosen token over the second best."""
+    ids, leads = list(prompt), list[float]()
+    for _ in range(count):
+        last = logits_of(model, ids)[-1]
+        second, first = np.partition(last, -2)[-2:]
+        leads.append(float(first - second))
+        ids.append(int(last.argmax()))
+    return ids[len(prompt) :], leads
+
+
+def ours(runner: LayerRunner[Any], ids: list[int], path: executor.Path) -> Logits:
+    """Our logits of every token, float32 [T, V]."""
+    table = list(range(-(-len(ids) // runner.block_size)))
+    return run(runner, Rows(ids, 0, table, path))[0].logits_TV
+
+
+def our_greedy(runner: LayerRunner[Any], prompt: list[int], count: int) -> list[int]:
+    """Our greedy continuation: the prompt on the prompt path, then token by token."""
+    table = list(range(-(-(len(prompt) + count) // runner.block_size)))
+    answer = [int(run(runner, Rows(prompt, 0, table))[0].logits_TV[-1].argmax())]
+    while len(answer) < count:
+        rows = Rows(answer[-1:], len(prompt) + len(answer) - 1, table, executor.Path.GENERATED)
+        answer.append(int(run(runner, rows)[0].logits_TV[0].argmax()))
+    return answer
+
+
+def options(spec: ModelSpec, weights: WeightsFormat, kernel_cache: Path) -> LoadOptions:
+    return LoadOptions(spec.all_layers, weights, 64, kernel_cache=kernel_cache)

@@ -1,0 +1,98 @@
+"""A tiny random model of every family: our logits and greedy tokens against transformers.
+
+The reference computes in float32 on weights rounded as the format rounds them. How far a bf16 implementation may stray from it is
+shown by transformers itself in bf16: a row of ours may err 1.5 times as much as its rows do, in the median (a wrong formula errs a
+hundred times as much). In a mixture of experts a rounding can turn a router's near tie, on both sides; hence medians.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.backends import cpu
+from paceline.backends import torch as portable
+from paceline.core.model import WeightsFormat
+from paceline.core.weights import WeightSource
+from paceline.engine.executor import Path as KernelPath
+from paceline.store.digests import DigestCache
+from paceline.store.home import Home
+from paceline.store.safetensors_file import SafetensorsWeights
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference as hf  # noqa: E402
+
+LOADS = {"torch": portable.load, "cpu": cpu.load}
+STRAY = 1.5
+NEAR_TIE = 0.1
+"""Standard deviations of the logits: some five times a token's usual error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    source: WeightSource
+    weights: WeightsFormat
+    exact: Any
+    """transformers in float32."""
+    ids: list[int]
+    logits: hf.Logits
+    stray: float
+    """Median error of a row in transformers' own bf16."""
+
+
+@pytest.fixture(scope="module", params=list(hf.FAMILIES))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf.save_tiny(request.param, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=list(WeightsFormat))
+def golden(request: pytest.FixtureRequest, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    weights: WeightsFormat = request.param
+    source = SafetensorsWeights(saved, DigestCache(Home(saved)))
+    exact = hf.reference(source, weights, saved, tmp_path_factory.mktemp("rounded"))
+    ids = np.random.default_rng(0).integers(0, source.spec.vocab, 150).tolist()
+    logits = hf.logits_of(exact, ids)
+    stray = float(np.median(row_errors(hf.logits_of(hf.in_bf16(exact), ids), logits)))
+    return Golden(source, weights, exact, ids, logits, stray)
+
+
+@pytest.fixture(scope="module", params=list(LOADS))
+def runner(request: pytest.FixtureRequest, golden: Golden, kernel_cache: Path) -> Iterator[Any]:
+    if request.param == "cpu" and (not cpu.runs_here() or cpu.refuses(golden.source.spec) is not None):
+        pytest.skip("no compiled kernels for this processor or family")
+    loaded = LOADS[request.param](golden.source, hf.options(golden.source.spec, golden.weights, kernel_cache))
+    yield loaded
+    loaded.close()
+
+
+def row_errors(found: hf.Logits, exact: hf.Logits) -> hf.Logits:
+    """Root mean square error of each row, in standard deviations of the logits."""
+    return np.sqrt(np.square(found - exact).mean(1)) / exact.std()
+
+
+@pytest.mark.parametrize("path", list(KernelPath))
+def test_logits_are_those_of_transformers(runner: Any, golden: Golden, path: KernelPath) -> None:
+    found = hf.ours(runner, golden.ids, path)
+    assert float(np.median(row_errors(found, golden.logits))) < STRAY * golden.stray
+    assert float((found.argmax(1) == golden.logits.argmax(1)).mean()) > 0.8
+
+
+def test_greedy_tokens_are_those_of_transformers(runner: Any, golden: Golden) -> None:
+    """Up to the reference's first near tie, from where rounding decides."""
+    if golden.weights is not WeightsFormat.BF16:
+        pytest.skip("greedy answers are compared where weights are bf16")
+    compared = 0
+    for seed in range(12):
+        prompt = np.random.default_rng(seed).integers(2, golden.source.spec.vocab, 20).tolist()
+        answer, leads = hf.greedy_of(golden.exact, prompt, 8)
+        clear = next((place for place, lead in enumerate(leads) if lead < NEAR_TIE * golden.logits.std()), len(leads))
+        assert hf.our_greedy(runner, prompt, 8)[:clear] == answer[:clear]
+        compared += clear
+    assert compared >= 8
