@@ -11,6 +11,7 @@ from paceline.core.errors import ConfigError, ContextOverflow, ExecutorLost, Inv
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
+from paceline.engine.sequence import SequenceState
 from paceline.testing.engines import EngineBench, answer_alone
 
 GREEDY = SamplingParams(temperature=0)
@@ -70,6 +71,20 @@ class TestSeeds:
         answers = EngineBench().run(request(n=3, sampling=SamplingParams(seed=5)))
         for index in range(3):
             assert answers[RequestId("r"), index].token_ids == answer_alone(request(sampling=SamplingParams(seed=5 + index))).token_ids
+
+
+class TestPenalties:
+    def test_see_the_tokens_drawn(self) -> None:
+        (free,) = EngineBench().run(request(max_tokens=30)).values()
+        assert len(set(free.token_ids)) < 30
+        sampling = SamplingParams(temperature=0, presence_penalty=1000)
+        (answer,) = EngineBench().run(request(max_tokens=30, sampling=sampling)).values()
+        assert len(set(answer.token_ids)) == 30
+
+    def test_of_repetition_see_the_prompt(self) -> None:
+        sampling = SamplingParams(temperature=0, repetition_penalty=1000)
+        (answer,) = EngineBench().run(request(n_prompt=5, max_tokens=20, sampling=sampling)).values()
+        assert len({*answer.token_ids, *request(n_prompt=5).prompt_ids}) == 20 + len(set(request(n_prompt=5).prompt_ids))
 
 
 class TestRefusals:
@@ -163,6 +178,20 @@ class TestAborts:
         assert bench.engine.stats().running == 1, "the blocks went to another while a batch in flight names them"
         answers = bench.run()
         assert answers[RequestId("after"), 0].token_ids == answer_alone(after).token_ids
+
+    def test_of_what_is_about_to_be_preempted(self) -> None:
+        bench = EngineBench(n_blocks=10, depth=4, prefix_cache=False)
+        bench.add(*(request(str(i), 5 + i, 24, salt=i) for i in range(4)))
+        doomed: list[SequenceState] = []
+        while bench.engine.has_work and not doomed:
+            bench.step()
+            doomed = [seq for seq in bench.engine._scheduler.running if seq.preempt_when_collected]
+        assert doomed, "the case did not come up"
+        bench.engine.abort(doomed[0].request.request_id)
+        bench.engine.check_invariants()
+        answers = bench.run()
+        assert answers[doomed[0].request.request_id, 0].finish is FinishReason.ABORT
+        assert [answer.finish for answer in answers.values()].count(FinishReason.LENGTH) == 3
 
     def test_of_what_ended_or_never_was_do_nothing(self) -> None:
         bench = EngineBench()
