@@ -27,7 +27,7 @@ _MASKED = -1e30
 
 @intrinsic(prefer_literal=True)
 def _weigh(_, rows, table, n_blocks, pool, block_stride, q, q_stride, head_dim, scale_bits, first, step, p, p_stride, norm):
-    """Scores -> weights. Writes exp(score - max) as bf16 rows at `p` and 1 / sum at `norm` (float each).
+    """Scores -> weights. Writes 2**(score - max) as bf16 rows at `p` and 1 / sum at `norm` (float each).
 
     `p` rows first hold fp32 scores: `p_stride` is at least 64 bytes a block. Row m attends to positions <= first + m * step.
     """
@@ -65,7 +65,7 @@ def _weigh(_, rows, table, n_blocks, pool, block_stride, q, q_stride, head_dim, 
         total = [e.var(e.const(0.0)) for _ in range(m_rows)]
         with e.loop(n_blocks) as j:
             for m in range(m_rows):
-                weight = e.exp(b.fsub(e.load(e.const(0).type, p_m[m], e.mul(j, 64)), top[m]))
+                weight = e.exp2(b.fsub(e.load(e.const(0).type, p_m[m], e.mul(j, 64)), top[m]))
                 b.store(b.fadd(b.load(total[m]), weight), total[m])
                 e.store(e.to_bf16(weight), p_m[m], e.mul(j, 32))
         for m in range(m_rows):
@@ -115,7 +115,7 @@ def attend(table, pool, block_stride, v_offset, q, q_stride, head_dim, scale_bit
         table: address of the sequence's int32 block ids.
         pool: address of this layer's and KV head's keys in block 0; values lie `v_offset` bytes on.
         q: address of bf16 queries, `q_stride` bytes apart.
-        scale_bits: bits of the fp32 factor on scores.
+        scale_bits: bits of the fp32 factor on scores, log2(e) included.
         p: the thread's scratch for weights: 8 rows of `p_stride` bytes, 64 a block; `norm`: scratch for 8 floats.
         out: address of bf16 rows, `out_stride` bytes apart.
     """

@@ -165,7 +165,7 @@ def gate(_, x, out, sums):
         halves = []
         for half in range(2):
             g, u = e.load(F, x, 128 * half), e.load(F, x, 128 * half + 64)
-            denominator = b.fadd(e.const(1.0), e.exp(b.fsub(e.const(0.0), g)))
+            denominator = b.fadd(e.const(1.0), e.exp2(b.fmul(g, e.const(-1.44269504))))
             halves.append(e.to_bf16(b.fmul(b.fdiv(g, denominator), u)))
             e.store(halves[-1], out, 32 * half)
         e.store(_group_sum(e, *halves), sums, align=4)

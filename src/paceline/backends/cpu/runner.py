@@ -102,7 +102,7 @@ class CpuRunner:
             (step.VOCAB, self._model.padded_vocab),
             (step.N_LAYERS, len(self._model.layers)),
             (step.EPS, int(np.float32(spec.rms_eps).view(np.int32))),
-            (step.SCALE, int(np.float32(spec.head_dim**-0.5).view(np.int32))),
+            (step.SCALE, int(np.float32(spec.head_dim**-0.5 * math.log2(math.e)).view(np.int32))),
             (step.FORM, self._model.form),
             (step.HEAD_FORM, self._model.head_form),
             (step.TEAM, threads),
