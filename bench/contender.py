@@ -18,6 +18,7 @@ from typing import Any
 
 from engines.worker import Job
 from paceline.node.timing import Timing
+from quiet import prefer
 
 ENGINES = Path(__file__).parent / "engines"
 LOAD_S = 600.0
@@ -72,7 +73,7 @@ def kinds(peers_venv: Path, threads: int) -> dict[str, Kind]:
 class Contender:
     """One engine with one setting, in a process group of its own; paused except while it loads or runs."""
 
-    def __init__(self, kind: Kind, job: Job, log: Path) -> None:
+    def __init__(self, kind: Kind, job: Job, log: Path, nice: int = 0) -> None:
         self.kind = kind
         self.setting = job.setting
         self._log = log
@@ -85,6 +86,7 @@ class Contender:
                 env={**os.environ, **kind.environment},
                 start_new_session=True,
             )
+        prefer(self._process.pid, nice)
         assert self._process.stdout is not None
         self._buffer = b""
         self._ready = selectors.DefaultSelector()

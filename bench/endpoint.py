@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from quiet import prefer
+
 START_S = 300.0
 """The first start on a machine compiles kernels."""
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
@@ -19,7 +21,7 @@ ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 class Endpoint:
     """A serving process, in a process group of its own."""
 
-    def __init__(self, *arguments: str, log: Path) -> None:
+    def __init__(self, *arguments: str, log: Path, nice: int = 0) -> None:
         self.began_s = time.perf_counter()
         self._log = log
         with log.open("ab") as stderr:
@@ -31,6 +33,7 @@ class Endpoint:
                 env={**os.environ, "COLUMNS": "200"},
                 start_new_session=True,
             )
+        prefer(self._process.pid, nice)
         watchdog = threading.Timer(START_S, self._process.kill)
         watchdog.start()
         try:

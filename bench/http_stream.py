@@ -23,12 +23,13 @@ from engines.worker import Job
 from paceline.node.bench import PromptMaker
 from paceline.node.timing import Spread, Timing
 from paceline.store.catalog import open_model
-from quiet import Bystanders, Patience
+from quiet import Bystanders, Patience, prefer
 
 ATTEMPTS = 3
+CLIENT_S = 400.0
 
 
-def through_http(endpoint: Endpoint, model: str, prompts: Sequence[tuple[int, ...]], answer_tokens: int) -> dict[str, Any]:
+def through_http(endpoint: Endpoint, model: str, prompts: Sequence[tuple[int, ...]], answer_tokens: int, nice: int) -> dict[str, Any]:
     """One run of the clients.
 
     Raises:
@@ -48,7 +49,12 @@ def through_http(endpoint: Endpoint, model: str, prompts: Sequence[tuple[int, ..
     ]
     job = json.dumps({"port": endpoint.port, "bodies": bodies})
     client = [sys.executable, str(Path(__file__).parent / "http_client.py")]
-    run = json.loads(subprocess.run(client, input=job + "\n", stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout)
+    with subprocess.Popen(client, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        prefer(process.pid, nice)
+        answer, _ = process.communicate(job + "\n", CLIENT_S)
+    if process.returncode != 0:
+        raise RuntimeError(f"the clients ended with code {process.returncode}")
+    run = json.loads(answer)
     tokens = [stream["tokens"] for stream in run["streams"]]
     if tokens != [answer_tokens] * len(prompts):
         raise RuntimeError(f"asked for {answer_tokens} tokens each, got {tokens}")
@@ -65,11 +71,15 @@ def main() -> int:
     prompts = PromptMaker(opened.tokenizer)
     context = -(-(options.prompt + options.answer) // 16) * 16
     kind = kinds(Path(), options.threads)["paceline"]
-    contender = Contender(kind, Job(options.model, "", options.threads, options.clients, context), options.logs / "paceline.log")
+    contender = Contender(
+        kind, Job(options.model, "", options.threads, options.clients, context), options.logs / "paceline.log", options.nice
+    )
     limits = ["--threads", str(options.threads), "--max-running", str(options.clients), "--context", str(context)]
     endpoint: Endpoint | None = None
     try:
-        endpoint = Endpoint("--model", options.model, *limits, "--kv-tokens", str(options.clients * context), log=options.logs / "up.log")
+        endpoint = Endpoint(
+            "--model", options.model, *limits, "--kv-tokens", str(options.clients * context), log=options.logs / "up.log", nice=options.nice
+        )
         patience = Patience(options.patience, options.disturbance)
         http: list[dict[str, Any]] = []
         engine: list[tuple[Timing, float | None]] = []
@@ -80,7 +90,7 @@ def main() -> int:
             for _ in range(ATTEMPTS):
                 patience.wait()
                 around = Bystanders([endpoint.pid])
-                run = through_http(endpoint, opened.name, prompts.make(options.clients, options.prompt), options.answer)
+                run = through_http(endpoint, opened.name, prompts.make(options.clients, options.prompt), options.answer, options.nice)
                 runs.append({**run, "bystanders": around.share()})
                 if turn == 0 or _clean(runs[-1]["bystanders"], patience):
                     break
@@ -134,6 +144,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that may be spent, in all, waiting for a quiet machine")
+    parser.add_argument("--nice", type=int, default=0, help="priority of all engines alike; below 0 needs privileges")
     parser.add_argument("--disturbance", type=float, default=0.04, help="share of the machine others may take in a clean measurement")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "paceline-bench" / "logs")
     return parser.parse_args()

@@ -125,14 +125,14 @@ def measure(contender: Contender, scenario: Scenario, prompts: PromptMaker, pati
     return min(taken, key=lambda each: each.bystanders or 0.0)
 
 
-def enter(kind: Kind, model: Path, folder: Path, threads: int, settings: tuple[str, ...], logs: Path) -> Entrant:
+def enter(kind: Kind, model: Path, folder: Path, threads: int, settings: tuple[str, ...], logs: Path, nice: int) -> Entrant:
     """Start an engine with each of its settings."""
     path = str(model if kind.reads_gguf else folder)
     contenders: dict[str, Contender] = {}
     for setting in settings:
         print(f"loading {kind.name} {setting}".rstrip(), file=sys.stderr)
         job = Job(path, setting, threads, max(scenario.sequences for scenario in SCENARIOS), CONTEXT)
-        contenders[setting] = Contender(kind, job, logs / f"{kind.name}.log")
+        contenders[setting] = Contender(kind, job, logs / f"{kind.name}.log", nice)
     return Entrant(kind, contenders)
 
 
@@ -209,7 +209,7 @@ def main() -> int:
             try:
                 folder = model if kind.reads_gguf else bf16_folder(options.model, options.cache)
                 settings = (options.weights,) if name == OURS else kind.settings[: 1 if options.first_setting else None]
-                entrant = enter(kind, model, folder, options.threads, settings, options.logs)
+                entrant = enter(kind, model, folder, options.threads, settings, options.logs, options.nice)
                 try_settings(entrant, scenarios, prompts, patience)
                 entrants.append(entrant)
             except (ContenderError, OSError) as error:
@@ -259,6 +259,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=cache, help="where the weights go for engines that don't read GGUF")
     parser.add_argument("--logs", type=Path, default=cache / "logs")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds that may be spent, in all, waiting for a quiet machine")
+    parser.add_argument("--nice", type=int, default=0, help="priority of all engines alike; below 0 needs privileges")
     parser.add_argument("--disturbance", type=float, default=0.04, help="share of the machine others may take in a clean measurement")
     parser.add_argument("--out", type=Path, help="write the JSON here rather than to stdout")
     return parser.parse_args()

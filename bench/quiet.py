@@ -65,3 +65,16 @@ class Patience:
             share = before.share()
             if share is None or share <= self.limit:
                 return
+
+
+def prefer(pid: int, nice: int) -> None:
+    """Give a process that leads a session of its own, and what it will start, another priority; below 0 needs privileges.
+
+    Linux weighs sessions against each other before it looks at the processes inside, so the session is told too.
+    """
+    if nice == 0:
+        return
+    os.setpriority(os.PRIO_PROCESS, pid, nice)
+    session = Path(f"/proc/{pid}/autogroup")
+    if session.exists():
+        session.write_text(str(nice))

@@ -11,6 +11,8 @@ from rich.table import Table
 def print_table(report: dict[str, Any]) -> None:
     """Rates, ratios and targets, one line an engine and scenario, on stderr: stdout carries the JSON."""
     console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console = Console(stderr=True, highlight=False, width=150)
     title = f"{report['model']['name']}, {report['threads']} threads, {report['machine']['processor']}"
     table = Table(title=title, box=None, pad_edge=False, header_style="dim", title_justify="left")
     for heading in ("scenario", "engine", "setting", "tok/s", "rounds", "others", "ours / theirs", "at least", "reach"):
