@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
@@ -116,10 +120,20 @@ def _announce(console: Console, node: BuiltNode, url: str, api_key: str | None) 
     console.print(f"\n[bold green]Ready[/] at [bold]{url}/v1[/] (Ctrl-C stops)\nTry:")
     body = f'{{"model": "{node.model.name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
     console.print(
-        f"  curl {reach}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n  paceline chat --url {reach}/v1\n",
+        f"  curl {reach}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n  {_own_command()} chat --url {reach}/v1\n",
         markup=False,
         soft_wrap=True,
     )
+
+
+def _own_command() -> str:
+    """What to type for `paceline`, here: inside an environment that is not activated, a path."""
+    if shutil.which("paceline") is not None:
+        return "paceline"
+    script = Path(sys.argv[0])
+    if script.name != "paceline":
+        return f"{sys.executable} -m paceline"
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
 def _greet(console: Console, url: str, model: str, api_key: str | None) -> None:

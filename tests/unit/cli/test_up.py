@@ -133,3 +133,19 @@ def test_chat_at_an_endpoint_gives_the_same_bytes_as_alone(start_paceline: Start
     assert there.strip()
     # Alone, what was loaded is said first.
     assert re.sub(r"^(Loading|First start|Loaded).*\n", "", alone, flags=re.MULTILINE).strip() == there.strip()
+
+
+def test_an_interrupt_during_an_answer_ends_the_answer_and_not_the_chat(start_paceline: Start) -> None:
+    process = start_paceline("chat", "--context", "512", "--temperature", "0")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("Write a long story about a bicycle.\n")
+    process.stdin.flush()
+    while not process.stdout.readline().startswith("Loaded"):
+        pass
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate("/reset\n/quit\n", timeout=LOAD_S)
+    assert process.returncode == 0, err
+    assert "(stopped)" in out
+    assert "Forgotten." in out
