@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 BOUND_S = 300.0
 END = b"data: [DONE]\n\n"
@@ -25,8 +25,7 @@ class Stream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's has the methods, not the base
 
     def send(self, body: bytes) -> None:
         assert self._transport is not None
