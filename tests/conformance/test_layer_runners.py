@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from paceline.backends import cpu, torch
-from paceline.backends.options import PromptWeights
+from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WeightsFormat
+from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
+from paceline.store.home import Home
 from paceline.testing.conformance.layer_runner import LayerRunnerSuite
 from paceline.testing.conformance.runs import Load, RunnerCase
 
@@ -31,7 +33,9 @@ INT4, INT8, BF16 = WeightsFormat.INT4, WeightsFormat.INT8, WeightsFormat.BF16
 RESIDENT, STREAMED = PromptWeights.RESIDENT, PromptWeights.STREAMED
 
 
-def _case(kind: str, load: Load, family: str, weights: WeightsFormat, where: PromptWeights | None = None, *marks: pytest.MarkDecorator) -> Any:
+def _case(
+    kind: str, load: Load, family: str, weights: WeightsFormat, where: PromptWeights | None = None, *marks: pytest.MarkDecorator
+) -> Any:
     name = "-".join([kind, family.replace(" ", "_"), weights, *([where] if where else [])])
     return pytest.param(RunnerCase(name, load, SPECS[family], weights, where), id=name, marks=marks)
 
@@ -51,9 +55,22 @@ TORCH = [
     ]
 ]
 _NO_KERNELS = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX512-BF16")
+
+
+def _compiled(source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:
+    return cpu.load(source, replace(options, kernel_cache=Home.from_environment().root / "cache" / "kernels"), progress)
+
+
 CPU = [
-    _case("cpu", cpu.load, family, weights, None, _NO_KERNELS)
-    for family, weights in [("llama", INT4), ("llama", INT8), ("llama", BF16), ("one head a KV head", INT8), ("qwen2", INT4), ("qwen3", INT4)]
+    _case("cpu", _compiled, family, weights, None, _NO_KERNELS)
+    for family, weights in [
+        ("llama", INT4),
+        ("llama", INT8),
+        ("llama", BF16),
+        ("one head a KV head", INT8),
+        ("qwen2", INT4),
+        ("qwen3", INT4),
+    ]
 ]
 CUDA = [
     _case("cuda", partial(torch.load, device="cuda"), family, BF16, None, pytest.mark.gpu)
@@ -63,11 +80,6 @@ CUDA = [
 
 @pytest.fixture(scope="module", params=[*TORCH, *CPU, *CUDA])
 def case(request: pytest.FixtureRequest) -> RunnerCase:
-    if request.node.get_closest_marker("gpu") or "cuda" in request.param.name:
-        import torch as library
-
-        if not library.cuda.is_available():
-            pytest.skip("no CUDA device")
     return request.param
 
 

@@ -27,7 +27,7 @@ from paceline.store.safetensors_file import SafetensorsWeights
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import reference as hf  # noqa: E402
+import reference as hf
 
 LOADS = {"torch": portable.load, "cpu": cpu.load}
 STRAY = 1.5

@@ -37,7 +37,11 @@ class Numerics:
 
 
 def measure(
-    make: Callable[[WeightSource, int], LayerRunner[Any]], spec: ModelSpec, threads: Iterable[int], to_bytes: Callable[[Any], bytes], label: str
+    make: Callable[[WeightSource, int], LayerRunner[Any]],
+    spec: ModelSpec,
+    threads: Iterable[int],
+    to_bytes: Callable[[Any], bytes],
+    label: str,
 ) -> Numerics:
     """Run the seeded layer.
 
@@ -70,7 +74,8 @@ def answer(runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[
     parts: list[bytes] = []
     for first in range(0, len(x_TD), rows):
         count = min(rows, len(x_TD) - first)
-        plan = RowPlan(*(np.array([n], np.int32) for n in (0, count, first, path)), table)
+        start, n_rows, position, kind = (np.array([n], np.int32) for n in (0, count, first, path))
+        plan = RowPlan(start, n_rows, position, kind, table)
         out = runner.run_layers(x_TD[first : first + count], plan)
         parts.append(to_bytes(out))
         if logits:

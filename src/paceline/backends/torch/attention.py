@@ -69,8 +69,10 @@ class _Tile:
 @dataclass(frozen=True, slots=True)
 class _Group:
     pieces: Tensor
+    ending: int
+    """Keys before this one are every sequence's own."""
     beyond: Tensor
-    """Keys past a sequence's end, bool [S, 1, B, 1]."""
+    """Keys from `ending` on that are past a sequence's end, bool [S, 1, keys, 1]."""
     tiles: tuple[_Tile, ...]
 
 
@@ -95,7 +97,7 @@ class CpuStep:
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         for group in self._groups:
             keys, values = self._pool.gather(layer, group.pieces)
-            values.view(len(group.pieces), self._pool.n_kv, *values.shape[1:]).masked_fill_(group.beyond, 0)
+            values.view(len(group.pieces), self._pool.n_kv, *values.shape[1:])[:, :, group.ending :].masked_fill_(group.beyond, 0)
             for tile in group.tiles:
                 out[tile.rows] = self._tile(q_THD[tile.rows], keys[:, : tile.keys], values[:, : tile.keys], tile)
         return out.flatten(1)
@@ -151,5 +153,7 @@ def _group(plan: RowPlan, members: np.ndarray[tuple[int], np.dtype[np.intp]], po
         adjacent = int(rows[-1] - rows[0]) == len(rows) - 1
         chosen = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else torch.from_numpy(rows)
         tiles.append(_Tile(chosen, len(within), seen, torch.from_numpy(hidden)[:, None, :, None]))
-    beyond = key_B[None] >= (firsts + count)[:, None]
-    return _Group(torch.from_numpy(pieces), torch.from_numpy(beyond)[:, None, :, None], tuple(tiles))
+    ends = firsts + count
+    ending = int(ends.min())
+    beyond = key_B[None, ending:] >= ends[:, None]
+    return _Group(torch.from_numpy(pieces), ending, torch.from_numpy(beyond)[:, None, :, None], tuple(tiles))

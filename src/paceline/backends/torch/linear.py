@@ -115,7 +115,9 @@ class HeadLinear:
         return self._matrix.rows(rows_T)
 
 
-def make_linear(tensors: list[StoredTensor], bias_N: Tensor | None, weights: WeightsFormat, scratch: Scratch | None, device: torch.device) -> Linear:
+def make_linear(
+    tensors: list[StoredTensor], bias_N: Tensor | None, weights: WeightsFormat, scratch: Scratch | None, device: torch.device
+) -> Linear:
     """Fuse matrices of one width into one `Linear`.
 
     Args:

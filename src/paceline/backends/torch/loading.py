@@ -6,7 +6,7 @@ on the first layer that was loaded, in its real sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import torch
@@ -80,7 +80,9 @@ def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress 
         OutOfMemory: the KV pool does not fit.
     """
     if KEYS % options.block_size:
-        raise ConfigError(f"A KV block of {options.block_size} tokens does not divide an attention block of {KEYS}", "Choose a power of two.")
+        raise ConfigError(
+            f"A KV block of {options.block_size} tokens does not divide an attention block of {KEYS}", "Choose a power of two."
+        )
     with _threads(options.threads), torch.inference_mode():
         model = load_model(source, options, progress, torch.device("cpu"))
         give_memory_back()
@@ -114,9 +116,18 @@ def _first_layer_holds(model: Model, options: LoadOptions) -> bool:
     first = Model(model.spec, model.layers[:1], None, model.one_path)
     small = LoadOptions(options.layers, options.weights, -(-ROWS[0] // options.block_size), options.block_size, options.threads)
     runner = _runner(first, 1, small, Numerics("", holds_identity=False))
-    x_TD = torch.randn(ROWS[0], model.spec.hidden, generator=torch.Generator().manual_seed(ROWS[0])).bfloat16()
-    paths = [Path.PROMPT] if model.one_path else list(Path)
-    return all(len({answer(runner, x_TD, path, tensor_bytes, rows, logits=False) for rows in (33, 17, 3)}) == 1 for path in paths)
+    return cuts_agree(runner, seeded_rows(ROWS[0], model.spec.hidden), (33, 17, 3))
+
+
+def cuts_agree(runner: LayerRunner[Any], x_TD: Tensor, cuts: Iterable[int]) -> bool:
+    """Whether rows give the same bytes however many run at a time, on each of the runner's paths."""
+    paths = [Path.PROMPT] if runner.one_path else list(Path)
+    return all(len({answer(runner, x_TD, path, tensor_bytes, rows, logits=False) for rows in cuts}) == 1 for path in paths)
+
+
+def seeded_rows(rows: int, hidden: int) -> Tensor:
+    """Random bf16 activations [rows, hidden], on the CPU."""
+    return torch.randn(rows, hidden, generator=torch.Generator().manual_seed(rows)).bfloat16()
 
 
 def tensor_bytes(x_TD: Tensor) -> bytes:

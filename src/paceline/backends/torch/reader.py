@@ -29,7 +29,9 @@ class Reader:
         progress: told after every tensor; None: nobody.
     """
 
-    def __init__(self, source: WeightSource, weights: WeightsFormat, scratch: Scratch | None, device: torch.device, progress: LoadProgress | None) -> None:
+    def __init__(
+        self, source: WeightSource, weights: WeightsFormat, scratch: Scratch | None, device: torch.device, progress: LoadProgress | None
+    ) -> None:
         self._source, self._weights, self._scratch, self._device, self._progress = source, weights, scratch, device, progress
         self._done, self._total = 0, 0
 
@@ -77,5 +79,3 @@ def linear_numbers(spec: ModelSpec, layers: LayerRange) -> int:
     attention = spec.hidden * (2 * spec.n_heads * spec.head_dim + per_kv)
     ffn = 3 * spec.hidden * (spec.ffn if spec.moe is None else spec.moe.ffn * spec.moe.n_experts)
     return len(layers) * (attention + ffn)
-
-

@@ -16,7 +16,19 @@ from paceline.core.errors import OutOfMemory
 from paceline.core.model import LayerRange
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner
-from paceline.testing.conformance.runs import Outcome, Rows, RunnerCase, activation_bits, blocks, plan_of, run, run_cut, same, tokens
+from paceline.testing.conformance.runs import (
+    TOKENS,
+    Outcome,
+    Rows,
+    RunnerCase,
+    activation_bits,
+    blocks,
+    plan_of,
+    run,
+    run_cut,
+    same,
+    tokens,
+)
 
 LENGTH = 150
 """Tokens of a prompt: more than one attention block of 128."""
@@ -164,7 +176,7 @@ class LayerRunnerSuite:
         assert same(runner, Outcome(whole.x_TD[order], whole.logits_TV[order]), Outcome(activation_bits(x_TD)[order], logits_RV))
 
     def test_room_is_what_was_asked(self, runner: LayerRunner[Any]) -> None:
-        assert runner.n_blocks * runner.block_size >= 2048
+        assert runner.n_blocks * runner.block_size >= TOKENS
         assert len(runner.numerics_id) == 16
 
     def test_a_pool_larger_than_memory_is_refused(self, case: RunnerCase) -> None:

@@ -26,7 +26,7 @@ class Load(Protocol):
     def __call__(self, source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None, /) -> LayerRunner[Any]: ...
 
 
-TOKENS = 2048
+TOKENS = 8192
 """KV tokens a suite's runner is asked for."""
 AT_ONCE = 32
 """Rows whose logits are asked for in one call."""
@@ -45,7 +45,9 @@ class RunnerCase:
     def source(self) -> CountedSource:
         return CountedSource(SeededWeights(self.spec))
 
-    def runner(self, *, layers: LayerRange | None = None, edges: bool = True, threads: int = 1, source: WeightSource | None = None) -> LayerRunner[Any]:
+    def runner(
+        self, *, layers: LayerRange | None = None, edges: bool = True, threads: int = 1, source: WeightSource | None = None
+    ) -> LayerRunner[Any]:
         options = LoadOptions(
             layers or self.spec.all_layers, self.weights, TOKENS // 16, threads=threads, edges=edges, prompt_weights=self.prompt_weights
         )
@@ -120,9 +122,7 @@ def run(runner: LayerRunner[Any], *batch: Rows) -> list[Outcome]:
     ids = np.array([token for rows in batch for token in rows.ids], np.int32)
     x_TD = runner.run_layers(runner.embed(ids), plan)
     bits = activation_bits(x_TD)
-    logits = [
-        runner.logits(x_TD, np.arange(at, min(at + AT_ONCE, len(ids)), dtype=np.int32)).copy() for at in range(0, len(ids), AT_ONCE)
-    ]
+    logits = [runner.logits(x_TD, np.arange(at, min(at + AT_ONCE, len(ids)), dtype=np.int32)).copy() for at in range(0, len(ids), AT_ONCE)]
     ends = np.cumsum(plan.n_rows_S)[:-1]
     return [Outcome(x, y) for x, y in zip(np.split(bits, ends), np.split(np.concatenate(logits), ends), strict=True)]
 

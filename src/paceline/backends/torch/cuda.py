@@ -1,0 +1,145 @@
+"""A range of layers on an NVIDIA GPU: bf16, paged flash attention, CUDA graphs for decode.
+
+Matrix libraries choose kernels by the number of rows there, so identity is not promised but measured at load: `holds_identity` says
+what was seen. Blocks are 256 tokens, whatever was asked for: as many as hold the tokens asked for, and one of the runner's own.
+
+Shapes: T rows, D hidden, R rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.backends.numerics import ROWS, Numerics, measure
+from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.torch.graphs import DecodeGraphs
+from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
+from paceline.backends.torch.memory import check_kv
+from paceline.backends.torch.paged import PAGE, CudaPool, CudaStep, Tables, to_device
+from paceline.backends.torch.runner import Model, edges_of
+from paceline.backends.torch.step import Rope
+from paceline.core.errors import ConfigError, UnsupportedModel
+from paceline.core.model import WeightsFormat
+from paceline.core.weights import WeightSource
+from paceline.engine.executor import Path
+from paceline.engine.local import Int32, LayerRunner, RowPlan
+
+MAX_HEAD_DIM = 256
+"""FlashAttention's limit."""
+
+_LONG = 1000
+
+
+class CudaRunner:
+    """A `LayerRunner` whose activations are bf16 tensors on the device.
+
+    Args:
+        model: the weights.
+        n_layers: of them.
+        n_blocks: KV blocks of 256 tokens.
+        numerics: what these kernels were measured to compute.
+        device: where.
+    """
+
+    block_size = PAGE
+    one_path = True
+
+    def __init__(self, model: Model, n_layers: int, n_blocks: int, numerics: Numerics, device: torch.device) -> None:
+        spec = model.spec
+        self._model, self._device, self.n_blocks = model, device, n_blocks
+        self.numerics_id, self.holds_identity = numerics.id, numerics.holds_identity
+        context = min(spec.max_context, n_blocks * PAGE)
+        self._rope = Rope(spec.rope, spec.head_dim, context, device)
+        # The last block belongs to padding rows of graphs.
+        self._pool = CudaPool(n_layers, n_blocks + 1, spec.n_kv_heads, spec.head_dim, device)
+        # What a router picks is not known when a graph is recorded: mixtures of experts run without.
+        graphed = spec.moe is None
+        self._graphs = DecodeGraphs(self._forward, hidden=spec.hidden, context=context, spare=n_blocks, device=device) if graphed else None
+
+    @torch.inference_mode()
+    def embed(self, token_ids_T: Int32) -> Tensor:
+        return edges_of(self._model).embedding.rows(self._index(token_ids_T))
+
+    @torch.inference_mode()
+    def run_layers(self, x_TD: Tensor, plan: RowPlan) -> Tensor:
+        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]."""
+        if not len(x_TD):
+            return x_TD
+        if self._graphs is not None and self._graphs.takes(plan):
+            return self._graphs.run(x_TD, plan).clone()
+        return self._forward(x_TD, to_device(plan, self._device))
+
+    @torch.inference_mode()
+    def logits(self, x_TD: Tensor, rows_R: Int32) -> npt.NDArray[np.float32]:
+        """Final norm and head of the rows named, float32 [R, V] on the host."""
+        edges = edges_of(self._model)
+        if not len(rows_R):
+            return np.zeros((0, self._model.spec.vocab), np.float32)
+        return edges.head(edges.norm(x_TD[self._index(rows_R)]), Path.PROMPT).float().cpu().numpy()
+
+    def close(self) -> None:
+        """Free weights, KV and graphs. Idempotent."""
+        spec = self._model.spec
+        self._graphs, self._model = None, Model(spec, (), None, one_path=True)
+        self._pool = CudaPool(0, 0, spec.n_kv_heads, spec.head_dim, self._device)
+        torch.cuda.empty_cache()
+
+    def _forward(self, x_TD: Tensor, tables: Tables) -> Tensor:
+        step = CudaStep(tables, self._pool, self._rope, self._model.spec.head_dim**-0.5)
+        for layer in self._model.layers:
+            x_TD = layer(x_TD, step)
+        return x_TD
+
+    def _index(self, numbers: Int32) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._device)
+
+
+def load_cuda(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> CudaRunner:
+    """A runner on the current CUDA device.
+
+    Raises:
+        ModelFileError, UnsupportedModel: from the source, or heads too wide for the kernel.
+        ConfigError: no CUDA device, or quantised weights.
+        OutOfMemory: the weights or the KV pool do not fit the device.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device", "Check the driver, or run on the CPU.")
+    if options.weights is not WeightsFormat.BF16:
+        raise ConfigError(f"--weights {options.weights} was asked for on CUDA, which holds bf16", "Ask for --weights bf16.")
+    spec = source.spec
+    if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
+        raise UnsupportedModel(
+            f"CUDA attention takes heads of at most {MAX_HEAD_DIM}, in eights; this model's have {spec.head_dim}", "Run on the CPU."
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    n_blocks = -(-options.n_blocks * options.block_size // PAGE)
+    with torch.inference_mode():
+        model = load_model(source, options, progress, device)
+        tokens = (n_blocks + 1) * PAGE
+        check_kv(tokens * spec.kv_bytes_per_token(options.layers), torch.cuda.mem_get_info(device)[0], tokens)
+        return CudaRunner(model, len(options.layers), n_blocks, _measured(model, options, device), device)
+
+
+def _measured(model: Model, options: LoadOptions, device: torch.device) -> Numerics:
+    def make(source: WeightSource, threads: int) -> LayerRunner[Any]:
+        small = LoadOptions(source.spec.all_layers, options.weights, 1, PAGE, threads)
+        blocks = -(-ROWS[0] // PAGE)
+        return CudaRunner(load_model(source, small, None, device), 1, blocks, Numerics("", holds_identity=False), device)
+
+    label = f"torch-cuda {torch.__version__} {torch.cuda.get_device_name(device)} {options.weights}"
+    found = measure(make, model.spec, {options.threads}, tensor_bytes, label)
+    holds = found.holds_identity
+    if holds and model.layers:
+        # Real sizes, and rows enough for the kernels of long prompts.
+        first = CudaRunner(
+            Model(model.spec, model.layers[:1], None, one_path=True), 1, -(-_LONG // PAGE), Numerics("", holds_identity=False), device
+        )
+        x_TD = seeded_rows(min(_LONG, model.spec.max_context), model.spec.hidden).to(device)
+        holds = cuts_agree(first, x_TD, (_LONG, 512, 33, 16))
+        first.close()
+    return Numerics(found.id, holds)
