@@ -144,8 +144,8 @@ def attend(table, pool, block_stride, v_offset, q, q_stride, head_dim, scale_bit
 
 
 @intrinsic
-def _write_key(_, block, slot, k, head_dim):
-    """Key of one token: its pairs go to lane `slot` of one line each."""
+def write_key(_, block, slot, k, head_dim):
+    """Put a token's bf16 key (address `k`) in place `slot` of a block: its pairs go to one lane of a line each."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         block, slot, k, head_dim = args
@@ -157,7 +157,7 @@ def _write_key(_, block, slot, k, head_dim):
 
 
 @intrinsic
-def _write_value(_, values, slot, v, head_dim):
+def _put_value(_, values, slot, v, head_dim):
     """Value of one token: 16 dimensions a line, every second half of it; the other halves (the next token's) are not touched."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
@@ -179,15 +179,14 @@ def _write_value(_, values, slot, v, head_dim):
 
 
 @njit(nogil=True)
-def write_kv(block, v_offset, slot, n_rows, k, v, head_dim, zeros):
-    """Put a token's bf16 key and value (addresses `k`, `v`) in place `slot` of a block (address of its KV head's keys).
+def write_value(values, slot, n_rows, v, head_dim, zeros):
+    """Put a token's bf16 value (address `v`) in place `slot` of a block (address of its KV head's values).
 
     The first token of a block clears the values that no row of this batch will write (`n_rows` from this token on are its
     sequence's): a masked key weighs zero, and zero times a stale infinity would not be zero. Rows of a block may be written by
     several threads at once, so no row touches another's place. `zeros`: address of a head of zeros.
     """
-    _write_key(block, slot, k, head_dim)
-    _write_value(block + v_offset, slot, v, head_dim)
+    _put_value(values, slot, v, head_dim)
     if slot == 0:
         for stale in range(min(n_rows, BLOCK), BLOCK):
-            _write_value(block + v_offset, stale, zeros, head_dim)
+            _put_value(values, stale, zeros, head_dim)

@@ -92,7 +92,8 @@ class CpuRunner:
         weights_bytes = 64 * self._max_blocks
         attention = 64 + 8 * weights_bytes
         widest = max(spec.hidden, spec.ffn, spec.n_heads * spec.head_dim)
-        product = step.TASK_OUT + step.CHUNK * (widest // 32) * 1024
+        task_out = 4 * step.PART * max(16 * step.CHUNK, spec.head_dim)
+        product = task_out + step.CHUNK * (widest // 32) * 1024
         for place, value in (
             (step.HIDDEN, spec.hidden),
             (step.Q_HEADS, spec.n_heads),
@@ -109,8 +110,8 @@ class CpuRunner:
             (step.BLOCK_STRIDE, block_stride),
             (step.LAYER_STRIDE, self.n_blocks * block_stride),
             (step.P_STRIDE, weights_bytes),
-            (step.SCRATCH_STRIDE, -(-max(attention, product, 4 * spec.head_dim) // 4096) * 4096 + 128),
-            (step.MAX_ROWS, self._max_rows),
+            (step.SCRATCH_STRIDE, -(-max(attention, product) // 4096) * 4096 + 128),
+            (step.TASK_OUT, task_out),
         ):
             sizes[place] = value
         return sizes
@@ -119,7 +120,7 @@ class CpuRunner:
         self, spec: ModelSpec, threads: int
     ) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         rows, hidden = self._max_rows, spec.hidden
-        n_att, n_kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        n_att = spec.n_heads * spec.head_dim
         x_bf16 = aligned(2 * rows * hidden).view(np.uint16).reshape(rows, hidden)
         int32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
         tables = int32(rows, self._max_blocks)
@@ -132,7 +133,6 @@ class CpuRunner:
             step.X_BF16: x_bf16,
             step.H: aligned(2 * rows * hidden),
             step.H_SUMS: aligned(rows * hidden // 8),
-            step.QKV_OUT: aligned(rows * (4 * (n_att + 2 * n_kv) + step.PAD)),
             step.Q_BF16: aligned(2 * rows * n_att),
             step.ATT: aligned(2 * rows * n_att),
             step.ATT_SUMS: aligned(rows * n_att // 8),

@@ -12,13 +12,13 @@ from __future__ import annotations
 from numba import njit
 
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.attention import BLOCK, attend, write_kv
+from paceline.backends.cpu.attention import BLOCK, attend, write_key, write_value
 from paceline.backends.cpu.gemm import BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD, gemm
 from paceline.backends.cpu.rows import add_into, add_rounded, gate, group_sums, head_norm, rms_norm, rotate, round_bf16, widen_bf16
 
 # Places in `sizes` (int64): what never changes.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, N_LAYERS, EPS, SCALE, FORM, HEAD_FORM, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- P_STRIDE, SCRATCH_STRIDE, MAX_ROWS, N_SIZES) = range(18)  # fmt: skip
+ P_STRIDE, SCRATCH_STRIDE, TASK_OUT, N_SIZES) = range(18)  # fmt: skip
 
 # Places in `weights` [layer, place] (addresses; 0 where a family has no such tensor).
 ATTN_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE_UP, DOWN, N_WEIGHTS = range(10)
@@ -27,34 +27,27 @@ ATTN_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE_UP, DOWN, N_WEIGHT
 FINAL_NORM, HEAD, COS, SIN, N_EDGES = range(5)
 
 # Places in `buffers` (addresses).
-(X, X_BF16, H, H_SUMS, QKV_OUT, Q_BF16, ATT, ATT_SUMS, ACT, ACT_SUMS, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, TILE_ROW, TILE_ROWS,
- HEAD_ROWS, LOGITS, SCRATCH, ZEROS, CONTROL, N_BUFFERS) = range(23)  # fmt: skip
+(X, X_BF16, H, H_SUMS, Q_BF16, ATT, ATT_SUMS, ACT, ACT_SUMS, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, TILE_ROW, TILE_ROWS,
+ HEAD_ROWS, LOGITS, SCRATCH, ZEROS, CONTROL, N_BUFFERS) = range(22)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch.
-ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FUSED, N_BATCH = range(8)
+ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, N_BATCH = range(7)
 
 # Kinds of phases: by rows, by heads, matrix products.
-(START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, PREPARE, PREPARE_AND_ATTEND, ATTEND, PROJECT_QKV, PROJECT_OUT, GATE, PROJECT_DOWN,
- PROJECT_HEAD) = range(13)  # fmt: skip
-LAST_BY_ROWS, LAST_BY_HEADS = END, ATTEND
+START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
+LAST_BY_ROWS = END
 
 LAYERS, HEADS = 0, 1
 """Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
 
 CHUNK = 4
-"""Blocks of 16 outputs a task of a matrix product takes."""
+"""Blocks of 16 outputs a task of a matrix product takes; of the fused q, k, v product, a head."""
 
 PART = 192
 """Rows a task of a matrix product takes at most: its inputs stay in the second-level cache."""
 
 TILE = 8
 """Rows of one sequence an attention task takes."""
-
-PAD = 64
-"""Bytes added to the stride of fp32 rows: strides of whole pages would fight over few cache lines."""
-
-TASK_OUT = PART * CHUNK * 64
-"""Bytes a task's outputs take in its thread's scratch."""
 
 
 @njit(nogil=True)
@@ -63,37 +56,39 @@ def _record(form):
 
 
 @njit(nogil=True)
-def _prepare(row, head, layer, sizes, weights, edges, buffers, batch, scratch):
-    """Bias, head norms and rotary embedding of one row's KV head and its query heads; key and value go to their block."""
-    dim, kv_heads = sizes[HEAD_DIM], sizes[KV_HEADS]
-    group = sizes[Q_HEADS] // kv_heads
-    n_qkv = (sizes[Q_HEADS] + 2 * kv_heads) * dim
-    qkv = buffers[QKV_OUT] + row * (4 * n_qkv + PAD)
-    position = sync.load_int32(buffers[ROW_POSITION] + 4 * row)
-    cos, sin = edges[COS] + position * dim * 2, edges[SIN] + position * dim * 2
-    bias, q_norm, k_norm = weights[layer, QKV_BIAS], weights[layer, Q_NORM], weights[layer, K_NORM]
-    for i in range(group):
-        q_head = head * group + i
-        q = qkv + 4 * dim * q_head
+def _place_heads(task, layer, sizes, weights, edges, buffers, batch, scratch):
+    """What follows a task of the fused q, k, v product, whose outputs are one head of a part of the rows (fp32, in the scratch).
+
+    Bias, head norm, rotary embedding; a query goes to its row, a key or a value to its block.
+    """
+    dim, q_heads, kv_heads = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS]
+    n_heads = q_heads + 2 * kv_heads
+    head, first = task % n_heads, task // n_heads * PART
+    bias = weights[layer, QKV_BIAS]
+    is_query, is_value = head < q_heads, head >= q_heads + kv_heads
+    norm = 0 if is_value else weights[layer, Q_NORM] if is_query else weights[layer, K_NORM]
+    place = scratch + sizes[TASK_OUT]
+    pool = buffers[KV] + layer * sizes[LAYER_STRIDE] + (head - q_heads) % kv_heads * 4 * BLOCK * dim
+    for m in range(min(PART, batch[ROWS] - first)):
+        row, x = first + m, scratch + m * 4 * dim
+        position = sync.load_int32(buffers[ROW_POSITION] + 4 * row)
         if bias:
-            add_into(q, bias + 4 * dim * q_head, dim)
-        if q_norm:
-            head_norm(q, q_norm, dim, sizes[EPS])
-        rotate(q, cos, sin, dim // 2, buffers[Q_BF16] + 2 * dim * (row * sizes[Q_HEADS] + q_head))
-    k_at, v_at = 4 * dim * (sizes[Q_HEADS] + head), 4 * dim * (sizes[Q_HEADS] + kv_heads + head)
-    k, v = qkv + k_at, qkv + v_at
-    if bias:
-        add_into(k, bias + k_at, dim)
-        add_into(v, bias + v_at, dim)
-    if k_norm:
-        head_norm(k, k_norm, dim, sizes[EPS])
-    rotate(k, cos, sin, dim // 2, scratch)
-    round_bf16(v, dim, scratch + 2 * dim)
-    table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
-    block = sync.load_int32(table + 4 * (position // BLOCK))
-    keys = buffers[KV] + layer * sizes[LAYER_STRIDE] + block * sizes[BLOCK_STRIDE] + head * 4 * BLOCK * dim
-    left = sync.load_int32(buffers[ROW_LEFT] + 4 * row)
-    write_kv(keys, 2 * BLOCK * dim, position % BLOCK, left, scratch, scratch + 2 * dim, dim, buffers[ZEROS])
+            add_into(x, bias + 4 * dim * head, dim)
+        if norm:
+            head_norm(x, norm, dim, sizes[EPS])
+        out = buffers[Q_BF16] + 2 * dim * (row * q_heads + head) if is_query else place
+        if is_value:
+            round_bf16(x, dim, out)
+        else:
+            rotate(x, edges[COS] + position * dim * 2, edges[SIN] + position * dim * 2, dim // 2, out)
+        if not is_query:
+            table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
+            block = pool + sync.load_int32(table + 4 * (position // BLOCK)) * sizes[BLOCK_STRIDE]
+            if is_value:
+                left = sync.load_int32(buffers[ROW_LEFT] + 4 * row)
+                write_value(block + 2 * BLOCK * dim, position % BLOCK, left, out, dim, buffers[ZEROS])
+            else:
+                write_key(block, position % BLOCK, out, dim)
 
 
 @njit(nogil=True)
@@ -119,25 +114,25 @@ def _attend(tile, head, first_head, n_heads, layer, sizes, buffers, batch, scrat
 
 
 @njit(nogil=True)
-def _project(task, form, w, n, k, x, sums, rows, out, out_stride, scratch):
-    """One task of a matrix product: chunk `task % chunks` of outputs, part `task // chunks` of rows.
+def _project(task, chunk, form, w, n, k, x, sums, rows, out, scratch, q_scratch):
+    """One task of a matrix product: `chunk` blocks of outputs from `task % chunks` on, part `task // chunks` of the rows.
 
-    Writes fp32 rows to `out` (whole rows of all outputs), or packed to the scratch where `out` is 0.
+    Writes fp32 rows to `out` (rows of all n outputs), or side by side to the scratch where `out` is 0.
     """
     blocks = n // 16
-    chunks = (blocks + CHUNK - 1) // CHUNK
-    block, row = task % chunks * CHUNK, task // chunks * PART
-    count, part = min(CHUNK, blocks - block), min(PART, rows - row)
+    chunks = (blocks + chunk - 1) // chunk
+    block, row = task % chunks * chunk, task // chunks * PART
+    count, part = min(chunk, blocks - block), min(PART, rows - row)
     groups = k // 32
-    target = out + row * out_stride + 64 * block if out else scratch
-    stride = out_stride if out else CHUNK * 64
+    target = out + row * 4 * n + 64 * block if out else scratch
+    stride = 4 * n if out else chunk * 64
     gemm(form, w + block * groups * _record(form), count, x + row * 2 * k, 2 * k, sums + row * 4 * groups, 4 * groups,
-         part, target, stride, groups, scratch + TASK_OUT)  # fmt: skip
+         part, target, stride, groups, q_scratch)  # fmt: skip
 
 
 @njit(nogil=True)
-def _tasks(n, rows):
-    return (n // 16 + CHUNK - 1) // CHUNK * ((rows + PART - 1) // PART)
+def _tasks(n, rows, chunk):
+    return (n // 16 + chunk - 1) // chunk * ((rows + PART - 1) // PART)
 
 
 @njit(nogil=True)
@@ -176,46 +171,42 @@ def _do_rows(kind, layer, task, sizes, weights, edges, buffers, batch):
 
 
 @njit(nogil=True)
-def _do_heads(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
-    """One task of a phase that goes head by head."""
-    kv_heads = sizes[KV_HEADS]
+def _do_heads(rank, layer, task, sizes, buffers, batch):
+    """One task of attention: some query heads of one KV head, over one tile of rows."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
-    if kind != ATTEND:
-        _prepare(task // kv_heads, task % kv_heads, layer, sizes, weights, edges, buffers, batch, scratch)
-    if kind != PREPARE:
-        parts = kv_heads * batch[HEAD_SPLIT]
-        part, n_heads = task % parts, sizes[Q_HEADS] // parts
-        # The last tile attends to the most keys: begin with it.
-        tile = batch[N_TILES] - 1 - task // parts if kind == ATTEND else task // parts
-        _attend(tile, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, buffers, batch, scratch)
+    parts = sizes[KV_HEADS] * batch[HEAD_SPLIT]
+    part, n_heads = task % parts, sizes[Q_HEADS] // parts
+    # The last tile attends to the most keys: begin with it.
+    tile = batch[N_TILES] - 1 - task // parts
+    _attend(tile, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, buffers, batch, scratch)
 
 
 @njit(nogil=True)
 def _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
     """One task of a matrix product, and what follows it on its outputs."""
-    hidden, ffn, heads, dim, rows = sizes[HIDDEN], sizes[FFN], sizes[Q_HEADS], sizes[HEAD_DIM], batch[ROWS]
+    hidden, ffn, dim, rows = sizes[HIDDEN], sizes[FFN], sizes[HEAD_DIM], batch[ROWS]
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
-    form, x, sums, k, out, stride = sizes[FORM], buffers[H], buffers[H_SUMS], hidden, 0, 0
+    form, x, sums, k, out, chunk = sizes[FORM], buffers[H], buffers[H_SUMS], hidden, 0, CHUNK
     if kind == PROJECT_QKV:
-        w, n, out = weights[layer, QKV], (heads + 2 * sizes[KV_HEADS]) * dim, buffers[QKV_OUT]
-        stride = 4 * n + PAD
+        w, n, chunk = weights[layer, QKV], (sizes[Q_HEADS] + 2 * sizes[KV_HEADS]) * dim, dim // 16
     elif kind == PROJECT_OUT:
-        w, n, k, x, sums = weights[layer, OUT], hidden, heads * dim, buffers[ATT], buffers[ATT_SUMS]
+        w, n, k, x, sums = weights[layer, OUT], hidden, sizes[Q_HEADS] * dim, buffers[ATT], buffers[ATT_SUMS]
     elif kind == GATE:
         w, n = weights[layer, GATE_UP], 2 * ffn
     elif kind == PROJECT_DOWN:
         w, n, k, x, sums = weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SUMS]
     else:
         form, w, n, out, rows = sizes[HEAD_FORM], edges[HEAD], sizes[VOCAB], buffers[LOGITS], batch[LOGIT_ROWS]
-        stride = 4 * n
-    _project(task, form, w, n, k, x, sums, rows, out, stride, scratch)
-    if kind == GATE:
+    _project(task, chunk, form, w, n, k, x, sums, rows, out, scratch, scratch + sizes[TASK_OUT])
+    if kind == PROJECT_QKV:
+        _place_heads(task, layer, sizes, weights, edges, buffers, batch, scratch)
+    elif kind == GATE:
         chunks = ffn // 32
         group, row = task % chunks, task // chunks * PART
         for m in range(min(PART, rows - row)):
             at = (row + m) * ffn + 32 * group
             gate(scratch + m * CHUNK * 64, buffers[ACT] + 2 * at, buffers[ACT_SUMS] + at // 8)
-    elif not out:
+    elif kind != PROJECT_HEAD:
         _add(task, rows, hidden, buffers[X], scratch, kind == PROJECT_DOWN)
 
 
@@ -234,8 +225,8 @@ def take_part(rank, sizes, weights, edges, buffers, batch):
             kind, layer = sync.kind_and_layer(word)
             if kind <= LAST_BY_ROWS:
                 _do_rows(kind, layer, task, sizes, weights, edges, buffers, batch)
-            elif kind <= LAST_BY_HEADS:
-                _do_heads(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
+            elif kind == ATTEND:
+                _do_heads(rank, layer, task, sizes, buffers, batch)
             else:
                 _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
             sync.finish(control)
@@ -249,34 +240,32 @@ def prepare_batch(sizes, batch):
     # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
     few = tiles * kv_heads < 4 * sizes[TEAM]
     batch[HEAD_SPLIT] = sizes[Q_HEADS] // kv_heads if few else 1
-    batch[FUSED] = tiles == rows and not few
 
 
 @njit(nogil=True)
 def phase(work, position, sizes, batch):
-    """(kind, layer, tasks) of the phase at `position` of a piece of work; no tasks where a phase is not needed, kind -1 at the end."""
+    """(kind, layer, tasks) of the phase at `position` of a piece of work; kind -1 at its end."""
     rows, kv_heads, hidden = batch[ROWS], sizes[KV_HEADS], sizes[HIDDEN]
     if work == HEADS:
         logit_rows = batch[LOGIT_ROWS]
         if position == 0:
             return NORM_HEAD, 0, logit_rows
-        return (PROJECT_HEAD, 0, _tasks(sizes[VOCAB], logit_rows)) if position == 1 else (-1, 0, 0)
+        return (PROJECT_HEAD, 0, _tasks(sizes[VOCAB], logit_rows, CHUNK)) if position == 1 else (-1, 0, 0)
     row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
-    layer, at = position // 8, position % 8
+    layer, at = position // 7, position % 7
     if layer == sizes[N_LAYERS]:
         return (END, 0, row_tasks) if at == 0 else (-1, 0, 0)
     if at == 0:
         return (NORM_ATTENTION if layer else START), layer, row_tasks
     if at == 1:
-        return PROJECT_QKV, layer, _tasks((sizes[Q_HEADS] + 2 * kv_heads) * sizes[HEAD_DIM], rows)
+        dim = sizes[HEAD_DIM]
+        return PROJECT_QKV, layer, _tasks((sizes[Q_HEADS] + 2 * kv_heads) * dim, rows, dim // 16)
     if at == 2:
-        return (PREPARE_AND_ATTEND if batch[FUSED] else PREPARE), layer, rows * kv_heads
+        return ATTEND, layer, batch[N_TILES] * kv_heads * batch[HEAD_SPLIT]
     if at == 3:
-        return ATTEND, layer, 0 if batch[FUSED] else batch[N_TILES] * kv_heads * batch[HEAD_SPLIT]
+        return PROJECT_OUT, layer, _tasks(hidden, rows, CHUNK)
     if at == 4:
-        return PROJECT_OUT, layer, _tasks(hidden, rows)
-    if at == 5:
         return NORM_FFN, layer, row_tasks
-    if at == 6:
-        return GATE, layer, _tasks(2 * sizes[FFN], rows)
-    return PROJECT_DOWN, layer, _tasks(hidden, rows)
+    if at == 5:
+        return GATE, layer, _tasks(2 * sizes[FFN], rows, CHUNK)
+    return PROJECT_DOWN, layer, _tasks(hidden, rows, CHUNK)

@@ -63,8 +63,6 @@ def _enter(rank: int, work: int, done: int, sizes: Words, weights: Words, edges:
             if kind < 0:
                 return done
             position += 1
-            if count == 0:
-                continue
             sync.post(control, kind, layer, count)
         elif not _await_phase(rank, seen, control):
             return done
