@@ -79,6 +79,7 @@ class Loaded:
     """One kind of kernels on the bundled model, on one thread and on two."""
 
     def __init__(self, kind: Kind, model: OpenedModel) -> None:
+        self.kind = kind
         self.model = model
         self.runners: dict[int, LayerRunner[Any]] = {}
         for threads in (1, 2):
@@ -155,6 +156,8 @@ def loaded(request: pytest.FixtureRequest, paceline_home: object) -> Iterator[Lo
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
 def test_same_tokens(loaded: Loaded, scenario: Scenario) -> None:
+    if loaded.kind.prompt_weights is PromptWeights.STREAMED and scenario.chunk == 3:
+        pytest.skip("streaming each layer's weights for three rows at a time takes minutes, and the resident kind covers it")
     tokens, engine = loaded.run(scenario)
     assert tokens == loaded.alone
     assert all(len(answer) == ANSWER for answer in tokens.values())

@@ -18,7 +18,7 @@ RECORD = {INT4: INT4_RECORD, INT8: INT8_RECORD, BF16: BF16_RECORD}
 FORM = {WeightsFormat.INT4: INT4, WeightsFormat.INT8: INT8, WeightsFormat.BF16: BF16}
 LANES = 16
 
-Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint16]
 
 
 def packed_bytes(form: int, n: int, k: int) -> int:
@@ -26,26 +26,18 @@ def packed_bytes(form: int, n: int, k: int) -> int:
     return -(-n // LANES) * (k // GROUP) * RECORD[form]
 
 
-def pack_grouped(tensor: GroupedTensor) -> Bytes:
-    """Records of an int4 or int8 matrix: uint8 [blocks, G, record]."""
-    n, k = tensor.codes_NK.shape
-    form = INT4 if tensor.bits == 4 else INT8
-    words = np.zeros((-(-n // LANES), k // GROUP, RECORD[form] // 2), np.uint16)
-    _pack_codes(np.ascontiguousarray(tensor.codes_NK).view(np.uint8), tensor.bits, words)
-    at = 16 * tensor.bits * GROUP // 16
-    _pack_lanes(np.ascontiguousarray(tensor.scale_NG, np.float16).view(np.uint16), at, words)
-    if tensor.bits == 4:
-        offset_NG = np.zeros_like(tensor.scale_NG) if tensor.offset_NG is None else tensor.offset_NG
-        _pack_lanes(np.ascontiguousarray(offset_NG, np.float16).view(np.uint16), at + LANES, words)
-    return words.view(np.uint8)
+def pack_grouped(tensor: GroupedTensor, out: Words) -> None:
+    """Write the records of an int4 or int8 matrix to `out`: uint16 [blocks, G, record / 2], zeroed."""
+    _pack_codes(np.ascontiguousarray(tensor.codes_NK).view(np.uint8), tensor.bits, out)
+    at = GROUP * tensor.bits
+    _pack_lanes(np.ascontiguousarray(tensor.scale_NG, np.float16).view(np.uint16), at, out)
+    if tensor.bits == 4 and tensor.offset_NG is not None:
+        _pack_lanes(np.ascontiguousarray(tensor.offset_NG, np.float16).view(np.uint16), at + LANES, out)
 
 
-def pack_bf16(bits_NK: npt.NDArray[np.uint16]) -> Bytes:
-    """Records of a bf16 matrix: uint8 [blocks, G, 1024]."""
-    n, k = bits_NK.shape
-    words = np.zeros((-(-n // LANES), k // GROUP, BF16_RECORD // 2), np.uint16)
-    _pack_words(np.ascontiguousarray(bits_NK), words)
-    return words.view(np.uint8)
+def pack_bf16(bits_NK: npt.NDArray[np.uint16], out: Words) -> None:
+    """Write the records of a bf16 matrix to `out`: uint16 [blocks, G, 512], zeroed."""
+    _pack_words(np.ascontiguousarray(bits_NK), out)
 
 
 @njit(nogil=True, cache=True)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import step
+from paceline.backends.cpu.aligned import aligned
 from paceline.backends.cpu.attention import BLOCK
 from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.team import Team, control_words
@@ -25,15 +26,6 @@ from paceline.engine.local import Int32, RowPlan
 
 Bf16 = npt.NDArray[np.uint16]
 Address = int
-
-_ALIGN = 64
-
-
-def aligned(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed bytes that start on a cache line."""
-    raw = np.zeros(n_bytes + _ALIGN, np.uint8)
-    start = -raw.ctypes.data % _ALIGN
-    return raw[start : start + n_bytes]
 
 
 @dataclass(frozen=True, slots=True)
