@@ -6,6 +6,7 @@ group is suspended, not asked to be still.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -120,7 +121,8 @@ class Contender:
         self._ready.close()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # what a dead worker did not read
+                    pipe.close()
 
     def _signal(self, which: signal.Signals) -> None:
         os.killpg(self._process.pid, which)
