@@ -13,7 +13,7 @@ from numba import njit
 
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import BLOCK, attend, write_key, write_value
-from paceline.backends.cpu.gemm import BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD, gemm
+from paceline.backends.cpu.gemm import BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD, WIDE_FROM, gemm
 from paceline.backends.cpu.rows import add_into, add_rounded, gate, group_sums, head_norm, rms_norm, rotate, round_bf16, widen_bf16
 
 # Places in `sizes` (int64): what never changes.
@@ -31,7 +31,7 @@ FINAL_NORM, HEAD, COS, SIN, N_EDGES = range(5)
  HEAD_ROWS, LOGITS, SCRATCH, ZEROS, CONTROL, N_BUFFERS) = range(22)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch.
-ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, N_BATCH = range(7)
+ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, HIDDEN_CHUNK, N_BATCH = range(8)
 
 # Kinds of phases: by rows, by heads, matrix products.
 START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
@@ -136,18 +136,18 @@ def _tasks(n, rows, chunk):
 
 
 @njit(nogil=True)
-def _add(task, rows, hidden, x, scratch, rounded):
+def _add(task, chunk, rows, hidden, x, scratch, rounded):
     """Add a task's outputs to the residual, rounding it to bf16 at a layer's end."""
     blocks = hidden // 16
-    chunks = (blocks + CHUNK - 1) // CHUNK
-    block, row = task % chunks * CHUNK, task // chunks * PART
-    width = 16 * min(CHUNK, blocks - block)
+    chunks = (blocks + chunk - 1) // chunk
+    block, row = task % chunks * chunk, task // chunks * PART
+    width = 16 * min(chunk, blocks - block)
     for m in range(min(PART, rows - row)):
         target = x + 4 * ((row + m) * hidden + 16 * block)
         if rounded:
-            add_rounded(target, scratch + m * CHUNK * 64, width)
+            add_rounded(target, scratch + m * chunk * 64, width)
         else:
-            add_into(target, scratch + m * CHUNK * 64, width)
+            add_into(target, scratch + m * chunk * 64, width)
 
 
 @njit(nogil=True)
@@ -190,11 +190,11 @@ def _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
     if kind == PROJECT_QKV:
         w, n, chunk = weights[layer, QKV], (sizes[Q_HEADS] + 2 * sizes[KV_HEADS]) * dim, dim // 16
     elif kind == PROJECT_OUT:
-        w, n, k, x, sums = weights[layer, OUT], hidden, sizes[Q_HEADS] * dim, buffers[ATT], buffers[ATT_SUMS]
+        w, n, k, x, sums, chunk = weights[layer, OUT], hidden, sizes[Q_HEADS] * dim, buffers[ATT], buffers[ATT_SUMS], batch[HIDDEN_CHUNK]
     elif kind == GATE:
         w, n = weights[layer, GATE_UP], 2 * ffn
     elif kind == PROJECT_DOWN:
-        w, n, k, x, sums = weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SUMS]
+        w, n, k, x, sums, chunk = weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SUMS], batch[HIDDEN_CHUNK]
     else:
         form, w, n, out, rows = sizes[HEAD_FORM], edges[HEAD], sizes[VOCAB], buffers[LOGITS], batch[LOGIT_ROWS]
     _project(task, chunk, form, w, n, k, x, sums, rows, out, scratch, scratch + sizes[TASK_OUT])
@@ -207,7 +207,7 @@ def _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
             at = (row + m) * ffn + 32 * group
             gate(scratch + m * CHUNK * 64, buffers[ACT] + 2 * at, buffers[ACT_SUMS] + at // 8)
     elif kind != PROJECT_HEAD:
-        _add(task, rows, hidden, buffers[X], scratch, kind == PROJECT_DOWN)
+        _add(task, chunk, rows, hidden, buffers[X], scratch, kind == PROJECT_DOWN)
 
 
 @njit(nogil=True)
@@ -239,6 +239,8 @@ def prepare_batch(sizes, batch):
     batch[ROWS_A_TASK] = max(1, min(8, rows // sizes[TEAM]))
     # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
     few = tiles * kv_heads < 4 * sizes[TEAM]
+    # Few rows: smaller tasks, lest one thread's last one be waited for. Many: blocks of four are unpacked together.
+    batch[HIDDEN_CHUNK] = CHUNK if rows >= WIDE_FROM else CHUNK // 2
     batch[HEAD_SPLIT] = sizes[Q_HEADS] // kv_heads if few else 1
 
 
@@ -263,9 +265,9 @@ def phase(work, position, sizes, batch):
     if at == 2:
         return ATTEND, layer, batch[N_TILES] * kv_heads * batch[HEAD_SPLIT]
     if at == 3:
-        return PROJECT_OUT, layer, _tasks(hidden, rows, CHUNK)
+        return PROJECT_OUT, layer, _tasks(hidden, rows, batch[HIDDEN_CHUNK])
     if at == 4:
         return NORM_FFN, layer, row_tasks
     if at == 5:
         return GATE, layer, _tasks(2 * sizes[FFN], rows, CHUNK)
-    return PROJECT_DOWN, layer, _tasks(hidden, rows, CHUNK)
+    return PROJECT_DOWN, layer, _tasks(hidden, rows, batch[HIDDEN_CHUNK])
