@@ -29,6 +29,8 @@ from paceline.store.home import Home
 BLOCKS = 400
 ANSWER = 36
 
+pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles kernels
+
 needs_avx512 = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has no AVX512-BF16")
 
 
