@@ -1,6 +1,6 @@
 """The numerics id of a backend, and whether its kernels hold the rules of byte identity (rule 7).
 
-One seeded layer and head run 33 rows whole and 1, 2, 3, 16 and 17 at a time, on each path and each thread count in use. Where every
+One seeded layer and head run 33 rows whole and cut into 1, 2, 3, 16, 17 rows, on each path and each thread count in use. Where every
 cut agrees to the byte, identity holds and the hash of what they agree on is the id: equal ids, equal bytes. Where they don't, the id
 covers every answer and `holds_identity` is false. Weights and inputs are drawn alike on every machine.
 
@@ -21,8 +21,10 @@ from paceline.core.weights import DenseTensor, StoredTensor, WeightSource
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner, RowPlan
 
-ROWS = (33, 1, 2, 3, 16, 17)
-"""Rows run at a time; the first is the whole."""
+ROWS = 33
+"""Rows of the seeded sequence."""
+CUTS = ((33,), (1, 2, 3, 16, 11), (17, 16))
+"""Rows run at a time. Few pieces: on a busy machine each waits for every thread."""
 
 _SEED = 2026
 
@@ -57,9 +59,9 @@ def measure(
     for count in sorted(set(threads)):
         runner = make(source, count)
         try:
-            ids = np.arange(ROWS[0], dtype=np.int32) * 7 % source.spec.vocab
+            ids = np.arange(ROWS, dtype=np.int32) * 7 % source.spec.vocab
             for path, found in answers.items():
-                found.update(answer(runner, runner.embed(ids), path, to_bytes, rows, logits=True) for rows in ROWS)
+                found.update(answer(runner, runner.embed(ids), path, to_bytes, cut, logits=True) for cut in CUTS)
         finally:
             runner.close()
     digest = hashlib.sha256(label.encode())
@@ -68,20 +70,19 @@ def measure(
     return Numerics(digest.hexdigest()[:16], all(len(found) == 1 for found in answers.values()))
 
 
-def answer(runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[Any], bytes], rows: int, *, logits: bool) -> bytes:
-    """Bytes of the residual (and logits) of every row of one sequence, run `rows` at a time from position 0. The runner's first blocks are used."""
-    table = np.arange(-(-len(x_TD) // runner.block_size), dtype=np.int32)[::-1].reshape(1, -1).copy()
-    parts: list[bytes] = []
-    for first in range(0, len(x_TD), rows):
-        count = min(rows, len(x_TD) - first)
+def answer(runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[Any], bytes], cut: Sequence[int], *, logits: bool) -> bytes:
+    """Bytes of the residual, then of the logits if asked for, of one sequence from position 0, run in pieces. The runner's first blocks are used."""
+    table = np.arange(-(-sum(cut) // runner.block_size), dtype=np.int32)[::-1].reshape(1, -1).copy()
+    residual, head = list[bytes](), list[bytes]()
+    first = 0
+    for count in cut:
         start, n_rows, position, kind = (np.array([n], np.int32) for n in (0, count, first, path))
-        plan = RowPlan(start, n_rows, position, kind, table)
-        out = runner.run_layers(x_TD[first : first + count], plan)
-        parts.append(to_bytes(out))
+        out = runner.run_layers(x_TD[first : first + count], RowPlan(start, n_rows, position, kind, table))
+        residual.append(to_bytes(out))
         if logits:
-            parts.append(runner.logits(out, np.arange(count, dtype=np.int32)).tobytes())
-    # Residuals first, whatever the cut: cuts compare as wholes.
-    return b"".join(parts[:: 2 if logits else 1] + (parts[1::2] if logits else []))
+            head.append(runner.logits(out, np.arange(count, dtype=np.int32)).tobytes())
+        first += count
+    return b"".join(residual + head)
 
 
 def small(spec: ModelSpec) -> ModelSpec:

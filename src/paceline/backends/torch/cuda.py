@@ -33,6 +33,7 @@ MAX_HEAD_DIM = 256
 """FlashAttention's limit."""
 
 _LONG = 1000
+"""Rows of the longest prompt piece whose bytes are compared."""
 
 
 class CudaRunner:
@@ -128,18 +129,19 @@ def load_cuda(source: WeightSource, options: LoadOptions, progress: LoadProgress
 def _measured(model: Model, options: LoadOptions, device: torch.device) -> Numerics:
     def make(source: WeightSource, threads: int) -> LayerRunner[Any]:
         small = LoadOptions(source.spec.all_layers, options.weights, 1, PAGE, threads)
-        blocks = -(-ROWS[0] // PAGE)
+        blocks = -(-ROWS // PAGE)
         return CudaRunner(load_model(source, small, None, device), 1, blocks, Numerics("", holds_identity=False), device)
 
     label = f"torch-cuda {torch.__version__} {torch.cuda.get_device_name(device)} {options.weights}"
     found = measure(make, model.spec, {options.threads}, tensor_bytes, label)
     holds = found.holds_identity
     if holds and model.layers:
+        rows = min(_LONG, model.spec.max_context)
         # Real sizes, and rows enough for the kernels of long prompts.
         first = CudaRunner(
             Model(model.spec, model.layers[:1], None, one_path=True), 1, -(-_LONG // PAGE), Numerics("", holds_identity=False), device
         )
-        x_TD = seeded_rows(min(_LONG, model.spec.max_context), model.spec.hidden).to(device)
-        holds = cuts_agree(first, x_TD, (_LONG, 512, 33, 16))
+        x_TD = seeded_rows(rows, model.spec.hidden).to(device)
+        holds = cuts_agree(first, x_TD, ((rows,), (rows // 2, rows - rows // 2), (*[1] * 8, rows - 8)))
         first.close()
     return Numerics(found.id, holds)

@@ -6,14 +6,14 @@ on the first layer that was loaded, in its real sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.backends.heap import give_memory_back
-from paceline.backends.numerics import ROWS, Numerics, answer, measure
+from paceline.backends.numerics import CUTS, ROWS, Numerics, answer, measure
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.backends.torch.attention import KEYS, KvPool
 from paceline.backends.torch.linear import Scratch
@@ -100,7 +100,7 @@ def _runner(model: Model, n_layers: int, options: LoadOptions, numerics: Numeric
 
 def _measured(model: Model, options: LoadOptions) -> Numerics:
     def make(source: WeightSource, threads: int) -> LayerRunner[Any]:
-        small = LoadOptions(source.spec.all_layers, options.weights, -(-ROWS[0] // options.block_size), options.block_size, threads)
+        small = LoadOptions(source.spec.all_layers, options.weights, -(-ROWS // options.block_size), options.block_size, threads)
         return _runner(load_model(source, small, None, torch.device("cpu")), 1, small, Numerics("", holds_identity=False))
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -114,15 +114,15 @@ def _first_layer_holds(model: Model, options: LoadOptions) -> bool:
     if not model.layers:
         return True
     first = Model(model.spec, model.layers[:1], None, model.one_path)
-    small = LoadOptions(options.layers, options.weights, -(-ROWS[0] // options.block_size), options.block_size, options.threads)
+    small = LoadOptions(options.layers, options.weights, -(-ROWS // options.block_size), options.block_size, options.threads)
     runner = _runner(first, 1, small, Numerics("", holds_identity=False))
-    return cuts_agree(runner, seeded_rows(ROWS[0], model.spec.hidden), (33, 17, 3))
+    return cuts_agree(runner, seeded_rows(ROWS, model.spec.hidden), CUTS)
 
 
-def cuts_agree(runner: LayerRunner[Any], x_TD: Tensor, cuts: Iterable[int]) -> bool:
+def cuts_agree(runner: LayerRunner[Any], x_TD: Tensor, cuts: Iterable[Sequence[int]]) -> bool:
     """Whether rows give the same bytes however many run at a time, on each of the runner's paths."""
     paths = [Path.PROMPT] if runner.one_path else list(Path)
-    return all(len({answer(runner, x_TD, path, tensor_bytes, rows, logits=False) for rows in cuts}) == 1 for path in paths)
+    return all(len({answer(runner, x_TD, path, tensor_bytes, cut, logits=False) for cut in cuts}) == 1 for path in paths)
 
 
 def seeded_rows(rows: int, hidden: int) -> Tensor:
