@@ -1,19 +1,19 @@
 """The exception tree. Each error says what happened, to what, and what to do.
 
-    PacelineError
-    |-- UserError                 exit code 2: the person can fix it
-    |   |-- ConfigError           a flag, a setting, an environment variable
-    |   |-- ModelNotFound         no such model here or at the hub
-    |   |-- ModelFileError        a weights, tokenizer or config file is corrupt, truncated or unknown
-    |   |-- UnsupportedModel      a model family or tensor type Paceline does not run
-    |   |-- OutOfMemory           a model or a context larger than this machine's memory
-    |   `-- DownloadError         a pull that could not be finished
-    |-- RequestError              a request that can't be served as asked (HTTP 4xx)
-    |   |-- InvalidRequest        a field is wrong; `field` names it
-    |   |-- ContextOverflow       prompt + max_tokens beyond the context
-    |   |-- UnknownModel          the model named is not served here
-    |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
-    `-- ExecutorLost              spans of the model can't be reached any more
+PacelineError
+|-- UserError                 exit code 2: the person can fix it
+|   |-- ConfigError           a flag, a setting, an environment variable
+|   |-- ModelNotFound         no such model here or at the hub
+|   |-- ModelFileError        a weights, tokenizer or config file is corrupt, truncated or unknown
+|   |-- UnsupportedModel      a model family or tensor type Paceline does not run
+|   |-- OutOfMemory           a model or a context larger than this machine's memory
+|   `-- DownloadError         a pull that could not be finished
+|-- RequestError              a request that can't be served as asked (HTTP 4xx)
+|   |-- InvalidRequest        a field is wrong; `field` names it
+|   |-- ContextOverflow       prompt + max_tokens beyond the context
+|   |-- UnknownModel          the model named is not served here
+|   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
+`-- ExecutorLost              spans of the model can't be reached any more
 """
 
 from __future__ import annotations

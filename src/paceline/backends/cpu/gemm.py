@@ -77,12 +77,17 @@ def _tile(form: int, rows: int, blocks: int, *, expanded: bool) -> Callable[[Emi
     """Emits a tile. `expanded`: pairs come as bf16 from `q`, only scales and offsets from the records."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        q, q_stride, w, w_stride, x, x_stride, sums, sums_stride, out, out_stride, groups = args
+        q, q_stride, w, w_stride, x, x_stride, sums, sums_stride, out, out_stride, groups, resume = args
         w_n = [e.at(w, e.mul(w_stride, n)) for n in range(blocks)]
         q_n = [e.at(q, e.mul(q_stride, n)) for n in range(blocks)]
         x_m = [e.at(x, e.mul(x_stride, m)) for m in range(rows)]
         sums_m = [e.at(sums, e.mul(sums_stride, m)) for m in range(rows)]
-        total = [[e.var(e.const(0.0)) for _ in range(blocks)] for _ in range(rows)]
+        out_mn = [[e.at(out, e.b.add(e.mul(out_stride, m), e.i64(64 * n))) for n in range(blocks)] for m in range(rows)]
+        if expanded:
+            goes_on = e.b.icmp_signed("!=", resume, e.i64(0))
+            total = [[e.var(e.b.select(goes_on, e.load(F, at), e.const(0.0))) for at in row] for row in out_mn]
+        else:
+            total = [[e.var(e.const(0.0)) for _ in range(blocks)] for _ in range(rows)]
         with e.loop(groups) as g:
             record_n = [e.at(p, e.mul(g, _RECORD[form])) for p in w_n]
             if expanded:
@@ -112,7 +117,7 @@ def _tile(form: int, rows: int, blocks: int, *, expanded: bool) -> Callable[[Emi
                     e.b.store(value, total[m][n])
         for m in range(rows):
             for n in range(blocks):
-                e.store(e.b.load(total[m][n]), out, e.b.add(e.mul(out_stride, m), e.i64(64 * n)))
+                e.store(e.b.load(total[m][n]), out_mn[m][n])
 
     return body
 
@@ -123,16 +128,16 @@ def _narrow(_, form, rows, blocks, w, w_stride, x, x_stride, sums, sums_stride, 
     tile = _tile(form.literal_value, rows.literal_value, blocks.literal_value, expanded=False)
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        tile(e, [e.i64(0), e.i64(0), *args])
+        tile(e, [e.i64(0), e.i64(0), *args, e.i64(0)])
 
     return lowered(body, types.void, form, rows, blocks, *[types.int64] * 9)
 
 
 @intrinsic(prefer_literal=True)
-def _wide(_, form, rows, blocks, q, q_stride, w, w_stride, x, x_stride, sums, sums_stride, out, out_stride, groups):
-    """A tile over codes that `_expand` wrote out as bf16: for many rows."""
+def _wide(_, form, rows, blocks, q, q_stride, w, w_stride, x, x_stride, sums, sums_stride, out, out_stride, groups, resume):
+    """A tile over codes that `_expand` wrote out as bf16: for many rows. `resume`: totals go on from what `out` holds."""
     tile = _tile(form.literal_value, rows.literal_value, blocks.literal_value, expanded=True)
-    return lowered(tile, types.void, form, rows, blocks, *[types.int64] * 11)
+    return lowered(tile, types.void, form, rows, blocks, *[types.int64] * 12)
 
 
 @intrinsic(prefer_literal=True)
@@ -150,6 +155,9 @@ def _expand(_, form, w, q, groups):
 
     return lowered(body, types.void, form, *[types.int64] * 3)
 
+
+SLICE = 9
+"""Groups whose codes are unpacked together at most: four blocks of outputs take 36 of the 48 KiB of first-level cache."""
 
 WIDE_FROM = 32
 """Rows from which unpacking codes into scratch pays."""
@@ -204,22 +212,28 @@ def _few_rows(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_st
 
 @njit(nogil=True)
 def _many_rows(form, w, x, x_stride, sums, sums_stride, rows, out, out_stride, groups, scratch):
-    """Four blocks of outputs; `rows` a multiple of six."""
+    """Four blocks of outputs; `rows` a multiple of six. Groups go in slices whose unpacked codes stay in the first-level cache."""
     record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
-    stride, q_stride = groups * record, groups * BF16_RECORD
-    for n in range(4):
-        if form == INT4:
-            _expand(INT4, w + n * stride, scratch + n * q_stride, groups)
-        elif form == INT8:
-            _expand(INT8, w + n * stride, scratch + n * q_stride, groups)
-    for row in range(0, rows, 6):
-        x_, s_, o_ = x + row * x_stride, sums + row * sums_stride, out + row * out_stride
-        if form == INT4:
-            _wide(INT4, 6, 4, scratch, q_stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
-        elif form == INT8:
-            _wide(INT8, 6, 4, scratch, q_stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
-        else:
-            _wide(BF16, 6, 4, w, stride, w, stride, x_, x_stride, s_, sums_stride, o_, out_stride, groups)
+    stride = groups * record
+    slices = (groups + SLICE - 1) // SLICE
+    per_slice = (groups + slices - 1) // slices
+    q_stride = per_slice * BF16_RECORD
+    for first in range(0, groups, per_slice):
+        count = min(per_slice, groups - first)
+        w_ = w + first * record
+        for n in range(4):
+            if form == INT4:
+                _expand(INT4, w_ + n * stride, scratch + n * q_stride, count)
+            elif form == INT8:
+                _expand(INT8, w_ + n * stride, scratch + n * q_stride, count)
+        for row in range(0, rows, 6):
+            x_, s_, o_ = x + row * x_stride + first * 64, sums + row * sums_stride + first * 4, out + row * out_stride
+            if form == INT4:
+                _wide(INT4, 6, 4, scratch, q_stride, w_, stride, x_, x_stride, s_, sums_stride, o_, out_stride, count, first)
+            elif form == INT8:
+                _wide(INT8, 6, 4, scratch, q_stride, w_, stride, x_, x_stride, s_, sums_stride, o_, out_stride, count, first)
+            else:
+                _wide(BF16, 6, 4, w_, stride, w_, stride, x_, x_stride, s_, sums_stride, o_, out_stride, count, first)
 
 
 @njit(nogil=True)
@@ -231,7 +245,7 @@ def gemm(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_stride,
         w: address of the first block's records.
         x: address of bf16 rows, `x_stride` bytes apart; `sums`: fp32 sums of their groups (`group_sums`).
         out: address of fp32 rows.
-        scratch: address of `4 * groups` KiB, 64-byte aligned, the calling thread's own.
+        scratch: address of `4 * SLICE` KiB, 64-byte aligned, the calling thread's own.
     """
     record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
     wide_rows = rows // 6 * 6 if rows >= WIDE_FROM else 0

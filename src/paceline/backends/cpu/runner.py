@@ -17,6 +17,7 @@ from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import aligned
 from paceline.backends.cpu.attention import BLOCK
 from paceline.backends.cpu.embed import embed_rows
+from paceline.backends.cpu.gemm import SLICE
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.rope import rope_tables
@@ -83,9 +84,8 @@ class CpuRunner:
         block_stride = spec.n_kv_heads * 4 * BLOCK * spec.head_dim
         weights_bytes = 64 * self._max_blocks
         attention = 64 + 8 * weights_bytes
-        widest = max(spec.hidden, spec.ffn, spec.n_heads * spec.head_dim)
         task_out = 4 * step.PART * max(16 * step.CHUNK, spec.head_dim)
-        product = task_out + step.CHUNK * (widest // 32) * 1024
+        product = task_out + 4 * SLICE * 1024
         for place, value in (
             (step.HIDDEN, spec.hidden),
             (step.Q_HEADS, spec.n_heads),
