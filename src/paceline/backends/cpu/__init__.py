@@ -51,7 +51,7 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     from paceline.backends.cpu.weights import pack_model
 
     model = pack_model(source, options.layers, options.weights, edges=options.edges, progress=progress)
-    identity = numerics_id(options.weights, options.threads)
+    identity = numerics_id(source.spec, options.weights, options.threads)
     if not known:
         kernel_cache.complete()
     give_memory_back()
