@@ -136,10 +136,10 @@ def test_chat_at_an_endpoint_gives_the_same_bytes_as_alone(start_paceline: Start
 
 
 def test_an_interrupt_during_an_answer_ends_the_answer_and_not_the_chat(start_paceline: Start) -> None:
-    process = start_paceline("chat", "--context", "512", "--temperature", "0")
+    process = start_paceline("chat", "--context", "4096", "--temperature", "0")
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write("Write a long story about a bicycle.\n")
+    process.stdin.write("Write a very long poem with one hundred verses about the sea.\n")
     process.stdin.flush()
     while not process.stdout.readline().startswith("Loaded"):
         pass
