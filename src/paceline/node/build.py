@@ -6,7 +6,6 @@ decision is not the obvious one.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,6 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     """
     clock = clock or SystemClock()
     built = build_engine(settings, progress, clock)
-    gc.collect()  # what reading and packing left behind
     thread = EngineThread(built.engine, built.executor.close)
     capacity = settings.max_running + settings.max_waiting
     host = EngineHost(thread, built.model, clock, capacity=capacity, at_once=settings.max_running)

@@ -164,9 +164,15 @@ WIDE_FROM = 32
 
 
 @njit(nogil=True)
+def record_bytes(form):
+    """Bytes of a record, to compiled code."""
+    return INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
+
+
+@njit(nogil=True)
 def _few_rows(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_stride, groups):
     """Tiles of 16, 8, 4, 2 and 1 rows over one block of outputs after another: one stream of records, which prefetching hides."""
-    record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
+    record = record_bytes(form)
     stride = groups * record
     row = 0
     while row < rows:
@@ -213,7 +219,7 @@ def _few_rows(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_st
 @njit(nogil=True)
 def _many_rows(form, w, x, x_stride, sums, sums_stride, rows, out, out_stride, groups, scratch):
     """Four blocks of outputs; `rows` a multiple of six. Groups go in slices whose unpacked codes stay in the first-level cache."""
-    record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
+    record = record_bytes(form)
     stride = groups * record
     slices = (groups + SLICE - 1) // SLICE
     per_slice = (groups + slices - 1) // slices
@@ -247,7 +253,7 @@ def gemm(form, w, blocks, x, x_stride, sums, sums_stride, rows, out, out_stride,
         out: address of fp32 rows.
         scratch: address of `4 * SLICE` KiB, 64-byte aligned, the calling thread's own.
     """
-    record = INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
+    record = record_bytes(form)
     wide_rows = rows // 6 * 6 if rows >= WIDE_FROM else 0
     wide_blocks = blocks // 4 * 4 if wide_rows else 0
     for n in range(0, wide_blocks, 4):

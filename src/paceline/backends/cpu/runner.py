@@ -154,7 +154,7 @@ class CpuRunner:
         spec = self._model.spec
         out = np.empty((len(token_ids_T), spec.hidden), np.uint16)
         ids = np.ascontiguousarray(token_ids_T, np.int32)
-        embed_rows(ids.ctypes.data, len(ids), self._model.embed_form, self._model.embedding, spec.hidden, out.ctypes.data)
+        embed_rows(ids.ctypes.data, len(ids), self._model.head_form, self._model.embedding, spec.hidden, out.ctypes.data)
         return out
 
     def run_layers(self, x_TD: Bf16, plan: RowPlan) -> Bf16:

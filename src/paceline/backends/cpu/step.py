@@ -13,7 +13,7 @@ from numba import njit
 
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import BLOCK, attend, write_key, write_value
-from paceline.backends.cpu.gemm import BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD, WIDE_FROM, gemm
+from paceline.backends.cpu.gemm import WIDE_FROM, gemm, record_bytes
 from paceline.backends.cpu.rows import add_into, add_rounded, gate, group_sums, head_norm, rms_norm, rotate, round_bf16, widen_bf16
 
 # Places in `sizes` (int64): what never changes.
@@ -48,11 +48,6 @@ PART = 192
 
 TILE = 8
 """Rows of one sequence an attention task takes."""
-
-
-@njit(nogil=True)
-def _record(form):
-    return INT4_RECORD if form == INT4 else INT8_RECORD if form == INT8 else BF16_RECORD
 
 
 @njit(nogil=True)
@@ -126,7 +121,7 @@ def _project(task, chunk, form, w, n, k, x, sums, rows, out, scratch, q_scratch)
     groups = k // 32
     target = out + row * 4 * n + 64 * block if out else scratch
     stride = 4 * n if out else chunk * 64
-    gemm(form, w + block * groups * _record(form), count, x + row * 2 * k, 2 * k, sums + row * 4 * groups, 4 * groups,
+    gemm(form, w + block * groups * record_bytes(form), count, x + row * 2 * k, 2 * k, sums + row * 4 * groups, 4 * groups,
          part, target, stride, groups, q_scratch)  # fmt: skip
 
 

@@ -22,9 +22,6 @@ PHASE, DONE, WORD = 0, 8, 8
 TASK_BITS, LAYER_BITS, KIND_BITS = 20, 12, 8
 """From the low end of the word: next task, number of tasks, layer, kind. A finished phase has next >= number, a posted one next = 0."""
 
-MAX_TASKS = 1 << (TASK_BITS - 1)
-"""Tasks of a phase: claims that come too late may overshoot by one a thread."""
-
 SPINS_BEFORE_YIELD = 4000
 
 give_way = types.ExternalFunction("sched_yield", types.int32())

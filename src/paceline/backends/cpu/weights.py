@@ -28,7 +28,6 @@ class PackedModel:
     layers: LayerRange
     form: int
     head_form: int
-    embed_form: int
     addresses: npt.NDArray[np.int64]
     """[layer, place] as `step` names the places."""
     edges: npt.NDArray[np.int64]
@@ -36,10 +35,6 @@ class PackedModel:
     """Address of the embedding's records; 0 without edges."""
     padded_vocab: int
     arrays: tuple[npt.NDArray[np.generic], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
 
 
 class _Packer:
@@ -129,7 +124,6 @@ def pack_model(
         spec,
         layers,
         form,
-        head_form,
         head_form,
         addresses,
         edge_addresses,
