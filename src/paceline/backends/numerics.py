@@ -10,14 +10,14 @@ Shapes: T rows, D hidden.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from paceline.core.model import ModelSpec, MoeSpec
-from paceline.core.weights import DenseTensor, StoredTensor, WeightSource
+from paceline.core.weights import DenseTensor, StoredTensor, WeightSource, tensor_shapes
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner, RowPlan
 
@@ -27,6 +27,8 @@ CUTS = ((33,), (1, 2, 3, 16, 11), (17, 16))
 """Rows run at a time. Few pieces: on a busy machine each waits for every thread."""
 
 _SEED = 2026
+_SPREAD = np.float32(0.2)
+"""Standard deviation of the seeded weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +94,11 @@ def small(spec: ModelSpec) -> ModelSpec:
 
 
 class SeededWeights:
-    """A `WeightSource` of random tensors for any spec: every machine draws the same.
+    """A `WeightSource` of random tensors for any spec: every machine draws the same."""
 
-    Args:
-        spec: the model's sizes.
-        seed: another seed, other weights.
-        spread: standard deviation of the weights.
-    """
-
-    def __init__(self, spec: ModelSpec, seed: int = _SEED, spread: float = 0.2) -> None:
-        self.spec, self.digest = spec, f"seeded-{seed}"
-        self._shapes = dict(_shapes(spec))
-        self._seed, self._spread = seed, np.float32(spread)
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec, self.digest = spec, f"seeded-{_SEED}"
+        self._shapes = tensor_shapes(spec)
         self._places = {name: place for place, name in enumerate(self._shapes)}
 
     def names(self) -> Sequence[str]:
@@ -113,33 +108,5 @@ class SeededWeights:
         return 4 * int(np.prod(self._shapes[name]))
 
     def read(self, name: str) -> StoredTensor:
-        rng = np.random.Generator(np.random.PCG64((self._seed, self._places[name])))
-        return DenseTensor(rng.standard_normal(self._shapes[name], np.float32) * self._spread, "f32")
-
-
-def _shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    yield "model.embed_tokens.weight", (spec.vocab, spec.hidden)
-    yield "model.norm.weight", (spec.hidden,)
-    if not spec.tied_head:
-        yield "lm_head.weight", (spec.vocab, spec.hidden)
-    for layer in range(spec.n_layers):
-        at = f"model.layers.{layer}"
-        yield f"{at}.input_layernorm.weight", (spec.hidden,)
-        yield f"{at}.post_attention_layernorm.weight", (spec.hidden,)
-        for name, rows in (("q", heads), ("k", kv), ("v", kv)):
-            yield f"{at}.self_attn.{name}_proj.weight", (rows, spec.hidden)
-            if spec.qkv_bias:
-                yield f"{at}.self_attn.{name}_proj.bias", (rows,)
-        yield f"{at}.self_attn.o_proj.weight", (spec.hidden, heads)
-        if spec.qk_norm:
-            yield f"{at}.self_attn.q_norm.weight", (spec.head_dim,)
-            yield f"{at}.self_attn.k_norm.weight", (spec.head_dim,)
-        places = [(f"{at}.mlp", spec.ffn)]
-        if spec.moe is not None:
-            yield f"{at}.mlp.gate.weight", (spec.moe.n_experts, spec.hidden)
-            places = [(f"{at}.mlp.experts.{expert}", spec.moe.ffn) for expert in range(spec.moe.n_experts)]
-        for place, ffn in places:
-            yield f"{place}.gate_proj.weight", (ffn, spec.hidden)
-            yield f"{place}.up_proj.weight", (ffn, spec.hidden)
-            yield f"{place}.down_proj.weight", (spec.hidden, ffn)
+        rng = np.random.Generator(np.random.PCG64((_SEED, self._places[name])))
+        return DenseTensor(rng.standard_normal(self._shapes[name], np.float32) * _SPREAD, "f32")

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from paceline.node.memory import human
+from paceline.backends.memory import human
 from paceline.store.catalog import list_models
 from paceline.store.home import Home
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from paceline.backends.memory import human
 from paceline.cli.progress import byte_bar
-from paceline.node.memory import human
 from paceline.store.home import Home
 from paceline.store.pull import PullProgress, pull
 

@@ -9,7 +9,7 @@ Shapes: N outputs (rows), K inputs (columns), G = K / 32 groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -17,6 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.model import ModelSpec
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+"""The tensors outside the layers. A tied head has none of its own."""
+
+Shape = tuple[int, ...]
 
 GROUP = 32
 """Weights that share one scale, along the input dimension: GGUF's block and the group of both quantised formats."""
@@ -74,3 +79,35 @@ class WeightSource(Protocol):
             UnsupportedModel: its type is unknown.
         """
         ...
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Every tensor a model of this spec has, and its shape, [N, K] for a matrix: those outside the layers first."""
+    shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab, spec.hidden), FINAL_NORM: (spec.hidden,)}
+    if not spec.tied_head:
+        shapes[HEAD] = (spec.vocab, spec.hidden)
+    for layer in range(spec.n_layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec)}
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    yield "input_layernorm.weight", (spec.hidden,)
+    yield "post_attention_layernorm.weight", (spec.hidden,)
+    for name, rows in (("q", heads), ("k", kv), ("v", kv)):
+        yield f"self_attn.{name}_proj.weight", (rows, spec.hidden)
+        if spec.qkv_bias:
+            yield f"self_attn.{name}_proj.bias", (rows,)
+    yield "self_attn.o_proj.weight", (spec.hidden, heads)
+    if spec.qk_norm:
+        yield "self_attn.q_norm.weight", (spec.head_dim,)
+        yield "self_attn.k_norm.weight", (spec.head_dim,)
+    blocks = [("mlp", spec.ffn)]
+    if spec.moe is not None:
+        yield "mlp.gate.weight", (spec.moe.n_experts, spec.hidden)
+        blocks = [(f"mlp.experts.{expert}", spec.moe.ffn) for expert in range(spec.moe.n_experts)]
+    for block, ffn in blocks:
+        yield f"{block}.gate_proj.weight", (ffn, spec.hidden)
+        yield f"{block}.up_proj.weight", (ffn, spec.hidden)
+        yield f"{block}.down_proj.weight", (spec.hidden, ffn)

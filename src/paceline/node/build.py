@@ -6,16 +6,18 @@ decision is not the obvious one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.backends import cpu, table
+from paceline.backends.memory import available_bytes, human
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.model import ModelSpec, WeightsFormat
-from paceline.core.weights import WeightSource
+from paceline.core.weights import EMBEDDING, HEAD, WeightSource, tensor_shapes
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
@@ -23,7 +25,6 @@ from paceline.node import accelerator
 from paceline.node.cores import usable_cores
 from paceline.node.engine_thread import EngineThread
 from paceline.node.host import EngineHost
-from paceline.node.memory import available_bytes, human
 from paceline.node.settings import NodeSettings
 from paceline.node.sizing import KvPlan, plan_kv
 from paceline.server.inference import ServedModel
@@ -183,10 +184,10 @@ def stored_format(source: WeightSource) -> WeightsFormat:
 
 def weights_bytes(spec: ModelSpec, weights: WeightsFormat) -> int:
     """What a model's weights take in memory. The embedding and the head are held at 8 bits or more."""
-    attention = spec.hidden * spec.head_dim * (2 * spec.n_heads + 2 * spec.n_kv_heads)
-    ffn = 3 * spec.hidden * (spec.ffn if spec.moe is None else spec.moe.ffn * spec.moe.n_experts)
-    edges = spec.vocab * spec.hidden * (1 if spec.tied_head else 2)
-    bits = spec.n_layers * (attention + ffn) * _BITS[weights] + edges * max(_BITS[weights], _BITS[WeightsFormat.INT8])
+    edge_bits = max(_BITS[weights], _BITS[WeightsFormat.INT8])
+    bits = sum(
+        math.prod(shape) * (edge_bits if name in {EMBEDDING, HEAD} else _BITS[weights]) for name, shape in tensor_shapes(spec).items()
+    )
     return int(bits / 8)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.backends.memory import human
 from paceline.core.errors import ConfigError, OutOfMemory
 from paceline.core.model import ModelSpec
-from paceline.node.memory import human
 
 KV_SHARE = 0.5
 """Of the memory that weights leave free, how much KV may take unasked. Raising it leaves less to everything else on the machine."""

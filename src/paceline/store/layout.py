@@ -1,28 +1,13 @@
-"""Which tensors a model of a given spec must have, by Hugging Face's names, and what shapes.
-
-Checked when a model is opened, so that a wrong file is refused before anything is loaded, and by name.
-"""
+"""A model's files held against its configuration when it is opened: a wrong file is refused before anything is loaded, and by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.core.model import ModelSpec
+from paceline.core.weights import HEAD, Shape, tensor_shapes
 from paceline.store.faults import damaged, unsupported
-
-Shape = tuple[int, ...]
-
-
-def expected_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Every tensor of a model and its shape: (outputs, inputs) for a matrix."""
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden), "model.norm.weight": (spec.hidden,)}
-    if not spec.tied_head:
-        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
-    for layer in range(spec.n_layers):
-        for name, shape in _layer_shapes(spec):
-            shapes[f"model.layers.{layer}.{name}"] = shape
-    return shapes
 
 
 def check_tensors(path: Path, spec: ModelSpec, found: Mapping[str, Shape]) -> None:
@@ -32,7 +17,7 @@ def check_tensors(path: Path, spec: ModelSpec, found: Mapping[str, Shape]) -> No
         ModelFileError: a tensor is missing or of another shape.
         UnsupportedModel: there are tensors this family does not have, so running it without them would be wrong.
     """
-    expected = expected_shapes(spec)
+    expected = tensor_shapes(spec)
     missing = [name for name in expected if name not in found]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -40,35 +25,9 @@ def check_tensors(path: Path, spec: ModelSpec, found: Mapping[str, Shape]) -> No
     for name, shape in expected.items():
         if found[name] != shape:
             raise damaged(path, f"tensor {name} has shape {list(found[name])}, its configuration says {list(shape)}")
-    extra = sorted(found.keys() - expected.keys() - {"lm_head.weight"})
+    extra = sorted(found.keys() - expected.keys() - {HEAD})
     if extra:
         raise unsupported(path, f"tensor {extra[0]} is not part of the {spec.model_type} family")
-
-
-def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    yield "input_layernorm.weight", (spec.hidden,)
-    yield "post_attention_layernorm.weight", (spec.hidden,)
-    for name, rows in (("q", q), ("k", kv), ("v", kv)):
-        yield f"self_attn.{name}_proj.weight", (rows, spec.hidden)
-        if spec.qkv_bias:
-            yield f"self_attn.{name}_proj.bias", (rows,)
-    yield "self_attn.o_proj.weight", (spec.hidden, q)
-    if spec.qk_norm:
-        yield "self_attn.q_norm.weight", (spec.head_dim,)
-        yield "self_attn.k_norm.weight", (spec.head_dim,)
-    if spec.moe is None:
-        yield from _mlp_shapes("mlp", spec.hidden, spec.ffn)
-        return
-    yield "mlp.gate.weight", (spec.moe.n_experts, spec.hidden)
-    for expert in range(spec.moe.n_experts):
-        yield from _mlp_shapes(f"mlp.experts.{expert}", spec.hidden, spec.moe.ffn)
-
-
-def _mlp_shapes(prefix: str, hidden: int, ffn: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{prefix}.gate_proj.weight", (ffn, hidden)
-    yield f"{prefix}.up_proj.weight", (ffn, hidden)
-    yield f"{prefix}.down_proj.weight", (hidden, ffn)
 
 
 def check_sizes(path: Path, spec: ModelSpec) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.backends.memory import available_bytes, human
 from paceline.node.cores import usable_cores
-from paceline.node.memory import available_bytes, human
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux shows these as files")
 KIB = 1024

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.backends.memory import check_kv
 from paceline.backends.numerics import ROWS, Numerics, measure
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.torch.graphs import DecodeGraphs
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
-from paceline.backends.torch.memory import check_kv
 from paceline.backends.torch.paged import PAGE, CudaPool, CudaStep, Tables, to_device
 from paceline.backends.torch.runner import Model, edges_of
 from paceline.backends.torch.step import Rope
@@ -121,8 +121,7 @@ def load_cuda(source: WeightSource, options: LoadOptions, progress: LoadProgress
     n_blocks = -(-options.n_blocks * options.block_size // PAGE)
     with torch.inference_mode():
         model = load_model(source, options, progress, device)
-        tokens = (n_blocks + 1) * PAGE
-        check_kv(tokens * spec.kv_bytes_per_token(options.layers), torch.cuda.mem_get_info(device)[0], tokens)
+        check_kv((n_blocks + 1) * PAGE, spec.kv_bytes_per_token(options.layers), torch.cuda.mem_get_info(device)[0])
         return CudaRunner(model, len(options.layers), n_blocks, _measured(model, options, device), device)
 
 

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from paceline.backends.heap import give_memory_back
+from paceline.backends.memory import available_bytes, check_kv
 from paceline.backends.numerics import CUTS, ROWS, Numerics, answer, measure
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.backends.torch.attention import KEYS, KvPool
 from paceline.backends.torch.linear import Scratch
 from paceline.backends.torch.llama import LlamaLayer
-from paceline.backends.torch.memory import check_kv, free_bytes
 from paceline.backends.torch.qwen2 import Qwen2Layer
 from paceline.backends.torch.qwen3 import Qwen3Layer
 from paceline.backends.torch.qwen3_moe import Qwen3MoeLayer
-from paceline.backends.torch.reader import EMBEDDING, FINAL_NORM, HEAD, Reader, linear_numbers
+from paceline.backends.torch.reader import Reader, linear_numbers
 from paceline.backends.torch.runner import Edges, Layer, Model, TorchRunner
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import ModelSpec, WeightsFormat
-from paceline.core.weights import WeightSource
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, WeightSource
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner
 
@@ -87,7 +87,7 @@ def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress 
         model = load_model(source, options, progress, torch.device("cpu"))
         give_memory_back()
         tokens = options.n_blocks * options.block_size
-        check_kv(tokens * model.spec.kv_bytes_per_token(options.layers), free_bytes(), tokens)
+        check_kv(tokens, model.spec.kv_bytes_per_token(options.layers), available_bytes())
         return _runner(model, len(options.layers), options, _measured(model, options))
 
 
@@ -141,7 +141,7 @@ def _scratch(spec: ModelSpec, options: LoadOptions) -> Scratch | None:
         return None
     where = options.prompt_weights
     if where is None:
-        fits = 2 * linear_numbers(spec, options.layers) < RESIDENT_SHARE * free_bytes()
+        fits = 2 * linear_numbers(spec, options.layers) < RESIDENT_SHARE * available_bytes()
         where = PromptWeights.RESIDENT if fits else PromptWeights.STREAMED
     return None if where is PromptWeights.RESIDENT else Scratch()
 

@@ -5,6 +5,8 @@ A tensor is read once, when a family asks for it by name; nothing else is. Progr
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,7 @@ from paceline.backends.quantize import to_float32
 from paceline.backends.torch.blocks import RmsNorm
 from paceline.backends.torch.linear import Linear, Scratch, dense, make_linear, make_table
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import StoredTensor, WeightSource
-
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
 
 
 class Reader:
@@ -75,7 +75,5 @@ class Reader:
 
 def linear_numbers(spec: ModelSpec, layers: LayerRange) -> int:
     """Weights of the linear layers of a range: what bf16 copies would double."""
-    per_kv = 2 * spec.n_kv_heads * spec.head_dim
-    attention = spec.hidden * (2 * spec.n_heads * spec.head_dim + per_kv)
-    ffn = 3 * spec.hidden * (spec.ffn if spec.moe is None else spec.moe.ffn * spec.moe.n_experts)
-    return len(layers) * (attention + ffn)
+    one = sum(math.prod(shape) for name, shape in tensor_shapes(spec).items() if name.startswith("model.layers.0.") and len(shape) == 2)
+    return len(layers) * one

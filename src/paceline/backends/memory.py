@@ -1,10 +1,12 @@
-"""How much memory this process may still take: the machine's, or its container's where that is less."""
+"""How much memory this process may still take (the machine's, or its container's where that is less), and whether a KV pool fits it."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+
+from paceline.core.errors import OutOfMemory
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -26,6 +28,29 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         if most is not None and now is not None:
             free.append(max(0, most - now + _reclaimable(cgroup / Path(limit).parent)))
     return min(free)
+
+
+def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
+    """Refuse a KV pool that does not fit.
+
+    Args:
+        tokens: what the pool holds.
+        token_bytes: what one of them takes.
+        free_bytes: memory there is, weights loaded.
+
+    Raises:
+        OutOfMemory: it does not fit.
+    """
+    if tokens * token_bytes > free_bytes:
+        raise OutOfMemory(
+            f"A KV pool of {tokens} tokens needs {human(tokens * token_bytes)}, and {human(free_bytes)} of memory is free",
+            f"Ask for --kv-tokens {free_bytes // token_bytes} or less.",
+        )
+
+
+def human(n_bytes: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"
 
 
 def _machine(proc: Path) -> int:
@@ -51,8 +76,3 @@ def _reclaimable(folder: Path) -> int:
         return int(fields.get("inactive_file", fields.get("total_inactive_file", 0)))
     except (OSError, ValueError):
         return 0
-
-
-def human(n_bytes: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"
