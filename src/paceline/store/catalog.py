@@ -20,8 +20,12 @@ from paceline.core.text import Tokenizer
 from paceline.core.weights import WeightSource
 from paceline.store.digests import DigestCache
 from paceline.store.faults import unreadable
+from paceline.store.folder_tokenizer import tokenizer_from_folder
+from paceline.store.gguf_file import GgufWeights, open_gguf
+from paceline.store.gguf_tokenizer import tokenizer_from_gguf
 from paceline.store.home import Home, read_json_object
-from paceline.store.selection import choose_gguf, gguf_models, parse_ref
+from paceline.store.safetensors_file import SafetensorsWeights
+from paceline.store.selection import choose_gguf, gguf_models, is_path, parse_ref
 
 BUNDLED: Final = "smollm2-135m"
 """The name of the model that comes with an installation."""
@@ -83,18 +87,12 @@ def open_model(ref: str, home: Home | None = None, clock: Clock | None = None) -
     home = Home.from_environment() if home is None else home
     clock = SystemClock() if clock is None else clock
     location = resolve(ref, home)
-    digests = DigestCache(home)
-    if location.path.is_dir():
-        from paceline.store.folder_tokenizer import tokenizer_from_folder
-        from paceline.store.safetensors_file import SafetensorsWeights
-
-        folder = SafetensorsWeights(location.path, digests)
-        return OpenedModel(location.name, folder.spec, folder, tokenizer_from_folder(location.path, clock))
-    from paceline.store.gguf_file import open_gguf
-    from paceline.store.gguf_tokenizer import tokenizer_from_gguf
-
-    weights = open_gguf(location.path, digests)
-    return OpenedModel(location.name, weights.spec, weights, tokenizer_from_gguf(weights.header, home, clock))
+    weights = _open_weights(location.path, DigestCache(home))
+    if isinstance(weights, GgufWeights):
+        tokenizer = tokenizer_from_gguf(weights.header, home, clock)
+    else:
+        tokenizer = tokenizer_from_folder(location.path, clock)
+    return OpenedModel(location.name, weights.spec, weights, tokenizer)
 
 
 def resolve(ref: str, home: Home) -> ModelLocation:
@@ -103,7 +101,7 @@ def resolve(ref: str, home: Home) -> ModelLocation:
     Raises:
         ModelNotFound: no such model here, or several that the name could mean.
     """
-    if ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref):
+    if is_path(ref):
         return _at_path(Path(ref).expanduser())
     if ref.lower() in _BUNDLED_ALIASES:
         bundled = _bundled()
@@ -143,23 +141,15 @@ def describe(location: ModelLocation, home: Home) -> LocalModel:
 
 
 def _described(location: ModelLocation, digests: DigestCache) -> LocalModel:
-    path = location.path
-    if path.is_dir():
-        from paceline.store.safetensors_file import SafetensorsWeights
+    weights = _open_weights(location.path, digests)
+    nbytes = sum(file.stat().st_size for file in weights.files)
+    kind = f"{weights.format} {weights.tensor_type}"
+    spec = weights.spec
+    return LocalModel(location.name, location.path, nbytes, kind, spec.model_type, spec.max_context, weights.known_digest)
 
-        folder = SafetensorsWeights(path, digests)
-        # The digest of a folder follows from its files' digests, cheaply, once those are known.
-        known = all(digests.known(file) is not None for file in folder.files)
-        spec, kind, digest = folder.spec, f"safetensors {folder.tensor_type}", folder.digest if known else None
-        nbytes = sum(file.stat().st_size for file in folder.files)
-    else:
-        from paceline.store.gguf_file import open_gguf
 
-        weights = open_gguf(path, digests)
-        known = all(digests.known(file) is not None for file in weights.files)
-        spec, kind, digest = weights.spec, f"GGUF {weights.tensor_type}", weights.digest if known else None
-        nbytes = sum(file.stat().st_size for file in weights.files)
-    return LocalModel(location.name, path, nbytes, kind, spec.model_type, spec.max_context, digest)
+def _open_weights(path: Path, digests: DigestCache) -> SafetensorsWeights | GgufWeights:
+    return SafetensorsWeights(path, digests) if path.is_dir() else open_gguf(path, digests)
 
 
 def _bundled() -> ModelLocation | None:
@@ -175,14 +165,11 @@ def _registered(home: Home) -> Iterator[ModelLocation]:
     """Models with a manifest under `models/`."""
     for manifest in home.models.rglob(MANIFEST):
         name = manifest.parent.relative_to(home.models).as_posix()
-        entry = read_json_object(manifest) or {}
-        elsewhere = entry.get("path")
+        elsewhere = (read_json_object(manifest) or {}).get("path")
         if isinstance(elsewhere, str):
             yield ModelLocation(name, Path(elsewhere))
             continue
-        # Only what the manifest names is whole; other files may be half of a pull.
-        files: object = entry.get("files")
-        whole = [str(file) for file in files] if isinstance(files, dict) else []
+        whole = _whole_files(manifest)
         models = gguf_models(whole)
         if any(file.endswith(".safetensors") for file in whole):
             yield ModelLocation(name, manifest.parent)
@@ -191,14 +178,18 @@ def _registered(home: Home) -> Iterator[ModelLocation]:
             yield ModelLocation(name if alone else f"{name}:{first.rpartition('/')[2]}", manifest.parent / first)
 
 
+def _whole_files(manifest: Path) -> list[str]:
+    """What was pulled beside a manifest; other files may be half of a pull."""
+    files: object = (read_json_object(manifest) or {}).get("files")
+    return [str(file) for file in files] if isinstance(files, dict) else []
+
+
 def _in_pulled_folder(ref: str, home: Home) -> ModelLocation | None:
     """`org/name:selector`, where the selector is a part of a file's name."""
     hub = parse_ref(ref)
     if hub is None:
         return None
-    entry = read_json_object(home.models / hub.folder / MANIFEST) or {}
-    files: object = entry.get("files")
-    whole = [str(file) for file in files] if isinstance(files, dict) else []
+    whole = _whole_files(home.models / hub.folder / MANIFEST)
     if not gguf_models(whole):
         return None
     path = home.models / hub.folder / choose_gguf(f"{hub.folder} as pulled", whole, hub.selector)[0]

@@ -12,10 +12,10 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from paceline.core.errors import DownloadError
-from paceline.store.hub import Checksum, HubFile
+from paceline.store.hub import HubFile
 
 if TYPE_CHECKING:
     import httpx
@@ -76,7 +76,7 @@ def verify(path: Path, file: HubFile) -> bool:
     """
     if not path.is_file() or path.stat().st_size != file.size:
         return False
-    return _hash_of(path, file).hexdigest() == file.checksum.hex
+    return _digest_of(path, file) == file.checksum.hex
 
 
 def _go_on(first: str) -> str:
@@ -99,7 +99,7 @@ def _complete(client: httpx.Client, file: HubFile, part: Path, advance: Advance,
                 ) from error
             sleep(_WAIT_S[min(idle, len(_WAIT_S) - 1)])
     advance(file.size)
-    if _size(part) != file.size or _hash_of(part, file).hexdigest() != file.checksum.hex:
+    if _size(part) != file.size or _digest_of(part, file) != file.checksum.hex:
         part.unlink()
         advance(0)
         raise _WrongBytes
@@ -157,17 +157,11 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _hash_of(path: Path, file: HubFile) -> Any:
-    """The running hash of a file under the kind of checksum the hub gave."""
-    running = _start(file.checksum, file.size)
+def _digest_of(path: Path, file: HubFile) -> str:
+    """A file's hash, in hex, under the kind of checksum the hub gave."""
+    # Git hashes a blob with its length in front.
+    running = hashlib.sha256() if file.checksum.kind == "sha256" else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
     with path.open("rb", buffering=0) as opened:
         while data := opened.read(CHUNK):
             running.update(data)
-    return running
-
-
-def _start(checksum: Checksum, size: int) -> Any:
-    if checksum.kind == "sha256":
-        return hashlib.sha256()
-    # Git hashes a blob with its length in front.
-    return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    return running.hexdigest()

@@ -2,30 +2,27 @@
 
 Q4_0, Q4_1 and Q8_0 come as they lie (Q4_0's offset is -8 * scale, exact in float16); F32, F16 and BF16 as dense tensors; every other
 type is dequantised to float32. llama.cpp permutes the q and k rows of its `llama` architecture for interleaved rope: the rows
-are put back, which moves whole quantised rows and changes no value. Each read opens the file, reads one range and closes it.
+are put back, which moves whole quantised rows and changes no value.
 
 Shapes: N outputs (rows), K inputs (columns), G = K / 32 groups, B bytes of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.model import ModelSpec
 from paceline.core.weights import GROUP, DenseTensor, GroupedTensor, StoredTensor
-from paceline.store.digests import DigestCache, digest_of_files
-from paceline.store.faults import damaged, unreadable, unsupported
-from paceline.store.gguf_header import GgufHeader, TensorInfo, read_header
+from paceline.store.digests import DigestCache
+from paceline.store.faults import damaged, unsupported
+from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.gguf_spec import spec_from_gguf
-from paceline.store.layout import check_tensors
-
-Bytes = npt.NDArray[np.uint8]
+from paceline.store.tensor_files import DENSE, Bytes, StoredAt, TensorFiles
 
 _GLOBAL: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER: Final = {
@@ -36,81 +33,36 @@ _IN_LAYER: Final = {
 }  # fmt: skip
 _EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _ROPE_FREQS: Final = "rope_freqs.weight"
+_GROUPED: Final = frozenset({"Q4_0", "Q4_1", "Q8_0"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Where a tensor lies: a whole GGUF tensor or one expert's slice of a stacked one."""
+class GgufWeights(TensorFiles):
+    """The tensors of one GGUF file, or of all files of a split one."""
 
-    path: Path
-    info: TensorInfo
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    permuted_heads: int | None
-    """Heads whose rows llama.cpp interleaved; None where rows lie in order."""
+    format = "GGUF"
 
-
-class GgufWeights:
-    """A `WeightSource` over one GGUF file, or over all files of a split one."""
-
-    def __init__(self, headers: Iterable[GgufHeader], digests: DigestCache) -> None:
+    def __init__(self, headers: Sequence[GgufHeader], digests: DigestCache) -> None:
         """Check the model's tensors against its metadata.
 
         Raises:
             ModelFileError: tensors are missing or of the wrong shape, or the metadata is absurd.
             UnsupportedModel: a family, a feature or tensors Paceline does not run.
         """
-        self._headers = tuple(headers)
-        self._digests = digests
-        self._digest: str | None = None
-        self.header: Final = self._headers[0]
-        merged = _merge(self._headers)
-        self._spec: Final = spec_from_gguf(merged, _rope_factors(self._headers))
-        self._pieces: Final[Mapping[str, _Piece]] = dict(_pieces(self._headers, self._spec))
-        check_tensors(self.header.path, self._spec, {name: piece.shape for name, piece in self._pieces.items()})
+        self.header: Final = headers[0]
+        stored = {name: at for header in headers for name, at in header.tensors.items()}
+        spec = spec_from_gguf(replace(self.header, tensors=stored), _rope_factors(stored.get(_ROPE_FREQS)))
+        super().__init__(spec, dict(_renamed(stored.values())), [header.path for header in headers], digests)
+        self._permuted_heads = {"q_proj.weight": spec.n_heads, "k_proj.weight": spec.n_kv_heads} if spec.model_type == "llama" else {}
 
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the file, or of the files' digests; read only if a file changed since the last time."""
-        if self._digest is None:
-            self._digest = digest_of_files(self._digests, self.files)
-        return self._digest
-
-    @property
-    def tensor_type(self) -> str:
-        """The GGML type most of the bytes are in: how people name the file's quantisation."""
-        weight: dict[str, int] = {}
-        for piece in self._pieces.values():
-            weight[piece.info.type.name] = weight.get(piece.info.type.name, 0) + piece.nbytes
-        return max(weight, key=weight.__getitem__)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return tuple(header.path for header in self._headers)
-
-    def names(self) -> Iterable[str]:
-        return self._pieces.keys()
-
-    def nbytes(self, name: str) -> int:
-        return self._piece(name).nbytes
-
-    def read(self, name: str) -> StoredTensor:
-        piece = self._piece(name)
-        raw = _read_range(piece)
-        if piece.permuted_heads is not None:
-            raw = _unpermuted(raw, piece.shape[0], piece.permuted_heads)
-        return _decode(piece, raw)
-
-    def _piece(self, name: str) -> _Piece:
-        piece = self._pieces.get(name)
-        if piece is None:
-            raise damaged(self.header.path, f"tensor {name} is missing")
-        return piece
+    def _decode(self, name: str, at: StoredAt, raw: Bytes) -> StoredTensor:
+        heads = self._permuted_heads.get(name.rpartition(".self_attn.")[2])
+        if heads is not None:
+            raw = _unpermuted(raw, at.shape[0], heads)
+        if at.type.name in DENSE:
+            return super()._decode(name, at, raw)
+        if at.type.name in _GROUPED and len(at.shape) == 2:
+            return _grouped(at, raw)
+        return _dequantised(at, raw)
 
 
 def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
@@ -132,67 +84,30 @@ def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
     return GgufWeights([first, *(read_header(part) for part in rest)], digests)
 
 
-def _merge(headers: tuple[GgufHeader, ...]) -> GgufHeader:
-    first = headers[0]
-    tensors = {name: info for header in headers for name, info in header.tensors.items()}
-    return GgufHeader(first.path, first.file_size, first.metadata, tensors)
+def _renamed(stored: Iterable[StoredAt]) -> Iterator[tuple[str, StoredAt]]:
+    """Tensors under Hugging Face's names; those it has no name for keep their own. Stacked experts come apart."""
+    for at in stored:
+        stem, _, kind = at.name.rpartition(".")
+        layer, _, part = stem.removeprefix("blk.").partition(".") if stem.startswith("blk.") else ("", "", "")
+        if stem in _GLOBAL:
+            yield f"{_GLOBAL[stem]}.{kind}", at
+        elif part in _EXPERTS and len(at.shape) == 3:
+            nbytes = at.nbytes // at.shape[0]
+            for expert in range(at.shape[0]):
+                slice_ = replace(at, shape=at.shape[1:], offset=at.offset + expert * nbytes, nbytes=nbytes)
+                yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", slice_
+        elif part in _IN_LAYER:
+            yield f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}", at
+        elif at.name != _ROPE_FREQS:
+            yield at.name, at
 
 
-def _pieces(headers: tuple[GgufHeader, ...], spec: ModelSpec) -> Iterator[tuple[str, _Piece]]:
-    permuted = {"attn_q": spec.n_heads, "attn_k": spec.n_kv_heads} if spec.model_type == "llama" else {}
-    for header in headers:
-        for info in header.tensors.values():
-            stem, _, kind = info.name.rpartition(".")
-            if stem in _GLOBAL:
-                yield f"{_GLOBAL[stem]}.{kind}", _whole(header.path, info, None)
-            elif stem.startswith("blk."):
-                layer, _, part = stem.removeprefix("blk.").partition(".")
-                if part in _EXPERTS and len(info.shape) == 3:
-                    for expert in range(info.shape[0]):
-                        yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", _expert(header.path, info, expert)
-                elif part in _IN_LAYER:
-                    yield f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}", _whole(header.path, info, permuted.get(part))
-                else:
-                    yield info.name, _whole(header.path, info, None)
-            elif info.name != _ROPE_FREQS:
-                yield info.name, _whole(header.path, info, None)
-
-
-def _whole(path: Path, info: TensorInfo, permuted_heads: int | None) -> _Piece:
-    return _Piece(path, info, info.shape, info.offset, info.nbytes, permuted_heads)
-
-
-def _expert(path: Path, info: TensorInfo, expert: int) -> _Piece:
-    nbytes = info.nbytes // info.shape[0]
-    return _Piece(path, info, info.shape[1:], info.offset + expert * nbytes, nbytes, None)
-
-
-def _rope_factors(headers: tuple[GgufHeader, ...]) -> list[float] | None:
-    for header in headers:
-        info = header.tensors.get(_ROPE_FREQS)
-        if info is not None:
-            if info.type.name != "F32" or info.nbytes > 1 << 16:
-                raise damaged(header.path, f"tensor {_ROPE_FREQS} is of type {info.type.name} and {info.nbytes} bytes")
-            factors: list[float] = _read_range(_whole(header.path, info, None)).view(np.float32).tolist()
-            return factors
-    return None
-
-
-def _read_range(piece: _Piece) -> Bytes:
-    raw = np.empty(piece.nbytes, np.uint8)
-    try:
-        with piece.path.open("rb", buffering=0) as file:
-            file.seek(piece.offset)
-            view, filled = raw.data, 0
-            # One read returns at most 2 GiB on Linux.
-            while filled < piece.nbytes:
-                n = file.readinto(view[filled:])
-                if not n:
-                    raise damaged(piece.path, f"tensor {piece.info.name} is cut short: the file changed since it was opened")
-                filled += n
-    except OSError as error:
-        raise unreadable(piece.path, error) from error
-    return raw
+def _rope_factors(at: StoredAt | None) -> list[float] | None:
+    if at is None:
+        return None
+    if at.type.name != "F32" or at.nbytes > 1 << 16:
+        raise damaged(at.path, f"tensor {_ROPE_FREQS} is of type {at.type.name} and {at.nbytes} bytes")
+    return at.read().view(np.float32).tolist()
 
 
 def _unpermuted(raw: Bytes, n_rows: int, n_heads: int) -> Bytes:
@@ -201,37 +116,23 @@ def _unpermuted(raw: Bytes, n_rows: int, n_heads: int) -> Bytes:
     return np.ascontiguousarray(rows_NB.swapaxes(1, 2)).reshape(-1)
 
 
-def _decode(piece: _Piece, raw: Bytes) -> StoredTensor:
-    match piece.info.type.name:
-        case "F32":
-            return DenseTensor(raw.view(np.float32).reshape(piece.shape), "f32")
-        case "F16":
-            return DenseTensor(raw.view(np.float16).reshape(piece.shape), "f16")
-        case "BF16":
-            return DenseTensor(raw.view(np.uint16).reshape(piece.shape), "bf16")
-        case "Q4_0" | "Q4_1" | "Q8_0" if len(piece.shape) == 2:
-            return _grouped(piece, raw)
-        case _:
-            return _dequantised(piece, raw)
-
-
-def _grouped(piece: _Piece, raw: Bytes) -> GroupedTensor:
-    n, k = piece.shape
-    groups_NGB = raw.reshape(n, k // GROUP, piece.info.type.nbytes)
+def _grouped(at: StoredAt, raw: Bytes) -> GroupedTensor:
+    n, k = at.shape
+    groups_NGB = raw.reshape(n, k // GROUP, at.type.nbytes)
     scale_NG = np.ascontiguousarray(groups_NGB[:, :, 0:2]).view(np.float16).reshape(n, -1)
     offset_NG: npt.NDArray[np.float16] | None
-    match piece.info.type.name:
+    match at.type.name:
         case "Q8_0":
-            offset_NG, at = None, 2
+            offset_NG, first = None, 2
         case "Q4_1":
-            offset_NG, at = np.ascontiguousarray(groups_NGB[:, :, 2:4]).view(np.float16).reshape(n, -1), 4
+            offset_NG, first = np.ascontiguousarray(groups_NGB[:, :, 2:4]).view(np.float16).reshape(n, -1), 4
         case _:
             with np.errstate(over="ignore", invalid="ignore"):
-                offset_NG, at = scale_NG * np.float16(-8), 2
+                offset_NG, first = scale_NG * np.float16(-8), 2
     if not np.isfinite(scale_NG).all() or (offset_NG is not None and not np.isfinite(offset_NG).all()):
-        raise damaged(piece.path, f"tensor {piece.info.name} has a scale that is not a finite number")
-    quants_NGB = groups_NGB[:, :, at:]
-    if piece.info.type.name == "Q8_0":
+        raise damaged(at.path, f"tensor {at.name} has a scale that is not a finite number")
+    quants_NGB = groups_NGB[:, :, first:]
+    if at.type.name == "Q8_0":
         return GroupedTensor(8, np.ascontiguousarray(quants_NGB).view(np.int8).reshape(n, k), scale_NG, None)
     codes_NGK = np.empty((n, k // GROUP, GROUP), np.uint8)
     np.bitwise_and(quants_NGB, 15, out=codes_NGK[:, :, : GROUP // 2])
@@ -239,15 +140,15 @@ def _grouped(piece: _Piece, raw: Bytes) -> GroupedTensor:
     return GroupedTensor(4, codes_NGK.reshape(n, k), scale_NG, offset_NG)
 
 
-def _dequantised(piece: _Piece, raw: Bytes) -> DenseTensor:
+def _dequantised(at: StoredAt, raw: Bytes) -> DenseTensor:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    kind = piece.info.type
-    row_bytes = piece.shape[-1] // kind.block * kind.nbytes
+    kind = at.type
+    row_bytes = at.shape[-1] // kind.block * kind.nbytes
     try:
         with np.errstate(all="ignore"):
-            values = dequantize(raw.reshape(-1, row_bytes), GGMLQuantizationType(kind.code))
+            values = dequantize(raw.reshape(-1, row_bytes), GGMLQuantizationType[kind.name])
     except NotImplementedError as error:
-        raise unsupported(piece.path, f"tensor {piece.info.name} is of type {kind.name}, which can't be dequantised") from error
-    return DenseTensor(np.ascontiguousarray(values, np.float32).reshape(piece.shape), "f32")
+        raise unsupported(at.path, f"tensor {at.name} is of type {kind.name}, which can't be dequantised") from error
+    return DenseTensor(np.ascontiguousarray(values, np.float32).reshape(at.shape), "f32")

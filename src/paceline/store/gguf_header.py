@@ -2,19 +2,21 @@
 
 Every count, length and offset is checked against the file's size before anything is allocated or read for it; what does not fit
 raises ModelFileError, an unknown version or tensor type UnsupportedModel. Long arrays (vocabularies) are only located, and decoded
-when asked for. Plain reads, no mapping: mapped pages would count as this process's memory.
+when asked for.
 Source: ggml's docs/gguf.md, versions 2 and 3.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from paceline.store.faults import damaged, unreadable, unsupported
+from paceline.store.tensor_files import StoredAt, TensorType
 
 MAX_HEADER_BYTES: Final = 256 << 20
 """Beyond the largest vocabularies by ten; raising it lets a damaged count read more of the file before it is found out."""
@@ -31,18 +33,8 @@ _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """A GGML type: `block` weights take `nbytes` bytes."""
-
-    code: int
-    name: str
-    block: int
-    nbytes: int
-
-
 TENSOR_TYPES: Final[Mapping[int, TensorType]] = {
-    code: TensorType(code, name, block, nbytes)
+    code: TensorType(name, block, nbytes)
     for code, name, block, nbytes in (
         (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24),
         (8, "Q8_0", 32, 34), (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
@@ -51,18 +43,7 @@ TENSOR_TYPES: Final[Mapping[int, TensorType]] = {
         (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
     )
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor lies. `shape` is row-major: (outputs, inputs) for a matrix."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: TensorType
-    offset: int
-    """From the start of the file."""
-    nbytes: int
+"""GGML's types by their codes in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +66,7 @@ class GgufHeader:
     path: Path
     file_size: int
     metadata: Mapping[str, Scalar | ArrayRef]
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, StoredAt]
 
     def text(self, key: str) -> str | None:
         """A string, None where the key is absent. Raises ModelFileError where it is something else."""
@@ -263,7 +244,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     if not isinstance(alignment, int) or alignment not in {1 << n for n in range(3, 17)}:
         raise damaged(path, f"its alignment is {alignment!r}")
     data_start = -(-cursor.at // alignment) * alignment
-    placed: dict[str, TensorInfo] = {}
+    placed: dict[str, StoredAt] = {}
     for tensor in tensors:
         absolute = data_start + tensor.offset
         if absolute + tensor.nbytes > cursor.size:
@@ -271,7 +252,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
             raise damaged(path, f"it is truncated: tensor {tensor.name} ends at byte {end}, the file at {cursor.size}")
         if tensor.name in placed:
             raise damaged(path, f"tensor {tensor.name} is there twice")
-        placed[tensor.name] = TensorInfo(tensor.name, tensor.shape, tensor.type, absolute, tensor.nbytes)
+        placed[tensor.name] = replace(tensor, offset=absolute)
     return GgufHeader(path, cursor.size, metadata, placed)
 
 
@@ -309,7 +290,7 @@ def _parse_array(cursor: _Cursor, key: str) -> ArrayRef:
     return ArrayRef(kind, count, start, cursor.at)
 
 
-def _parse_tensor(cursor: _Cursor) -> TensorInfo:
+def _parse_tensor(cursor: _Cursor) -> StoredAt:
     """One row of the tensor table; its offset is still relative to the data section."""
     path = cursor.path
     name = cursor.string("a tensor's name")
@@ -322,9 +303,7 @@ def _parse_tensor(cursor: _Cursor) -> TensorInfo:
     if kind is None:
         raise unsupported(path, f"tensor {name} is of GGML type {code}, which Paceline does not read")
     offset = cursor.u64(f"tensor {name}")
-    weights = 1
-    for dim in dims:
-        weights *= dim
+    weights = math.prod(dims)
     if weights == 0 or dims[0] % kind.block:
         raise damaged(path, f"tensor {name} of type {kind.name} has the impossible shape {dims}")
-    return TensorInfo(name, tuple(reversed(dims)), kind, offset, weights // kind.block * kind.nbytes)
+    return StoredAt(path, name, kind, tuple(reversed(dims)), offset, weights // kind.block * kind.nbytes)

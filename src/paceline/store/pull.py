@@ -19,8 +19,10 @@ from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
 from paceline.store.digests import DigestCache
 from paceline.store.download import fetch, part_of, verify
+from paceline.store.hf_config import spec_from_config
 from paceline.store.home import Home, read_json_object, write_file
-from paceline.store.selection import HubRef, choose_files, parse_ref
+from paceline.store.json_object import load_object
+from paceline.store.selection import HubRef, choose_files, is_path, parse_ref
 
 if TYPE_CHECKING:
     import httpx
@@ -56,8 +58,7 @@ def pull(
         ModelFileError, UnsupportedModel: what came can't be run; said before the weights are fetched, where that can be known.
         ConfigError: the files can't be kept under `home`.
     """
-    is_path = ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref)
-    hub_ref = None if is_path else parse_ref(ref)
+    hub_ref = None if is_path(ref) else parse_ref(ref)
     if hub_ref is None or _is_local(ref, hub_ref, home):
         return _register(resolve(ref, home), home)
     import httpx
@@ -109,7 +110,7 @@ def _pull_listed(
         if not _is_here(file, folder / file.name, digests):
             part = fetch(client, file, folder / file.name, advance, sleep)
             if file.name == "config.json":
-                _check_config(part)
+                spec_from_config(load_object(part))
             arrived.append((file, part))
         done += file.size
         advance(file.size)
@@ -141,13 +142,6 @@ def _is_here(file: hub.HubFile, target: Path, digests: DigestCache) -> bool:
     if whole and file.checksum.kind == "sha256":
         digests.remember(target, file.checksum.hex)
     return whole
-
-
-def _check_config(path: Path) -> None:
-    from paceline.store.hf_config import spec_from_config
-    from paceline.store.json_object import load_object
-
-    spec_from_config(load_object(path))
 
 
 def _check_space(folder: Path, files: list[hub.HubFile]) -> None:

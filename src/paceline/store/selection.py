@@ -31,6 +31,11 @@ class HubRef:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision.replace('/', '--')}"
 
 
+def is_path(ref: str) -> bool:
+    """Whether a name is a path wherever it is read, and nothing else."""
+    return ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref)
+
+
 def parse_ref(ref: str) -> HubRef | None:
     """A hub reference, or None where the text can't be one."""
     match = _REF.match(ref)

@@ -1,0 +1,146 @@
+"""Weights in files, whatever the format: where each tensor lies, and what it holds.
+
+Each read opens the file, reads one range and closes it. Nothing is mapped: mapped pages would count as this process's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.model import ModelSpec
+from paceline.core.weights import DenseTensor, Shape, StoredTensor
+from paceline.store.digests import DigestCache, digest_of_files
+from paceline.store.faults import damaged, unreadable
+from paceline.store.layout import check_tensors
+
+Bytes = npt.NDArray[np.uint8]
+DENSE: Final[Mapping[str, tuple[Literal["f32", "f16", "bf16"], type[np.generic]]]] = {
+    "F32": ("f32", np.float32),
+    "F16": ("f16", np.float16),
+    "BF16": ("bf16", np.uint16),
+}
+"""Types of plain numbers: ours, and the one NumPy holds them in."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A type under its name in the file: `block` weights take `nbytes` bytes."""
+
+    name: str
+    block: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAt:
+    """Where a tensor lies: one range of one file."""
+
+    path: Path
+    name: str
+    """In the file."""
+    type: TensorType
+    shape: Shape
+    """Row-major: (outputs, inputs) for a matrix."""
+    offset: int
+    nbytes: int
+
+    def read(self) -> Bytes:
+        """Its bytes.
+
+        Raises:
+            ModelFileError: the file can't be read, or ends before them.
+        """
+        raw = np.empty(self.nbytes, np.uint8)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset)
+                view, filled = raw.data, 0
+                # One read returns at most 2 GiB on Linux.
+                while filled < self.nbytes:
+                    n = file.readinto(view[filled:])
+                    if not n:
+                        raise damaged(self.path, f"tensor {self.name} is cut short: the file changed since it was opened")
+                    filled += n
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        return raw
+
+
+class TensorFiles:
+    """A `WeightSource` over files. A format adds how it is opened, and what its own types hold."""
+
+    format: ClassVar[str]
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Mapping[str, StoredAt], files: Sequence[Path], digests: DigestCache, beside: Sequence[Path] = ()
+    ) -> None:
+        """Check the tensors against the spec.
+
+        Args:
+            spec: what the model's configuration says.
+            tensors: by Hugging Face's names.
+            files: where they lie.
+            digests: of files, remembered.
+            beside: files without tensors that the digest covers too.
+
+        Raises:
+            ModelFileError: tensors are missing or of the wrong shape.
+            UnsupportedModel: there are tensors Paceline does not know.
+        """
+        check_tensors(files[0], spec, {name: at.shape for name, at in tensors.items()})
+        self._spec: Final = spec
+        self._tensors: Final = tensors
+        self._digests: Final = digests
+        self._beside: Final = beside
+        self._digest: str | None = None
+        self.files: Final = tuple(files)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file, or of the files' digests; read only if a file changed since the last time."""
+        if self._digest is None:
+            self._digest = digest_of_files(self._digests, [*self.files, *self._beside])
+        return self._digest
+
+    @property
+    def known_digest(self) -> str | None:
+        """The digest where it can be had without reading the weights."""
+        return self.digest if all(self._digests.known(file) is not None for file in self.files) else None
+
+    @property
+    def tensor_type(self) -> str:
+        """The type most of the bytes are in: how people name a file's quantisation."""
+        weight: dict[str, int] = {}
+        for at in self._tensors.values():
+            weight[at.type.name] = weight.get(at.type.name, 0) + at.nbytes
+        return max(weight, key=weight.__getitem__)
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def nbytes(self, name: str) -> int:
+        return self._at(name).nbytes
+
+    def read(self, name: str) -> StoredTensor:
+        at = self._at(name)
+        return self._decode(name, at, at.read())
+
+    def _decode(self, name: str, at: StoredAt, raw: Bytes) -> StoredTensor:  # noqa: ARG002  (a format may go by the name)
+        dtype, numpy_type = DENSE[at.type.name]
+        return DenseTensor(raw.view(numpy_type).reshape(at.shape), dtype)
+
+    def _at(self, name: str) -> StoredAt:
+        at = self._tensors.get(name)
+        if at is None:
+            raise damaged(self.files[0], f"tensor {name} is missing")
+        return at
