@@ -111,7 +111,8 @@ class Contender:
 
     def run(self, prompts: list[tuple[int, ...]], answer_tokens: int) -> Timing:
         """Between `resume` and `pause`."""
-        return Timing.from_json(self._ask({"do": "run", "prompts": prompts, "answer_tokens": answer_tokens}, RUN_S))
+        times = self._ask({"do": "run", "prompts": prompts, "answer_tokens": answer_tokens}, RUN_S)
+        return Timing(times["started_s"], tuple(map(tuple, times["arrivals_s"])))
 
     def kill(self) -> None:
         """End it where it stands; there is nothing to save."""

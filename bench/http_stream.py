@@ -23,9 +23,8 @@ from engines.worker import Job
 from paceline.node.bench import PromptMaker
 from paceline.node.timing import Spread, Timing
 from paceline.store.catalog import open_model
-from quiet import Bystanders, Patience, prefer
+from quiet import Patience, least_disturbed, prefer
 
-ATTEMPTS = 3
 CLIENT_S = 400.0
 
 
@@ -81,39 +80,30 @@ def main() -> int:
             "--model", options.model, *limits, "--kv-tokens", str(options.clients * context), log=options.logs / "up.log", nice=options.nice
         )
         patience = Patience(options.patience, options.disturbance)
-        http: list[dict[str, Any]] = []
+        http: list[tuple[dict[str, Any], float | None]] = []
         engine: list[tuple[Timing, float | None]] = []
+
+        def over_http() -> dict[str, Any]:
+            return through_http(endpoint, opened.name, prompts.make(options.clients, options.prompt), options.answer, options.nice)
+
+        def stepped() -> Timing:
+            return contender.run(prompts.make(options.clients, options.prompt), options.answer)
+
         # The first turn of each warms it up and is not counted.
         for turn in range(options.rounds + 1):
             print(f"round {turn} of {options.rounds}" if turn else "warm-up", file=sys.stderr)
-            runs: list[dict[str, Any]] = []
-            for _ in range(ATTEMPTS):
-                patience.wait()
-                around = Bystanders([endpoint.pid])
-                run = through_http(endpoint, opened.name, prompts.make(options.clients, options.prompt), options.answer, options.nice)
-                runs.append({**run, "bystanders": around.share()})
-                if turn == 0 or _clean(runs[-1]["bystanders"], patience):
-                    break
+            http.append(least_disturbed(over_http, endpoint.pid, patience) if turn else (over_http(), None))
             endpoint.pause()
             contender.resume()
-            timings: list[tuple[Timing, float | None]] = []
-            for _ in range(ATTEMPTS):
-                patience.wait()
-                around = Bystanders([contender.pid])
-                timing = contender.run(prompts.make(options.clients, options.prompt), options.answer)
-                timings.append((timing, around.share()))
-                if turn == 0 or _clean(timings[-1][1], patience):
-                    break
+            engine.append(least_disturbed(stepped, contender.pid, patience) if turn else (stepped(), None))
             contender.pause()
             endpoint.resume()
-            if turn:
-                http.append(min(runs, key=lambda each: each["bystanders"] or 0.0))
-                engine.append(min(timings, key=lambda each: each[1] or 0.0))
+        del http[0], engine[0]
     finally:
         contender.kill()
         if endpoint is not None:
             endpoint.close()
-    with_http = median(run["aggregate_per_s"] for run in http)
+    with_http = median(run["aggregate_per_s"] for run, _ in http)
     without = median(timing.aggregate_per_s for timing, _ in engine)
     report = {
         "clients": options.clients,
@@ -122,17 +112,13 @@ def main() -> int:
         "ratio": with_http / without,
         "at_least": 0.85,
         "reach_for": 0.95,
-        "rounds": [run["aggregate_per_s"] / timing.aggregate_per_s for run, (timing, _) in zip(http, engine, strict=True)],
-        "bystanders": [[run["bystanders"], share] for run, (_, share) in zip(http, engine, strict=True)],
-        "first_token": asdict(Spread.of([wait for run in http for wait in run["waits"]])),
-        "between_events": asdict(Spread.of([gap for run in http for gap in run["gaps"]])),
+        "rounds": [run["aggregate_per_s"] / timing.aggregate_per_s for (run, _), (timing, _) in zip(http, engine, strict=True)],
+        "bystanders": [[with_it, without_it] for (_, with_it), (_, without_it) in zip(http, engine, strict=True)],
+        "first_token": asdict(Spread.of([wait for run, _ in http for wait in run["waits"]])),
+        "between_events": asdict(Spread.of([gap for run, _ in http for gap in run["gaps"]])),
     }
     print(json.dumps(report, indent=2))
     return 0
-
-
-def _clean(share: float | None, patience: Patience) -> bool:
-    return share is None or share <= patience.limit or patience.left_s <= 0
 
 
 def _options() -> argparse.Namespace:

@@ -26,15 +26,13 @@ from paceline.node.bench import PromptMaker
 from paceline.node.timing import Spread, Timing
 from paceline.store.catalog import open_model, resolve
 from paceline.store.home import Home
-from quiet import Bystanders, Patience
+from quiet import Patience, least_disturbed
 from report import print_table
 from weights import bf16_folder
 
 OURS = "paceline"
 CONTEXT = 640
 """Room for every scenario's prompt and answer."""
-ATTEMPTS = 3
-"""How often a measurement that others disturbed is taken, at most; the least disturbed one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +97,23 @@ class Entrant:
 
 
 def measure(contender: Contender, scenario: Scenario, prompts: PromptMaker, patience: Patience) -> Measured:
-    """Run a scenario, again if others disturbed it, and keep the least disturbed one."""
-    taken: list[Measured] = []
+    """Run a scenario on an engine that is alone on the machine."""
+
+    def run() -> list[Timing]:
+        return [
+            contender.run(prompts.make(scenario.sequences, scenario.prompt_tokens), scenario.answer_tokens) for _ in range(scenario.repeats)
+        ]
+
     contender.resume()
     try:
         # Caches belong to whoever ran last; a short run, not counted, brings the engine's own back.
         contender.run(
             prompts.make(scenario.sequences, min(scenario.prompt_tokens, 512 // scenario.sequences)), min(8, scenario.answer_tokens)
         )
-        for _ in range(ATTEMPTS):
-            patience.wait()
-            around = Bystanders([contender.pid])
-            timings = [
-                contender.run(prompts.make(scenario.sequences, scenario.prompt_tokens), scenario.answer_tokens)
-                for _ in range(scenario.repeats)
-            ]
-            share = around.share()
-            value = median(scenario.value(timing) for timing in timings)
-            taken.append(Measured(value, timings, share, os.getloadavg()[0]))
-            if share is None or share <= patience.limit or patience.left_s <= 0:
-                break
-            patience.left_s -= sum(timing.wall_s for timing in timings)
+        timings, share = least_disturbed(run, contender.pid, patience)
     finally:
         contender.pause()
-    return min(taken, key=lambda each: each.bystanders or 0.0)
+    return Measured(median(scenario.value(timing) for timing in timings), timings, share, os.getloadavg()[0])
 
 
 def enter(kind: Kind, model: Path, folder: Path, threads: int, settings: tuple[str, ...], logs: Path, nice: int) -> Entrant:

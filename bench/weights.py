@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
 
+from paceline.backends.quantize import to_bf16_bits
 from paceline.core.model import ModelSpec
-from paceline.core.weights import GROUP, DenseTensor, StoredTensor
 from paceline.store.catalog import open_model
 
 ARCHITECTURES = {
@@ -41,47 +41,11 @@ def bf16_folder(model: str, cache: Path) -> Path:
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_safetensors(
-        partial / "model.safetensors",
-        {name: to_bf16(to_float32(opened.weights.read(name))) for name in opened.weights.names()},
-    )
+    tensors = {name: torch.from_numpy(to_bf16_bits(opened.weights.read(name)).view(np.int16)) for name in opened.weights.names()}
+    save_file({name: bits.view(torch.bfloat16) for name, bits in tensors.items()}, partial / "model.safetensors", {"format": "pt"})
     (partial / "config.json").write_text(json.dumps(config_of(opened.spec, opened.tokenizer.eos_ids), indent=2))
     partial.rename(folder)
     return folder
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, npt.NDArray[np.uint16]]) -> None:
-    """Write bf16 tensors: the header's length in 8 bytes, the header as JSON, the tensors end to end."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for tensor in tensors.values():
-            file.write(tensor.tobytes())
-
-
-def to_float32(tensor: StoredTensor) -> npt.NDArray[np.float32]:
-    """The numbers a stored tensor stands for."""
-    if isinstance(tensor, DenseTensor):
-        if tensor.dtype == "bf16":
-            return (tensor.data.astype(np.uint32) << 16).view(np.float32)
-        return tensor.data.astype(np.float32)
-    codes_NGK = tensor.codes_NK.reshape(tensor.codes_NK.shape[0], -1, GROUP).astype(np.float32)
-    values_NGK = codes_NGK * tensor.scale_NG.astype(np.float32)[:, :, None]
-    if tensor.offset_NG is not None:
-        values_NGK += tensor.offset_NG.astype(np.float32)[:, :, None]
-    return values_NGK.reshape(tensor.codes_NK.shape)
-
-
-def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Bits of the nearest bf16, ties to even. For finite numbers."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def config_of(spec: ModelSpec, eos_ids: frozenset[int]) -> dict[str, Any]:

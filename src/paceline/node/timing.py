@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +21,6 @@ class Timing:
     """Just before the first request was handed over."""
     arrivals_s: tuple[tuple[float, ...], ...]
     """For each sequence, when each of its tokens was there. Never empty."""
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Timing:
-        """Read what `as_json` of any engine's worker wrote."""
-        return cls(float(fields["started_s"]), tuple(tuple(map(float, times)) for times in fields["arrivals_s"]))
 
     @property
     def tokens(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
+from paceline.core.rope import inverse_frequencies
 from paceline.store.faults import damaged, unsupported
 from paceline.store.gguf_header import GgufHeader
 from paceline.store.layout import check_sizes
@@ -107,28 +109,9 @@ def _rope(header: GgufHeader, arch: str, head_dim: int, factors: Sequence[float]
         return RopeSpec(theta, linear_factor=linear)
     if not theta > 0 or head_dim <= 0:
         raise damaged(header.path, f"its rope base is {theta}, its head size {head_dim}")
-    llama3 = (max(factors), _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT)
-    expected = llama3_factors(theta, head_dim, llama3)
-    close = len(expected) == len(factors) and all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(expected, factors, strict=True))
-    if not close or linear != 1.0:
+    rope = RopeSpec(theta, llama3=(max(factors), _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT))
+    with np.errstate(all="ignore"):  # a damaged factor makes any number
+        expected = inverse_frequencies(RopeSpec(theta), head_dim) / inverse_frequencies(rope, head_dim)
+    if len(expected) != len(factors) or not np.allclose(expected, factors, rtol=1e-4, atol=0) or linear != 1.0:
         raise unsupported(header.path, "its rope factors (rope_freqs.weight) are not those of Llama 3.1")
-    return RopeSpec(theta, llama3=llama3)
-
-
-def llama3_factors(theta: float, head_dim: int, llama3: tuple[float, float, float, int]) -> list[float]:
-    """What each rope frequency is divided by under Llama 3.1's scaling, [head_dim / 2].
-
-    Source: `_compute_llama3_parameters` in transformers' modeling_rope_utils.py.
-    """
-    factor, low, high, context = llama3
-    found: list[float] = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * theta ** (2 * pair / head_dim)
-        if wavelength < context / high:
-            found.append(1.0)
-        elif wavelength > context / low:
-            found.append(factor)
-        else:
-            smooth = (context / wavelength - low) / (high - low)
-            found.append(1 / ((1 - smooth) / factor + smooth))
-    return found
+    return rope

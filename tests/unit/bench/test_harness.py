@@ -13,6 +13,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from paceline.backends.quantize import to_float32
+from paceline.store.catalog import open_model
+from paceline.store.digests import DigestCache
+from paceline.store.home import Home
+from paceline.store.safetensors_file import SafetensorsWeights
+
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 WORKER = """
 import time
@@ -95,27 +101,14 @@ class TestContender:
 
 
 class TestWeights:
-    def test_bf16_rounds_to_the_nearest_even(self) -> None:
-        weights = load("weights")
-        values = np.array([1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 1.0 + 2**-8 + 2**-20, -0.0, 3.0e38], np.float32)
-        expected = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0x8000, 0x7F62]
-        assert weights.to_bf16(values).tolist() == expected
-
     def test_the_folder_holds_the_models_own_numbers(self, tmp_path: Path, bundled_gguf: Path) -> None:
-        from paceline.store.catalog import open_model
-
         weights = load("weights")
         folder = weights.bf16_folder(str(bundled_gguf), tmp_path)
-        theirs, ours = open_model(str(bundled_gguf)).weights, None
-        from paceline.store.digests import DigestCache
-        from paceline.store.home import Home
-        from paceline.store.safetensors_file import SafetensorsWeights
-
-        ours = SafetensorsWeights(folder, DigestCache(Home(tmp_path / "home")))
+        theirs, ours = open_model(str(bundled_gguf)).weights, SafetensorsWeights(folder, DigestCache(Home(tmp_path / "home")))
         assert ours.spec == theirs.spec
         for name in ("model.layers.3.self_attn.q_proj.weight", "model.norm.weight"):
-            exact = weights.to_float32(theirs.read(name))
-            kept = weights.to_float32(ours.read(name))
+            exact = to_float32(theirs.read(name))
+            kept = to_float32(ours.read(name))
             np.testing.assert_allclose(kept, exact, rtol=2**-8, atol=0)
         assert weights.bf16_folder(str(bundled_gguf), tmp_path) == folder
 

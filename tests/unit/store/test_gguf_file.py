@@ -12,12 +12,12 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
-from paceline.core.model import MoeSpec
+from paceline.core.model import MoeSpec, RopeSpec
+from paceline.core.rope import inverse_frequencies
 from paceline.core.weights import DenseTensor, GroupedTensor, StoredTensor
 from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import open_gguf
 from paceline.store.gguf_header import TENSOR_TYPES, read_header
-from paceline.store.gguf_spec import llama3_factors
 from paceline.store.home import Home
 
 
@@ -126,28 +126,14 @@ def test_digest_is_sha256_of_the_file_and_is_remembered(gguf_model: Any, tmp_pat
 def test_rope_factors_of_llama_31_become_its_spec(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     model = gguf_model()
     model.metadata["rope.freq_base"] = 500000.0
-    factors = np.array(llama3_factors(500000.0, 16, (32.0, 1.0, 4.0, 8192)), np.float32)
+    scaled = RopeSpec(500000.0, llama3=(32.0, 1.0, 4.0, 8192))
+    factors = (inverse_frequencies(RopeSpec(500000.0), 16) / inverse_frequencies(scaled, 16)).astype(np.float32)
     model.stored["rope_freqs.weight"] = (factors, gguf.GGMLQuantizationType.F32)
     source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
     assert source.spec.rope.llama3 == (32.0, 1.0, 4.0, 8192)
     model.stored["rope_freqs.weight"] = (factors * np.linspace(1, 2, 8, dtype=np.float32), gguf.GGMLQuantizationType.F32)
     with pytest.raises(UnsupportedModel, match="rope_freqs"):
         open_gguf(model.write(tmp_path / "n.gguf"), digests)
-
-
-def test_llama3_factors_are_those_of_transformers() -> None:
-    torch = pytest.importorskip("torch")
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling = {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, head_dim=128, rope_parameters=scaling, max_position_embeddings=131072)
-    inverse, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = 1.0 / 500000.0 ** (np.arange(0, 128, 2) / 128)
-    np.testing.assert_allclose(plain / np.array(llama3_factors(500000.0, 128, (8.0, 1.0, 4.0, 8192))), inverse.numpy(), rtol=1e-5)
 
 
 def test_a_split_model_reads_as_one(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:

@@ -45,10 +45,6 @@ def test_tokens_that_came_together_leave_a_gap_of_zero() -> None:
     assert Timing(0.0, ((1.0, 1.0, 2.0),)).gaps_s == pytest.approx((0.0, 1.0))
 
 
-def test_a_timing_reads_what_a_worker_writes() -> None:
-    assert Timing.from_json({"started_s": 1, "arrivals_s": [[2, 3.5], [2.5, 4]]}) == Timing(1.0, ((2.0, 3.5), (2.5, 4.0)))
-
-
 @pytest.mark.parametrize(
     ("percent", "expected"),
     [(0, 1.0), (10, 1.0), (11, 2.0), (50, 5.0), (90, 9.0), (91, 10.0), (99, 10.0), (100, 10.0)],

@@ -1,0 +1,21 @@
+"""Frequencies of the rotary position embedding. Shapes: I = head_dim / 2 frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.model import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64]:
+    """Radians a position, float64 [I]. Llama 3 scaling as in Meta's release (`rope_type: llama3`)."""
+    plain = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim) / rope.linear_factor
+    if rope.llama3 is None:
+        return plain
+    factor, low, high, original = rope.llama3
+    wavelength = 2 * math.pi / plain
+    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    return (1 - smooth) * plain / factor + smooth * plain
