@@ -87,11 +87,16 @@ def series(bundled: OpenedModel, exact: Any) -> list[tuple[list[int], list[int],
 def test_logits_over_real_prompts(
     runner: Any, weights: WeightsFormat, prompts: list[list[int]], exact_logits: list[hf.Logits], path: KernelPath
 ) -> None:
-    """In standard deviations of the logits. Kernels err 0.01 to 0.02; 4-bit groups held as int8 are rounded once more."""
+    """In standard deviations of the logits.
+
+    Kernels err 0.01 to 0.02 where activations are bf16 or int16. Our own int4 takes them as int8, as llama.cpp does, and errs 0.03
+    (docs/performance.md has both over longer texts). 4-bit groups held as int8 are rounded once more.
+    """
     pairs = list(zip([hf.ours(runner, ids, path) for ids in prompts], exact_logits, strict=True))
     errors = np.concatenate([np.sqrt(np.square(found - theirs).mean(1)) / theirs.std() for found, theirs in pairs])
     agree = np.concatenate([found.argmax(1) == theirs.argmax(1) for found, theirs in pairs])
-    assert float(np.median(errors)) < (0.06 if weights is WeightsFormat.INT8 else 0.03)
+    coarse = weights is WeightsFormat.INT8 or (weights is WeightsFormat.INT4 and runner.one_path)
+    assert float(np.median(errors)) < (0.06 if coarse else 0.03)
     assert float(errors.max()) < 0.25
     assert float(agree.mean()) > 0.93
 

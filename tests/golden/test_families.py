@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference as hf
 
 LOADS = {"torch": portable.load, "cpu": cpu.load}
-STRAY = 1.5
+STRAY, STRAY_INT8 = 1.5, 2.5
+"""Error at most, in transformers' own in bf16. The second: of our kernels for int4, which take activations as int8."""
 NEAR_TIE = 0.1
 """Standard deviations of the logits: some five times a token's usual error."""
 
@@ -80,7 +81,8 @@ def row_errors(found: hf.Logits, exact: hf.Logits) -> hf.Logits:
 @pytest.mark.parametrize("path", list(KernelPath))
 def test_logits_are_those_of_transformers(runner: Any, golden: Golden, path: KernelPath) -> None:
     found = hf.ours(runner, golden.ids, path)
-    assert float(np.median(row_errors(found, golden.logits))) < STRAY * golden.stray
+    stray = STRAY_INT8 if runner.one_path and golden.weights is WeightsFormat.INT4 else STRAY
+    assert float(np.median(row_errors(found, golden.logits))) < stray * golden.stray
     assert float((found.argmax(1) == golden.logits.argmax(1)).mean()) > 0.8
 
 

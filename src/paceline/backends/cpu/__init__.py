@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paceline.backends.cpu.runner import CpuRunner
     from paceline.core.weights import WeightSource
 
-_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
+_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16")
 
 
 def runs_here() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from numba import njit
 
 from paceline.backends.cpu import sync
+from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.cpu.step import CONTROL, phase, prepare_batch, take_part
 
 _WATCH_SPINS = 10_000
@@ -32,7 +33,7 @@ def _await_phase(rank, seen, control):
     return False
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=in_use())
 def enter(rank, work, done, sizes, weights, edges, buffers, batch):
     """Rank 0 conducts a piece of work and returns the tasks done in all, `done` included; others take part until none comes."""
     control = buffers[CONTROL]

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.gemm import BF16_RECORD, INT8, INT8_RECORD
+from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.cpu.simd import F32, I8, I16, I32, Emit, Value, lowered
 
 
@@ -40,7 +41,7 @@ def _copy_word(_, source, out):
     return lowered(body, types.void, types.int64, types.int64)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=in_use())
 def embed_rows(ids, count, form, table, hidden, out):
     """out[T, D] = rows `ids` of an int8 or bf16 table; ids int32, out bf16 (addresses)."""
     groups = hidden // 32
@@ -52,8 +53,7 @@ def embed_rows(ids, count, form, table, hidden, out):
             if form == INT8:
                 record = table + (token // 16 * groups + g) * INT8_RECORD
                 for k in range(32):
-                    pair = k // 2
-                    code = record + 64 * (pair // 2) + 4 * lane + 2 * (k % 2) + pair % 2
+                    code = record + 32 * (k // 2) + 2 * lane + k % 2
                     _int8_weight(code, record + 512 + 2 * lane, at + 2 * k)
             else:
                 record = table + (token // 16 * groups + g) * BF16_RECORD

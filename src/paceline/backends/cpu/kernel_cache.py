@@ -20,16 +20,24 @@ _KEPT = 3
 """Folders of other versions to keep; each takes some 5 MiB."""
 
 
-def use(folder: Path | None) -> bool:
-    """Keep kernels under `folder` (None: beside their sources). Returns whether they are there already."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+def _version() -> str:
     digest = hashlib.sha256()
-    for source in sources:
+    for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     digest.update(f"{version('numba')} {version('llvmlite')} {version('numpy')} {binding.get_host_cpu_name()}".encode())
     digest.update(binding.get_host_cpu_features().flatten().encode())
+    return digest.hexdigest()[:16]
+
+
+def in_use() -> bool:
+    """Whether `use` chose the folder. Kernels imported without one are compiled anew: Numba's own would run stale callees."""
+    return Path(os.environ.get(_VARIABLE, "")).name == _version()
+
+
+def use(folder: Path | None) -> bool:
+    """Keep kernels under `folder` (None: beside their sources). Returns whether they are there already."""
     root = folder if folder is not None else Path(__file__).parent / "__pycache__" / "kernels"
-    target = root / digest.hexdigest()[:16]
+    target = root / _version()
     os.environ[_VARIABLE] = str(target)
     config.reload_config()
     known = (target / "complete").exists()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from numba import njit
 
 from paceline.backends.cpu.gemm import BF16, BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD
+from paceline.backends.cpu.kernel_cache import in_use
 from paceline.core.model import WeightsFormat
 from paceline.core.weights import GROUP, GroupedTensor
 
@@ -28,7 +29,8 @@ def packed_bytes(form: int, n: int, k: int) -> int:
 
 def pack_grouped(tensor: GroupedTensor, out: Words) -> None:
     """Write the records of an int4 or int8 matrix to `out`: uint16 [blocks, G, record / 2], zeroed."""
-    _pack_codes(np.ascontiguousarray(tensor.codes_NK).view(np.uint8), tensor.bits, out)
+    pack_codes = _pack_quads if tensor.bits == 4 else _pack_pairs
+    pack_codes(np.ascontiguousarray(tensor.codes_NK).view(np.uint8), out.view(np.uint8))
     at = GROUP * tensor.bits
     _pack_lanes(np.ascontiguousarray(tensor.scale_NG, np.float16).view(np.uint16), at, out)
     if tensor.bits == 4 and tensor.offset_NG is not None:
@@ -40,28 +42,35 @@ def pack_bf16(bits_NK: npt.NDArray[np.uint16], out: Words) -> None:
     _pack_words(np.ascontiguousarray(bits_NK), out)
 
 
-@njit(nogil=True, cache=True)
-def _pack_codes(codes_NK, bits, words):
-    """Word [pair // each, lane, place in pair] of a record holds `each` = 16 / bits codes, of neighbouring pairs."""
-    each = 16 // bits
+@njit(nogil=True, cache=in_use())
+def _pack_quads(codes_NK, out):
+    """Byte [quad // 2, lane, place in quad] of a record holds two 4-bit codes: of an even quad, and above it of the next one."""
     for n in range(codes_NK.shape[0]):
         block, lane = n // LANES, n % LANES
-        for g in range(words.shape[1]):
-            for pair in range(GROUP // 2):
-                at, shift = pair // each * 2 * LANES + 2 * lane, np.uint16(pair % each * bits)
-                k = g * GROUP + 2 * pair
-                words[block, g, at] |= np.uint16(codes_NK[n, k]) << shift
-                words[block, g, at + 1] |= np.uint16(codes_NK[n, k + 1]) << shift
+        for g in range(out.shape[1]):
+            for k in range(GROUP):
+                at, shift = k // 8 * 4 * LANES + 4 * lane + k % 4, np.uint8(k // 4 % 2 * 4)
+                out[block, g, at] |= codes_NK[n, g * GROUP + k] << shift
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=in_use())
+def _pack_pairs(codes_NK, out):
+    """Byte [pair, lane, place in pair] of a record holds an 8-bit code."""
+    for n in range(codes_NK.shape[0]):
+        block, lane = n // LANES, n % LANES
+        for g in range(out.shape[1]):
+            for k in range(GROUP):
+                out[block, g, k // 2 * 2 * LANES + 2 * lane + k % 2] = codes_NK[n, g * GROUP + k]
+
+
+@njit(nogil=True, cache=in_use())
 def _pack_lanes(halves_NG, at, words):
     for n in range(halves_NG.shape[0]):
         for g in range(words.shape[1]):
             words[n // LANES, g, at + n % LANES] = halves_NG[n, g]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=in_use())
 def _pack_words(bits_NK, words):
     for n in range(bits_NK.shape[0]):
         block, lane = n // LANES, n % LANES

@@ -1,4 +1,4 @@
-"""Row-wise steps between the matrix products: norms, rotary embedding, the gate, sums of groups. Vectors of 16 lanes in fixed order.
+"""Row-wise steps between the matrix products: norms, rotary embedding, the gate, quantised activations. Vectors of 16 lanes in fixed order.
 
 Addresses are i64; activations bf16, the residual and products fp32. Dimensions are multiples of 32.
 """
@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.simd import F32, I32, Emit, F, Value, lowered
+from paceline.backends.cpu.simd import F32, I32, Emit, F, I, Value, lowered
 
 
 def _float(e: Emit, bits: Value) -> Value:
@@ -30,30 +30,20 @@ def _rms(e: Emit, x: Value, n: Value, eps_bits: Value) -> Value:
     return e.splat(b.fdiv(ir.Constant(F32, 1.0), root), F)
 
 
-def _group_sum(e: Emit, low: Value, high: Value) -> Value:
-    """Sum of a group of 32, as its bf16 roundings: float."""
-    widen = lambda half: e.b.bitcast(e.b.shl(e.b.zext(half, ir.VectorType(I32, 16)), e.const_i(16)), F)  # noqa: E731
-    return e.sum(e.b.fadd(widen(low), widen(high)))
-
-
 @intrinsic
-def rms_norm(_, x, weight, n, eps_bits, out, sums):
-    """out = bf16(x / rms(x) * weight), and the sums of its groups of 32. x, weight: fp32 [n]."""
+def rms_norm(_, x, weight, n, eps_bits, out):
+    """out = bf16(x / rms(x) * weight). x, weight: fp32 [n]."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        x, weight, n, eps_bits, out, sums = args
+        x, weight, n, eps_bits, out = args
         b = e.b
         scale = _rms(e, x, n, eps_bits)
-        with e.loop(b.lshr(n, e.i64(5))) as g:
-            halves = []
-            for half in range(2):
-                at = b.add(e.mul(g, 128), e.i64(64 * half))
-                y = b.fmul(b.fmul(e.load(F, x, at), scale), e.load(F, weight, at))
-                halves.append(e.to_bf16(y))
-                e.store(halves[-1], out, b.add(e.mul(g, 64), e.i64(32 * half)))
-            e.store(_group_sum(e, *halves), sums, e.mul(g, 4), align=4)
+        with e.loop(b.lshr(n, e.i64(4))) as i:
+            at = e.mul(i, 64)
+            y = b.fmul(b.fmul(e.load(F, x, at), scale), e.load(F, weight, at))
+            e.store(e.to_bf16(y), out, e.mul(i, 32))
 
-    return lowered(body, types.void, *[types.int64] * 6)
+    return lowered(body, types.void, *[types.int64] * 5)
 
 
 @intrinsic
@@ -113,18 +103,32 @@ def widen_bf16(_, x, n, out):
     return lowered(body, types.void, *[types.int64] * 3)
 
 
-@intrinsic
-def group_sums(_, x, n, sums):
-    """Sums of the groups of 32 of a bf16 row."""
+@intrinsic(prefer_literal=True)
+def quantize(_, bits, x, n, out, scales):
+    """A bf16 row as int8 or int16 codes with an fp32 (scale, sum) a group of 32: x = scale * code, scale = max |x| / 127 or 32767.
+
+    The scheme of llama.cpp's Q8_1. What is not finite leaves a scale that is not, and so reaches the products; zeros leave scale 0.
+    """
+    width = bits.literal_value
+    most = ir.Constant(F32, float(2 ** (width - 1) - 1))
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        x, n, sums = args
-        with e.loop(e.b.lshr(n, e.i64(5))) as g:
-            at = e.mul(g, 64)
-            pair = e.b.fadd(e.load_bf16(x, at), e.load_bf16(x, e.b.add(at, e.i64(32))))
-            e.store(e.sum(pair), sums, e.mul(g, 4), align=4)
+        x, n, out, scales = args
+        b = e.b
+        with e.loop(b.lshr(n, e.i64(5))) as g:
+            halves = [e.load_bf16(x, b.add(e.mul(g, 64), e.i64(32 * half))) for half in range(2)]
+            # As whole numbers, magnitudes have the order of floats, and what is not a number is the greatest.
+            size = [b.and_(b.bitcast(half, I), e.const_i(0x7FFFFFFF)) for half in halves]
+            peak = b.bitcast(e.max_int(b.select(b.icmp_signed(">", *size), *size)), F32)
+            scale, inverse = b.fdiv(peak, most), e.splat(b.fdiv(most, peak), F)
+            codes = [e.narrow(e.to_int(b.fmul(half, inverse)), width) for half in halves]
+            for half in range(2):
+                e.store(codes[half], out, b.add(e.mul(g, 4 * width), e.i64(2 * width * half)))
+            total = e.sum_int(b.add(*(b.sext(half, I) for half in codes)))
+            e.store(scale, scales, e.mul(g, 8), align=4)
+            e.store(b.fmul(scale, b.sitofp(total, F32)), scales, b.add(e.mul(g, 8), e.i64(4)), align=4)
 
-    return lowered(body, types.void, *[types.int64] * 3)
+    return lowered(body, types.void, bits, *[types.int64] * 4)
 
 
 @intrinsic
@@ -156,18 +160,15 @@ def add_rounded(_, x, y, n):
 
 
 @intrinsic
-def gate(_, x, out, sums):
-    """One group of 32 outputs: out = bf16(silu(g) * u), and its sum. x: fp32 blocks of 16 in the order g, u, g, u."""
+def gate(_, x, out):
+    """One group of 32 outputs: out = bf16(silu(g) * u). x: fp32 blocks of 16 in the order g, u, g, u; may be `out`."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        x, out, sums = args
+        x, out = args
         b = e.b
-        halves = []
         for half in range(2):
             g, u = e.load(F, x, 128 * half), e.load(F, x, 128 * half + 64)
             denominator = b.fadd(e.const(1.0), e.exp2(b.fmul(g, e.const(-1.44269504))))
-            halves.append(e.to_bf16(b.fmul(b.fdiv(g, denominator), u)))
-            e.store(halves[-1], out, 32 * half)
-        e.store(_group_sum(e, *halves), sums, align=4)
+            e.store(e.to_bf16(b.fmul(b.fdiv(g, denominator), u)), out, 32 * half)
 
-    return lowered(body, types.void, *[types.int64] * 3)
+    return lowered(body, types.void, *[types.int64] * 2)

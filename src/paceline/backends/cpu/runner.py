@@ -17,7 +17,7 @@ from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import aligned
 from paceline.backends.cpu.attention import BLOCK
 from paceline.backends.cpu.embed import embed_rows
-from paceline.backends.cpu.gemm import SLICE
+from paceline.backends.cpu.gemm import INT4
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.rope import rope_tables
@@ -84,8 +84,7 @@ class CpuRunner:
         block_stride = spec.n_kv_heads * 4 * BLOCK * spec.head_dim
         weights_bytes = 64 * self._max_blocks
         attention = 64 + 8 * weights_bytes
-        task_out = 4 * step.PART * max(16 * step.CHUNK, spec.head_dim)
-        product = task_out + 4 * SLICE * 1024
+        product = 4 * step.PART * max(16 * step.CHUNK, spec.head_dim) + 2 * spec.head_dim
         for place, value in (
             (step.HIDDEN, spec.hidden),
             (step.Q_HEADS, spec.n_heads),
@@ -102,8 +101,7 @@ class CpuRunner:
             (step.BLOCK_STRIDE, block_stride),
             (step.LAYER_STRIDE, self.n_blocks * block_stride),
             (step.P_STRIDE, weights_bytes),
-            (step.SCRATCH_STRIDE, -(-max(attention, product) // 4096) * 4096 + 128),
-            (step.TASK_OUT, task_out),
+            (step.SCRATCH_STRIDE, -(-max(attention, product, 2 * spec.hidden) // 4096) * 4096 + 128),
         ):
             sizes[place] = value
         return sizes
@@ -113,6 +111,9 @@ class CpuRunner:
     ) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         rows, hidden = self._max_rows, spec.hidden
         n_att = spec.n_heads * spec.head_dim
+        x_bytes = 1 if self._model.form == INT4 else 2
+        # Of the rows that are quantised: a scale and a sum for every 32 inputs.
+        scales = lambda inputs: aligned(rows * inputs // 4)  # noqa: E731
         x_bf16 = aligned(2 * rows * hidden).view(np.uint16).reshape(rows, hidden)
         int32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
         tables = int32(rows, self._max_blocks)
@@ -124,12 +125,12 @@ class CpuRunner:
             step.X: aligned(4 * rows * hidden),
             step.X_BF16: x_bf16,
             step.H: aligned(2 * rows * hidden),
-            step.H_SUMS: aligned(rows * hidden // 8),
+            step.H_SCALES: scales(hidden),
             step.Q_BF16: aligned(2 * rows * n_att),
-            step.ATT: aligned(2 * rows * n_att),
-            step.ATT_SUMS: aligned(rows * n_att // 8),
-            step.ACT: aligned(2 * rows * spec.ffn),
-            step.ACT_SUMS: aligned(rows * spec.ffn // 8),
+            step.ATT: aligned(x_bytes * rows * n_att),
+            step.ATT_SCALES: scales(n_att),
+            step.ACT: aligned(x_bytes * rows * spec.ffn),
+            step.ACT_SCALES: scales(spec.ffn),
             step.KV: kv,
             step.TABLES: tables,
             step.ROW_POSITION: row_position,

@@ -126,9 +126,13 @@ class Emit:
         """acc[i] + a[2i] * b[2i] + a[2i+1] * b[2i+1]: VDPBF16PS."""
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", F, acc, a, b)
 
-    def lookup(self, table: Value, index: Value) -> Value:
-        """table[index & 31] for 32 words: VPERMW."""
-        return self.call("llvm.x86.avx512.permvar.hi.512", H, table, index)
+    def dp_bytes(self, acc: Value, a: Value, b: Value) -> Value:
+        """acc[i] + sum over the four bytes of lane i of a (unsigned) times b (signed): VPDPBUSD. All I."""
+        return self.call("llvm.x86.avx512.vpdpbusd.512", I, acc, a, b)
+
+    def dp_words(self, acc: Value, a: Value, b: Value) -> Value:
+        """acc[i] + sum over the two signed words of lane i of a times b: VPDPWSSD. All I."""
+        return self.call("llvm.x86.avx512.vpdpwssd.512", I, acc, a, b)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.call("llvm.fma.v16f32", F, a, b, c)
@@ -139,6 +143,16 @@ class Emit:
     def to_bf16(self, value: Value) -> Value:
         """F rounded to nearest even, 16 x i16: VCVTNEPS2BF16."""
         return self.b.bitcast(self.b.fptrunc(value, B16), ir.VectorType(I16, 16))
+
+    def to_int(self, value: Value) -> Value:
+        """F rounded to nearest even: I (VCVTPS2DQ). What is not a number, or too large, gives the least."""
+        every, current_rounding = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 4)
+        return self.call("llvm.x86.avx512.mask.cvtps2dq.512", I, value, self.const_i(0), every, current_rounding)
+
+    def narrow(self, value: Value, bits: int) -> Value:
+        """I saturated to 16 x i8 or i16 (VPMOVSDB, VPMOVSDW)."""
+        kind, name = (ir.VectorType(I8, 16), "db") if bits == 8 else (ir.VectorType(I16, 16), "dw")
+        return self.call(f"llvm.x86.avx512.mask.pmovs.{name}.512", kind, value, ir.Constant(kind, ir.Undefined), ir.Constant(I16, 0xFFFF))
 
     def exp2(self, x: Value) -> Value:
         """2**x within 3 ulp, 0 far below. 2**floor(x) by VSCALEFPS, the rest by a minimax polynomial of degree 5."""
@@ -164,6 +178,12 @@ class Emit:
 
     def max(self, value: Value) -> Value:
         return self._fold(value, self.maximum)
+
+    def sum_int(self, value: Value) -> Value:
+        return self._fold(value, self.b.add)
+
+    def max_int(self, value: Value) -> Value:
+        return self._fold(value, lambda a, b: self.b.select(self.b.icmp_signed(">", a, b), a, b))
 
     # --- control
 

@@ -13,12 +13,12 @@ from numba import njit
 
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import BLOCK, attend, write_key, write_value
-from paceline.backends.cpu.gemm import WIDE_FROM, gemm, record_bytes
-from paceline.backends.cpu.rows import add_into, add_rounded, gate, group_sums, head_norm, rms_norm, rotate, round_bf16, widen_bf16
+from paceline.backends.cpu.gemm import BF16, INT4, gemm, input_bytes, record_bytes
+from paceline.backends.cpu.rows import add_into, add_rounded, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
 
 # Places in `sizes` (int64): what never changes.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, N_LAYERS, EPS, SCALE, FORM, HEAD_FORM, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- P_STRIDE, SCRATCH_STRIDE, TASK_OUT, N_SIZES) = range(18)  # fmt: skip
+ P_STRIDE, SCRATCH_STRIDE, N_SIZES) = range(17)  # fmt: skip
 
 # Places in `weights` [layer, place] (addresses; 0 where a family has no such tensor).
 ATTN_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE_UP, DOWN, N_WEIGHTS = range(10)
@@ -27,11 +27,11 @@ ATTN_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE_UP, DOWN, N_WEIGHT
 FINAL_NORM, HEAD, COS, SIN, N_EDGES = range(5)
 
 # Places in `buffers` (addresses).
-(X, X_BF16, H, H_SUMS, Q_BF16, ATT, ATT_SUMS, ACT, ACT_SUMS, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, TILE_ROW, TILE_ROWS,
+(X, X_BF16, H, H_SCALES, Q_BF16, ATT, ATT_SCALES, ACT, ACT_SCALES, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, TILE_ROW, TILE_ROWS,
  HEAD_ROWS, LOGITS, SCRATCH, ZEROS, CONTROL, N_BUFFERS) = range(22)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch.
-ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, HIDDEN_CHUNK, N_BATCH = range(8)
+ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, N_BATCH = range(7)
 
 # Kinds of phases: by rows, by heads, matrix products.
 START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
@@ -40,14 +40,24 @@ LAST_BY_ROWS = END
 LAYERS, HEADS = 0, 1
 """Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
 
-CHUNK = 4
-"""Blocks of 16 outputs a task of a matrix product takes; of the fused q, k, v product, a head."""
+CHUNK, HIDDEN_CHUNK = 4, 2
+"""Blocks of 16 outputs a task of a matrix product takes; with as many outputs as `hidden`, few enough not to wait for one thread's
+last. Of the fused q, k, v product a task takes a head."""
 
 PART = 192
 """Rows a task of a matrix product takes at most: its inputs stay in the second-level cache."""
 
 TILE = 8
 """Rows of one sequence an attention task takes."""
+
+
+@njit(nogil=True)
+def _quantize(form, x, n, at, rows, scales):
+    """Quantise `n` bf16 inputs from `x` as inputs `at`, ... of the rows that a product of weights in `form` takes."""
+    if form == INT4:
+        quantize(8, x, n, rows + at, scales + at // 4)
+    else:
+        quantize(16, x, n, rows + 2 * at, scales + at // 4)
 
 
 @njit(nogil=True)
@@ -62,7 +72,7 @@ def _place_heads(task, layer, sizes, weights, edges, buffers, batch, scratch):
     bias = weights[layer, QKV_BIAS]
     is_query, is_value = head < q_heads, head >= q_heads + kv_heads
     norm = 0 if is_value else weights[layer, Q_NORM] if is_query else weights[layer, K_NORM]
-    place = scratch + sizes[TASK_OUT]
+    place = scratch + PART * 4 * dim
     pool = buffers[KV] + layer * sizes[LAYER_STRIDE] + (head - q_heads) % kv_heads * 4 * BLOCK * dim
     for m in range(min(PART, batch[ROWS] - first)):
         row, x = first + m, scratch + m * 4 * dim
@@ -100,16 +110,18 @@ def _attend(tile, head, first_head, n_heads, layer, sizes, buffers, batch, scrat
     # One row: its query heads share the keys. Many rows: each head on its own. One call, so that it is compiled once.
     turns, step, count, stride = (1, 0, n_heads, 2 * dim) if rows == 1 else (n_heads, 1, rows, 2 * dim * heads)
     for turn in range(turns):
-        at = 2 * dim * (row * heads + first_head + turn)
-        attend(table, keys, sizes[BLOCK_STRIDE], 2 * BLOCK * dim, buffers[Q_BF16] + at, stride, dim, sizes[SCALE],
-               first, step, count, weights, sizes[P_STRIDE], norm, buffers[ATT] + at, stride)  # fmt: skip
-    for m in range(rows):
-        at = (row + m) * heads + first_head
-        group_sums(buffers[ATT] + 2 * dim * at, dim * n_heads, buffers[ATT_SUMS] + at * dim // 8)
+        # Each query gives its place to what was mixed for it.
+        at = buffers[Q_BF16] + 2 * dim * (row * heads + first_head + turn)
+        attend(table, keys, sizes[BLOCK_STRIDE], 2 * BLOCK * dim, at, stride, dim, sizes[SCALE],
+               first, step, count, weights, sizes[P_STRIDE], norm, at, stride)  # fmt: skip
+    if sizes[FORM] != BF16:
+        for m in range(rows):
+            at = dim * ((row + m) * heads + first_head)
+            _quantize(sizes[FORM], buffers[Q_BF16] + 2 * at, dim * n_heads, at, buffers[ATT], buffers[ATT_SCALES])
 
 
 @njit(nogil=True)
-def _project(task, chunk, form, w, n, k, x, sums, rows, out, scratch, q_scratch):
+def _project(task, chunk, form, w, n, k, x, scales, rows, out, scratch):
     """One task of a matrix product: `chunk` blocks of outputs from `task % chunks` on, part `task // chunks` of the rows.
 
     Writes fp32 rows to `out` (rows of all n outputs), or side by side to the scratch where `out` is 0.
@@ -121,8 +133,9 @@ def _project(task, chunk, form, w, n, k, x, sums, rows, out, scratch, q_scratch)
     groups = k // 32
     target = out + row * 4 * n + 64 * block if out else scratch
     stride = 4 * n if out else chunk * 64
-    gemm(form, w + block * groups * record_bytes(form), count, x + row * 2 * k, 2 * k, sums + row * 4 * groups, 4 * groups,
-         part, target, stride, groups, q_scratch)  # fmt: skip
+    x_stride = k * input_bytes(form)
+    gemm(form, w + block * groups * record_bytes(form), count, x + row * x_stride, x_stride, scales + row * 8 * groups, 8 * groups,
+         part, target, stride, groups)  # fmt: skip
 
 
 @njit(nogil=True)
@@ -146,8 +159,9 @@ def _add(task, chunk, rows, hidden, x, scratch, rounded):
 
 
 @njit(nogil=True)
-def _do_rows(kind, layer, task, sizes, weights, edges, buffers, batch):
+def _do_rows(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
     """One task of a phase that goes row by row."""
+    scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
     hidden, rows, per_task = sizes[HIDDEN], batch[ROWS], batch[ROWS_A_TASK]
     first, last = task * per_task, min(rows, (task + 1) * per_task)
     norm = weights[layer, FFN_NORM] if kind == NORM_FFN else weights[layer, ATTN_NORM]
@@ -162,7 +176,10 @@ def _do_rows(kind, layer, task, sizes, weights, edges, buffers, batch):
             widen_bf16(x_bf16 + 2 * hidden * row, hidden, x)
         elif kind == NORM_HEAD:
             widen_bf16(x_bf16 + 2 * hidden * sync.load_int32(buffers[HEAD_ROWS] + 4 * row), hidden, x)
-        rms_norm(x, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row, buffers[H_SUMS] + row * hidden // 8)
+        form = sizes[HEAD_FORM] if kind == NORM_HEAD else sizes[FORM]
+        rms_norm(x, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row if form == BF16 else scratch)
+        if form != BF16:
+            _quantize(form, scratch, hidden, hidden * row, buffers[H], buffers[H_SCALES])
 
 
 @njit(nogil=True)
@@ -181,26 +198,29 @@ def _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
     """One task of a matrix product, and what follows it on its outputs."""
     hidden, ffn, dim, rows = sizes[HIDDEN], sizes[FFN], sizes[HEAD_DIM], batch[ROWS]
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
-    form, x, sums, k, out, chunk = sizes[FORM], buffers[H], buffers[H_SUMS], hidden, 0, CHUNK
+    form, x, scales, k, out, chunk = sizes[FORM], buffers[H], buffers[H_SCALES], hidden, 0, CHUNK
     if kind == PROJECT_QKV:
         w, n, chunk = weights[layer, QKV], (sizes[Q_HEADS] + 2 * sizes[KV_HEADS]) * dim, dim // 16
     elif kind == PROJECT_OUT:
-        w, n, k, x, sums, chunk = weights[layer, OUT], hidden, sizes[Q_HEADS] * dim, buffers[ATT], buffers[ATT_SUMS], batch[HIDDEN_CHUNK]
+        x, scales = buffers[Q_BF16] if form == BF16 else buffers[ATT], buffers[ATT_SCALES]
+        w, n, k, chunk = weights[layer, OUT], hidden, sizes[Q_HEADS] * dim, HIDDEN_CHUNK
     elif kind == GATE:
         w, n = weights[layer, GATE_UP], 2 * ffn
     elif kind == PROJECT_DOWN:
-        w, n, k, x, sums, chunk = weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SUMS], batch[HIDDEN_CHUNK]
+        w, n, k, x, scales, chunk = weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SCALES], HIDDEN_CHUNK
     else:
         form, w, n, out, rows = sizes[HEAD_FORM], edges[HEAD], sizes[VOCAB], buffers[LOGITS], batch[LOGIT_ROWS]
-    _project(task, chunk, form, w, n, k, x, sums, rows, out, scratch, scratch + sizes[TASK_OUT])
+    _project(task, chunk, form, w, n, k, x, scales, rows, out, scratch)
     if kind == PROJECT_QKV:
         _place_heads(task, layer, sizes, weights, edges, buffers, batch, scratch)
     elif kind == GATE:
         chunks = ffn // 32
         group, row = task % chunks, task // chunks * PART
         for m in range(min(PART, rows - row)):
-            at = (row + m) * ffn + 32 * group
-            gate(scratch + m * CHUNK * 64, buffers[ACT] + 2 * at, buffers[ACT_SUMS] + at // 8)
+            at, outputs = (row + m) * ffn + 32 * group, scratch + m * CHUNK * 64
+            gate(outputs, buffers[ACT] + 2 * at if form == BF16 else outputs)
+            if form != BF16:
+                _quantize(form, outputs, 32, at, buffers[ACT], buffers[ACT_SCALES])
     elif kind != PROJECT_HEAD:
         _add(task, chunk, rows, hidden, buffers[X], scratch, kind == PROJECT_DOWN)
 
@@ -219,7 +239,7 @@ def take_part(rank, sizes, weights, edges, buffers, batch):
         if task < count:
             kind, layer = sync.kind_and_layer(word)
             if kind <= LAST_BY_ROWS:
-                _do_rows(kind, layer, task, sizes, weights, edges, buffers, batch)
+                _do_rows(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
             elif kind == ATTEND:
                 _do_heads(rank, layer, task, sizes, buffers, batch)
             else:
@@ -234,8 +254,6 @@ def prepare_batch(sizes, batch):
     batch[ROWS_A_TASK] = max(1, min(8, rows // sizes[TEAM]))
     # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
     few = tiles * kv_heads < 4 * sizes[TEAM]
-    # Few rows: smaller tasks, lest one thread's last one be waited for. Many: blocks of four are unpacked together.
-    batch[HIDDEN_CHUNK] = CHUNK if rows >= WIDE_FROM else CHUNK // 2
     batch[HEAD_SPLIT] = sizes[Q_HEADS] // kv_heads if few else 1
 
 
@@ -260,9 +278,9 @@ def phase(work, position, sizes, batch):
     if at == 2:
         return ATTEND, layer, batch[N_TILES] * kv_heads * batch[HEAD_SPLIT]
     if at == 3:
-        return PROJECT_OUT, layer, _tasks(hidden, rows, batch[HIDDEN_CHUNK])
+        return PROJECT_OUT, layer, _tasks(hidden, rows, HIDDEN_CHUNK)
     if at == 4:
         return NORM_FFN, layer, row_tasks
     if at == 5:
         return GATE, layer, _tasks(2 * sizes[FFN], rows, CHUNK)
-    return PROJECT_DOWN, layer, _tasks(hidden, rows, batch[HIDDEN_CHUNK])
+    return PROJECT_DOWN, layer, _tasks(hidden, rows, HIDDEN_CHUNK)
