@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.core.clock import Clock
@@ -18,7 +18,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
 from paceline.node.commands import Abort, Add, Command, Died, Report
-from paceline.server.inference import Progress, ServedModel
+from paceline.server.inference import ChunkStream, Progress, ServedModel
 
 CLOSE_TIMEOUT_S = 1.0
 """How long a step in progress may hold up a stop. Raising it delays Ctrl-C; lowering it abandons more steps."""
@@ -69,7 +69,7 @@ class EngineHost:
     def models(self) -> Sequence[ServedModel]:
         return (self._model,)
 
-    def generate(self, model: str, request: GenerationRequest) -> AsyncIterator[Sequence[GenerationChunk]]:
+    def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """Start a request; see `Inference.generate`. Nothing happens before the first item is asked for."""
         return _Stream(self, model, request)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 from uuid import uuid4
@@ -11,8 +11,7 @@ from uuid import uuid4
 from paceline.core.errors import ContextOverflow, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.server.inference import Inference, ServedModel
-from paceline.server.streams import close
+from paceline.server.inference import ChunkStream, Inference, ServedModel
 
 
 class LocalChat:
@@ -53,8 +52,8 @@ class LocalChat:
                     if chunk.text:
                         yield chunk.text
         finally:
-            self._runner.run(close(stream))
+            self._runner.run(stream.aclose())
 
 
-async def _next(stream: AsyncIterator[Sequence[GenerationChunk]]) -> Sequence[GenerationChunk] | None:
+async def _next(stream: ChunkStream) -> Sequence[GenerationChunk] | None:
     return await anext(stream, None)

@@ -8,7 +8,8 @@ when the first tokens are there, so that a refusal at admission is a real 4xx.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import aclosing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,7 +24,7 @@ from paceline.server.faults import STOPPING, Fault, Refusal, of_error, server_fa
 from paceline.server.inference import Inference
 from paceline.server.metrics import Meter
 from paceline.server.shapes import DONE, Collected, Shape
-from paceline.server.streams import close, open_call
+from paceline.server.streams import open_call
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -137,8 +138,7 @@ class Answer(Response):
     async def _stream(self, send: Send) -> None:
         shape, tally = self._shape, self._tally
         event, base = shape.event, tally.base
-        chunks = open_call(self._inference, self._call)
-        try:
+        async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for item in chunks:
                 tally.count(item)
                 body = b"".join([event(base[c.request_id] + c.index, c.text, c.logprobs, c.finish_reason) for c in merged(item)])
@@ -148,8 +148,6 @@ class Answer(Response):
                     body = shape.opening() + body
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
-        finally:
-            await close(chunks)
         self._check_complete()
         ending = shape.usage_event(tally.usage()) + DONE if self._call.include_usage else DONE
         await send({"type": "http.response.body", "body": ending, "more_body": False})
@@ -157,17 +155,7 @@ class Answer(Response):
     async def _whole(self, send: Send) -> None:
         tally = self._tally
         choices = [Collected() for _ in range(tally.open)]
-        await self._collect(open_call(self._inference, self._call), choices)
-        self._check_complete()
-        body = self._shape.whole(choices, tally.usage())
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _collect(self, chunks: AsyncIterator[Sequence[GenerationChunk]], choices: list[Collected]) -> None:
-        tally = self._tally
-        try:
+        async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for item in chunks:
                 tally.count(item)
                 for chunk in item:
@@ -175,8 +163,12 @@ class Answer(Response):
                     choice.text.append(chunk.text)
                     choice.logprobs.extend(chunk.logprobs)
                     choice.finish = chunk.finish_reason
-        finally:
-            await close(chunks)
+        self._check_complete()
+        body = self._shape.whole(choices, tally.usage())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _check_complete(self) -> None:
         """A generation that just stops is a failure, not a short answer."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.stats import EngineStats
@@ -37,15 +37,25 @@ class Progress:
     """The engine died of this."""
 
 
+class ChunkStream(Protocol):
+    """Chunks of one request, or of several. Each item is what they gained since the last one, in order, for all their sequences."""
+
+    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]: ...
+
+    def __anext__(self) -> Awaitable[Sequence[GenerationChunk]]: ...
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """Abort what has not ended, and free its blocks at once. Idempotent; cancelling `__anext__` does the same."""
+        ...
+
+
 class Inference(Protocol):
     """Runs generations. Every method may be called from the event loop and returns at once."""
 
     def models(self) -> Sequence[ServedModel]: ...
 
-    def generate(self, model: str, request: GenerationRequest) -> AsyncIterator[Sequence[GenerationChunk]]:
-        """Start a request. Each item is what the request gained since the last item, in order, for all its sequences.
-
-        Closing the iterator (`aclose`, or cancellation) aborts the request and frees its blocks at once.
+    def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
+        """Start a request. Whoever opens its stream closes it.
 
         Raises:
             UnknownModel, ContextOverflow, Overloaded: before the first item.

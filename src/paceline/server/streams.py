@@ -6,30 +6,14 @@ However the stream is left (to its end, by an error, by cancellation), every req
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import AsyncGenerator, Sequence
 
 from paceline.core.generation import GenerationChunk
 from paceline.server.call import Call
-from paceline.server.inference import Inference
-
-Chunks = Sequence[GenerationChunk]
+from paceline.server.inference import ChunkStream, Inference
 
 
-@runtime_checkable
-class Closable(Protocol):
-    """An iterator that must be closed."""
-
-    async def aclose(self) -> None: ...
-
-
-async def close(chunks: AsyncIterator[Chunks]) -> None:
-    """Abort what is behind an iterator."""
-    if isinstance(chunks, Closable):
-        await chunks.aclose()
-
-
-def open_call(inference: Inference, call: Call) -> AsyncIterator[Chunks]:
+def open_call(inference: Inference, call: Call) -> ChunkStream:
     """The call's chunks; those of one prompt come straight from the inference.
 
     Raises:
@@ -40,10 +24,10 @@ def open_call(inference: Inference, call: Call) -> AsyncIterator[Chunks]:
     return _side_by_side([inference.generate(call.model.name, request) for request in call.requests])
 
 
-async def _side_by_side(streams: list[AsyncIterator[Chunks]]) -> AsyncGenerator[Chunks, None]:
-    items: asyncio.Queue[Chunks | BaseException | None] = asyncio.Queue()
+async def _side_by_side(streams: list[ChunkStream]) -> AsyncGenerator[Sequence[GenerationChunk], None]:
+    items: asyncio.Queue[Sequence[GenerationChunk] | BaseException | None] = asyncio.Queue()
 
-    async def drain(stream: AsyncIterator[Chunks]) -> None:
+    async def drain(stream: ChunkStream) -> None:
         try:
             async for item in stream:
                 items.put_nowait(item)
@@ -51,7 +35,7 @@ async def _side_by_side(streams: list[AsyncIterator[Chunks]]) -> AsyncGenerator[
         except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
             items.put_nowait(error)
         finally:
-            await close(stream)
+            await stream.aclose()
 
     tasks = [asyncio.create_task(drain(stream)) for stream in streams]
     try:
@@ -69,4 +53,4 @@ async def _side_by_side(streams: list[AsyncIterator[Chunks]]) -> AsyncGenerator[
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in streams:  # a task cancelled before its first step never reached its own `finally`
-            await close(stream)
+            await stream.aclose()

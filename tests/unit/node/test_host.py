@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import closing
 from typing import Any, cast
 
@@ -18,8 +18,7 @@ from paceline.core.ids import RequestId
 from paceline.core.text import Tokenizer
 from paceline.node.engine_thread import EngineThread
 from paceline.node.host import EngineHost
-from paceline.server.inference import ServedModel
-from paceline.server.streams import close
+from paceline.server.inference import ChunkStream, ServedModel
 
 BOUND_S = 30
 
@@ -42,7 +41,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-async def drain(stream: AsyncIterator[Sequence[GenerationChunk]]) -> list[GenerationChunk]:
+async def drain(stream: ChunkStream) -> list[GenerationChunk]:
     return [chunk async for item in stream for chunk in item]
 
 
@@ -126,7 +125,7 @@ def test_leaving_aborts_at_once_and_gives_the_place_back(how: str) -> None:
                 engine.gate.let(1)
                 await anext(stream)
                 if how == "close":
-                    await close(stream)
+                    await stream.aclose()
                 else:
                     reader = asyncio.create_task(drain(stream))
                     await asyncio.sleep(0)
@@ -148,7 +147,7 @@ def test_a_stream_closed_before_it_began_never_reaches_the_engine() -> None:
 
         async def work() -> None:
             stream = host.generate("echo", request())
-            await close(stream)
+            await stream.aclose()
             assert await drain(stream) == []
 
         run(work())
