@@ -1,12 +1,15 @@
-"""Five hundred clients at once: answers or 429 with Retry-After, and nothing held after."""
+"""Many clients at once: answers or 429 with Retry-After, nothing held after, and no long prompt that holds up the others."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
+from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 from paceline.testing.served import BOUND_S, Served
 
 Serve = Callable[..., Served[ScriptedInference]]
@@ -64,3 +67,37 @@ def test_the_server_itself_is_bounded(serve_with: Serve) -> None:
     assert (len(answered), len(refused)) == (100, CLIENTS - 100)
     assert all(answer.startswith(REFUSED) for answer in refused)
     assert served.metric("paceline_kv_blocks_used") == 0
+
+
+class OneAtATime(ByteTokenizer):
+    """As real ones do, and with a long text only when told to go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on, self._lock = threading.Event(), threading.Event(), threading.Lock()
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        with self._lock:
+            if len(text) > 5000:
+                self.begun.set()
+                assert self.go_on.wait(BOUND_S)
+            return super().encode(text, add_special=add_special)
+
+
+def test_a_long_prompt_that_is_tokenized_holds_up_no_stream(serve_with: Serve) -> None:
+    tokenizer, inference = OneAtATime(), ScriptedInference(max_context=1 << 14)
+    inference._model = replace(inference._model, tokenizer=tokenizer)
+    served = serve_with(inference)
+
+    def ask(prompt: str) -> int:
+        return served.http.post("/v1/completions", json={"model": "echo", "prompt": prompt, "max_tokens": 1}).status_code
+
+    with ThreadPoolExecutor() as clients:
+        long = clients.submit(ask, "a" * 6000)
+        assert tokenizer.begun.wait(BOUND_S)
+        short = clients.submit(ask, "a")
+        try:
+            while served.metric("paceline_http_in_flight") < 3:  # the two and the scrape; bounded by the client's timeout
+                pass
+        finally:
+            tokenizer.go_on.set()
+        assert (long.result(), short.result()) == (200, 200)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -63,6 +63,8 @@ class Service:
         self._intake = Intake(inference, clock)
         self._bodies = BodyReader(settings)
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-intake")
+        self._long: set[Future[Call]] = set()
+        """What that thread has to do, and does."""
         self._stopping: asyncio.Future[None] | None = None
 
     def stop(self) -> None:
@@ -95,10 +97,14 @@ class Service:
         if self.is_stopping:
             raise Refusal(STOPPING)
         async with self._bodies.read(request.scope, request.receive) as body:
-            if len(body) <= INLINE_BODY_BYTES:
+            # A tokenizer does one text at a time: beside a long one, a short one would hold the loop until that is done.
+            if len(body) <= INLINE_BODY_BYTES and not self._long:
                 call = parse(self._intake, body)
             else:
-                call = await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
+                job = self._tokenizing.submit(parse, self._intake, body)
+                self._long.add(job)
+                job.add_done_callback(self._long.discard)
+                call = await asyncio.wrap_future(job)
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future())
 
     def health(self) -> tuple[int, dict[str, object]]:
