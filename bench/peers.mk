@@ -13,6 +13,7 @@ bench: install-dev  ## Measure this machine: HTTP against the engine, memory, st
 
 bench-peers: install-dev bench-peers-venv  ## The same beside llama.cpp, vLLM and transformers (PEERS_VENV=...)
 	$(BIN)/python bench/peers.py --peers-venv $(PEERS_VENV)
+	$(BIN)/python bench/quality.py --peers-venv $(PEERS_VENV)
 
 bench-peers-venv: $(PEERS_VENV)/.installed
 
