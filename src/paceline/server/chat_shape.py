@@ -1,4 +1,4 @@
-"""`chat.completion` and `chat.completion.chunk` as bytes. What a stream repeats is built once; a token costs one escape."""
+"""`chat.completion` and `chat.completion.chunk` as bytes."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ import orjson
 
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.text import Vocabulary
-from paceline.server.call import Call, Usage
-from paceline.server.shapes import Collected, finite, token_text
+from paceline.server.call import Call
+from paceline.server.shapes import Collected, Shape, finite, token_text
 
 
-class ChatShape:
-    """The chat endpoint's `Shape`."""
+class ChatShape(Shape):
+    """The chat endpoint's answers."""
+
+    whole_object = "chat.completion"
+    event_object = "chat.completion.chunk"
 
     def __init__(self, call: Call) -> None:
-        self._call = call
-        self._vocabulary = call.model.tokenizer
-        base = {
-            "id": call.id,
-            "object": "chat.completion.chunk",
-            "created": call.created,
-            "model": call.model.name,
-            "system_fingerprint": call.model.fingerprint,
-        }
-        head = b"data: " + orjson.dumps(base)[:-1] + b',"choices":['
-        self._head = head
-        self._text_heads = [head + b'{"index":%d,"delta":{"content":' % index for index in range(call.n * len(call.requests))]
-        self._close = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
+        super().__init__(call)
+        self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % index for index in range(call.n * len(call.requests))]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
 
     def opening(self) -> bytes:
@@ -49,32 +41,11 @@ class ChatShape:
             out += self._head + ending + self._close
         return out
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event of a stream with `include_usage`."""
-        return self._head + b'],"usage":' + orjson.dumps(usage.as_json()) + b"}\n\n"
-
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        """A `chat.completion`."""
-        call = self._call
-        return orjson.dumps(
-            {
-                "id": call.id,
-                "object": "chat.completion",
-                "created": call.created,
-                "model": call.model.name,
-                "system_fingerprint": call.model.fingerprint,
-                "choices": [
-                    {
-                        "index": index,
-                        "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                        "logprobs": chat_logprobs(self._vocabulary, choice.logprobs) if call.logprobs else None,
-                        "finish_reason": choice.finish,
-                    }
-                    for index, choice in enumerate(choices)
-                ],
-                "usage": usage.as_json(),
-            }
-        )
+    def choice(self, collected: Collected) -> dict[str, object]:
+        return {
+            "message": {"role": "assistant", "content": "".join(collected.text), "refusal": None},
+            "logprobs": chat_logprobs(self._vocabulary, collected.logprobs) if self._call.logprobs else None,
+        }
 
 
 def chat_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]) -> dict[str, object]:

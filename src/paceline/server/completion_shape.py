@@ -8,27 +8,19 @@ import orjson
 
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.text import Vocabulary
-from paceline.server.call import Call, Usage
-from paceline.server.shapes import Collected, finite, token_text
+from paceline.server.call import Call
+from paceline.server.shapes import Collected, Shape, finite, token_text
 
 
-class CompletionShape:
-    """The plain completion endpoint's `Shape`."""
+class CompletionShape(Shape):
+    """The plain completion endpoint's answers."""
+
+    whole_object = event_object = "text_completion"
 
     def __init__(self, call: Call) -> None:
-        self._call = call
-        self._vocabulary = call.model.tokenizer
+        super().__init__(call)
         count = call.n * len(call.requests)
-        base = {
-            "id": call.id,
-            "object": "text_completion",
-            "created": call.created,
-            "model": call.model.name,
-            "system_fingerprint": call.model.fingerprint,
-        }
-        self._head = b"data: " + orjson.dumps(base)[:-1] + b',"choices":['
         self._text_heads = [self._head + b'{"index":%d,"text":' % index for index in range(count)]
-        self._close = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._close
         self._offsets = [0] * count
 
@@ -47,32 +39,11 @@ class CompletionShape:
         ending = orjson.dumps(finish)
         return self._text_heads[index] + orjson.dumps(text) + b',"logprobs":' + listed + b',"finish_reason":' + ending + b"}" + self._close
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event of a stream with `include_usage`."""
-        return self._head + b'],"usage":' + orjson.dumps(usage.as_json()) + b"}\n\n"
-
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        """A `text_completion`."""
-        call = self._call
-        return orjson.dumps(
-            {
-                "id": call.id,
-                "object": "text_completion",
-                "created": call.created,
-                "model": call.model.name,
-                "system_fingerprint": call.model.fingerprint,
-                "choices": [
-                    {
-                        "index": index,
-                        "text": "".join(choice.text),
-                        "logprobs": completion_logprobs(self._vocabulary, choice.logprobs, 0)[0] if call.logprobs else None,
-                        "finish_reason": choice.finish,
-                    }
-                    for index, choice in enumerate(choices)
-                ],
-                "usage": usage.as_json(),
-            }
-        )
+    def choice(self, collected: Collected) -> dict[str, object]:
+        return {
+            "text": "".join(collected.text),
+            "logprobs": completion_logprobs(self._vocabulary, collected.logprobs, 0)[0] if self._call.logprobs else None,
+        }
 
 
 def completion_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, object], int]:
