@@ -13,3 +13,6 @@ BlockId = NewType("BlockId", int)
 
 BatchId = NewType("BatchId", int)
 """A step batch; strictly increasing within one engine."""
+
+NodeId = NewType("NodeId", str)
+"""One machine of a fleet: the common name of its certificate. Stable across restarts."""

@@ -1,0 +1,129 @@
+"""What a node says of itself, and what others hold of it. Values only: nothing here reads a clock, a disk or a wire.
+
+A card travels as the bytes its node signed (`SealedCard.sealed`), so what is passed on is what was said. `proto/paceline/v1/fleet.proto`
+describes the same fields on the wire; the codec is in `transport`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from paceline.core.ids import NodeId
+
+
+class Role(StrEnum):
+    """What a model can be used for on a node."""
+
+    VERIFIER = "verifier"
+    """Runs the whole model and decides its tokens."""
+    PROPOSER = "proposer"
+    """Proposes tokens that a verifier accepts or rejects."""
+    EMBEDDER = "embedder"
+    TOOL = "tool"
+    SHARD = "shard"
+    """Runs a range of layers."""
+    PREFILL = "prefill"
+    """Computes the KV of prompts for another node."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What placement must know of a model's sizes, in the weights format offered."""
+
+    n_layers: int
+    hidden: int
+    layer_bytes: int
+    edge_bytes: int
+    """Embedding, final norm and head."""
+    kv_bytes_per_token_per_layer: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOffer:
+    """One model in one role on one node. Rates have two significant digits; 0 means not measured."""
+
+    model_id: str
+    role: Role
+    weights: str
+    """Weights format; empty where there are none (prompt lookup)."""
+    tokens_per_second: float = 0.0
+    """Decode, one sequence."""
+    prefill_tokens_per_second: float = 0.0
+    digest: str = ""
+    """SHA-256 of the weights, hex."""
+    warm: bool = False
+    """Loaded and serving; False: on disk."""
+    numerics_id: str = ""
+    """Equal ids give equal bytes. Empty until the model was loaded once."""
+    holds_identity: bool = False
+    size_bytes: int = 0
+    shape: ModelShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way to another node, as the card's node measured it. Two significant digits."""
+
+    to: NodeId
+    address: str
+    """host:port that was best."""
+    rtt_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCard:
+    """A node's own account of itself, measured."""
+
+    node_id: NodeId
+    version: int
+    """Strictly higher wins. At least the clock in microseconds, and above every one used before."""
+    addresses: tuple[str, ...]
+    """host:port of the node's gRPC services, all interfaces."""
+    instance: bytes
+    """Random, new with each start of the process: two under one id are a clash."""
+    ttl_s: int
+    announced_at: int
+    """Unix seconds by the announcer's clock, for people."""
+    platform: str = ""
+    backend: str = ""
+    device: str = ""
+    memory_total_bytes: int = 0
+    memory_free_bytes: int = 0
+    memory_bytes_per_s: int = 0
+    models: tuple[ModelOffer, ...] = ()
+    links: tuple[Link, ...] = ()
+    ring_address: str = ""
+    mlx_version: str = ""
+    software: str = ""
+    leaving: bool = False
+    """The node says goodbye."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedCard:
+    """A card whose signature was checked, and the bytes that prove it to others."""
+
+    card: NodeCard
+    sealed: bytes
+    """A serialised SignedCard, exactly as its node made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revocation:
+    """The CA's word that certificates of a node issued up to `not_after` are void."""
+
+    node_id: NodeId
+    revoked_at: int
+    not_after: int
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedRevocation:
+    """A revocation whose signature was checked, and the bytes that prove it to others."""
+
+    revocation: Revocation
+    sealed: bytes
