@@ -112,7 +112,9 @@ class Loaded:
         runner = self.runners[scenario.threads]
 
         class Cramped(LocalExecutor[Any]):
-            n_blocks = property(lambda _: scenario.blocks)
+            def __init__(self) -> None:
+                super().__init__(runner)
+                self.n_blocks = scenario.blocks
 
             def close(self) -> None:
                 """The runner outlives the engines of this test."""
@@ -120,7 +122,7 @@ class Loaded:
         config = EngineConfig(
             max_context=1024, max_running=scenario.batch, prefill_chunk=scenario.chunk, prefix_cache=scenario.prefix_cache
         )
-        engine = Engine(Cramped(runner), self.model.tokenizer, config, SystemClock())
+        engine = Engine(Cramped(), self.model.tokenizer, config, SystemClock())
         tokens: dict[str, tuple[int, ...]] = {}
         for _ in range(scenario.rounds):
             tokens = {}

@@ -178,7 +178,7 @@ class Engine:
         self._losses = 0
         self._steps += 1
         drawing = planned.drawing
-        if output.batch_id != planned.batch.batch_id or len(output.logits_RV) < len(drawing):
+        if output.batch_id != planned.batch.batch_id or len(output.logits_RV) != len(drawing):
             raise RuntimeError(
                 f"batch {planned.batch.batch_id} came back as {output.batch_id}, {len(output.logits_RV)} rows of {len(drawing)}"
             )

@@ -52,7 +52,10 @@ class LayerRunner(Protocol[Activations]):
     def embed(self, token_ids_T: Int32) -> Activations: ...
 
     def run_layers(self, x_TD: Activations, plan: RowPlan) -> Activations:
-        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16, after the last layer."""
+        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16, after the last layer.
+
+        May reuse one buffer from call to call.
+        """
         ...
 
     def logits(self, x_TD: Activations, rows_R: Int32) -> npt.NDArray[np.float32]:
@@ -68,25 +71,11 @@ class LocalExecutor(Generic[Activations]):
     depth = 1
 
     def __init__(self, runner: LayerRunner[Activations]) -> None:
+        self.n_blocks, self.block_size = runner.n_blocks, runner.block_size
+        self.one_path, self.numerics_id = runner.one_path, runner.numerics_id
         self._runner = runner
         self._tables = BlockTables()
         self._pending: deque[StepBatch] = deque()
-
-    @property
-    def n_blocks(self) -> int:
-        return self._runner.n_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._runner.block_size
-
-    @property
-    def one_path(self) -> bool:
-        return self._runner.one_path
-
-    @property
-    def numerics_id(self) -> str:
-        return self._runner.numerics_id
 
     def submit(self, batch: StepBatch) -> None:
         if len(self._pending) >= self.depth:

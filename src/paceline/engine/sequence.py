@@ -5,6 +5,7 @@ The scheduler owns what concerns rows and blocks; the engine owns the tokens, th
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from paceline.core.generation import GenerationRequest
@@ -21,75 +22,43 @@ class Phase(Enum):
     ENDED = auto()
 
 
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """A live sequence. Compared by identity."""
 
-    __slots__ = (
-        "blocks",
-        "cached_tokens",
-        "computed",
-        "draws",
-        "epoch",
-        "id",
-        "in_flight",
-        "index",
-        "keys",
-        "n_prompt",
-        "n_publishable",
-        "n_published",
-        "n_sent",
-        "phase",
-        "preempt_when_collected",
-        "request",
-        "stop_ids",
-        "text",
-        "tokens",
-    )
+    id: SequenceId
+    """Also its place in the order of arrival."""
+    request: GenerationRequest
+    index: int
+    """Which of the request's sequences."""
+    draws: DrawState
+    text: TextStream
+    stop_ids: frozenset[int]
+    """Tokens that end it."""
+    tokens: list[int] = field(init=False)
+    """Prompt and answer."""
+    n_prompt: int = field(init=False)
+    phase: Phase = Phase.WAITING
+    epoch: int = 0
+    computed: int = 0
+    """Tokens whose rows were submitted. Those of a sequence that is not in flight were collected too."""
+    in_flight: bool = False
+    preempt_when_collected: bool = False
+    blocks: list[BlockId] = field(default_factory=list[BlockId])
+    n_sent: int = 0
+    """Blocks the executor was told of."""
+    keys: list[bytes] = field(default_factory=list[bytes])
+    """Of its full blocks; empty where the prefix cache is not for it."""
+    n_published: int = 0
+    """Blocks, from the first on, that were offered to the prefix cache or came from it."""
+    n_publishable: int = 0
+    """How many may ever be; 0 where the prefix cache is not for it."""
+    cached_tokens: int | None = None
+    """Prompt tokens the prefix cache held when it was first admitted; None until then."""
 
-    def __init__(
-        self,
-        sequence_id: SequenceId,
-        request: GenerationRequest,
-        index: int,
-        draws: DrawState,
-        text: TextStream,
-        stop_ids: frozenset[int],
-    ) -> None:
-        """A sequence that waits.
-
-        Args:
-            sequence_id: also its place in the order of arrival.
-            request: it belongs to.
-            index: which of the request's sequences.
-            draws: how its tokens are drawn.
-            text: its text.
-            stop_ids: tokens that end it.
-        """
-        self.id = sequence_id
-        self.request = request
-        self.index = index
-        self.draws = draws
-        self.text = text
-        self.stop_ids = stop_ids
-        self.tokens: list[int] = list(request.prompt_ids)
-        self.n_prompt = len(request.prompt_ids)
-        self.phase = Phase.WAITING
-        self.epoch = 0
-        self.computed = 0
-        """Tokens whose rows were submitted. Those of a sequence that is not in flight were collected too."""
-        self.in_flight = False
-        self.preempt_when_collected = False
-        self.blocks: list[BlockId] = []
-        self.n_sent = 0
-        """Blocks the executor was told of."""
-        self.keys: list[bytes] = []
-        """Of its full blocks; empty where the prefix cache is not for it."""
-        self.n_published = 0
-        """Blocks, from the first on, that were offered to the prefix cache or came from it."""
-        self.n_publishable = 0
-        """How many may ever be; 0 where the prefix cache is not for it."""
-        self.cached_tokens: int | None = None
-        """Prompt tokens the prefix cache held when it was first admitted; None until then."""
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_ids)
+        self.n_prompt = len(self.tokens)
 
     @property
     def is_live(self) -> bool:

@@ -27,7 +27,8 @@ class InOrderExecutor:
             lose: ordinals of `collect` at which all KV and all batches in flight are lost.
             break_at: ordinal of `collect` at which it fails for good.
         """
-        self.depth = depth
+        self.depth, self.n_blocks, self.block_size = depth, runner.n_blocks, runner.block_size
+        self.one_path, self.numerics_id = runner.one_path, runner.numerics_id
         self._runner = runner
         self._inner = LocalExecutor(runner)
         self._lose = frozenset(lose)
@@ -37,22 +38,6 @@ class InOrderExecutor:
         self._pending: dict[BatchId, StepBatch] = {}
         self._named: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
         self._written: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
-
-    @property
-    def n_blocks(self) -> int:
-        return self._runner.n_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._runner.block_size
-
-    @property
-    def one_path(self) -> bool:
-        return self._runner.one_path
-
-    @property
-    def numerics_id(self) -> str:
-        return self._runner.numerics_id
 
     def submit(self, batch: StepBatch) -> None:
         assert len(self._pending) < self.depth, "more batches in flight than the executor is deep"

@@ -23,29 +23,12 @@ class NullRunner:
     """A `LayerRunner` whose activations are hashes: uint64 [T], of the token before the layers, of the history after them."""
 
     def __init__(self, *, n_blocks: int, block_size: int = 4, vocab: int = 64, one_path: bool = False) -> None:
-        self._n_blocks = n_blocks
-        self._block_size = block_size
-        self._one_path = one_path
+        self.n_blocks, self.block_size, self.one_path = n_blocks, block_size, one_path
+        self.numerics_id = "null-one-path" if one_path else "null"
         self._columns_V = np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         self._kv = np.full((n_blocks, block_size), _EMPTY, np.int64)
         self.rows_run = 0
         """Rows that went through the layers."""
-
-    @property
-    def n_blocks(self) -> int:
-        return self._n_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def one_path(self) -> bool:
-        return self._one_path
-
-    @property
-    def numerics_id(self) -> str:
-        return "null-one-path" if self._one_path else "null"
 
     def embed(self, token_ids_T: Int32) -> UInt64:
         return token_ids_T.astype(np.uint64)
@@ -55,13 +38,13 @@ class NullRunner:
         for s in range(len(plan.n_rows_S)):
             first, n = int(plan.first_position_S[s]), int(plan.n_rows_S[s])
             start = int(plan.row_start_S[s])
-            path = 0 if self._one_path else int(plan.path_S[s])
+            path = 0 if self.one_path else int(plan.path_S[s])
             positions = np.arange(first + n)
             table = plan.tables_SB[s][plan.tables_SB[s] >= 0]
-            if len(table) * self._block_size < first + n:
-                raise IndexError(f"sequence {s} of the batch has no block for position {len(table) * self._block_size}")
-            blocks = table[positions // self._block_size]
-            slots = positions % self._block_size
+            if len(table) * self.block_size < first + n:
+                raise IndexError(f"sequence {s} of the batch has no block for position {len(table) * self.block_size}")
+            blocks = table[positions // self.block_size]
+            slots = positions % self.block_size
             self._kv[blocks[first:], slots[first:]] = x_TD[start : start + n].astype(np.int64) * 2 + path
             history = self._kv[blocks, slots]
             if history.min() < 0:
@@ -106,20 +89,11 @@ class ByteVocabulary:
             eos_ids: ends of an answer; without bytes.
             spellings: bytes of the first tokens; the rest spell one printable character each.
         """
-        self._size = size
-        self._eos_ids = eos_ids
+        self.size, self.eos_ids = size, eos_ids
         self._spellings = tuple(spellings)
 
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._eos_ids
-
     def token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._eos_ids:
+        if token_id in self.eos_ids:
             return b""
         if token_id < len(self._spellings):
             return self._spellings[token_id]
