@@ -7,14 +7,13 @@ Laws:
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ExecutorLost, InvalidRequest, Overloaded, PacelineError
+from paceline.core.errors import ExecutorLost, InvalidRequest, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
 from paceline.core.ids import RequestId, SequenceId
 from paceline.core.stats import EngineStats
@@ -22,14 +21,12 @@ from paceline.core.text import Vocabulary
 from paceline.engine.config import EngineConfig
 from paceline.engine.draw_state import DrawState
 from paceline.engine.executor import Executor, StepOutput
-from paceline.engine.intake import check_request
+from paceline.engine.intake import check_request, check_room
 from paceline.engine.sampling import Sampler
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
 from paceline.engine.stops import TextStream
 
-RETRY_SPAN_S = 60
-"""Longest wait asked of a client that was refused."""
 _BROKEN_LOGITS = "the model's logits are not finite"
 
 
@@ -97,9 +94,7 @@ class Engine:
         if request.request_id in self._live:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
         check_request(request, self._config, self._executor, self._vocabulary.size)
-        if self._n_live + request.n > self._config.max_running + self._config.max_waiting:
-            wait_s = min(RETRY_SPAN_S, 2 * math.ceil(self._n_live / self._config.max_running))
-            raise Overloaded(f"{self._n_live} answers are running or waiting", "Try again later.", retry_after_s=max(1, wait_s))
+        check_room(self._n_live, request.n, self._config)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids
         sequences: list[SequenceState] = []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
-from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.generation import GenerationRequest
 from paceline.engine.config import EngineConfig
 from paceline.engine.executor import Executor
 from paceline.engine.scheduler import blocks_for
+
+RETRY_SPAN_S = 60
+"""Longest wait asked of a client that was refused."""
 
 
 def check_request(request: GenerationRequest, config: EngineConfig, executor: Executor, vocab: int) -> None:
@@ -44,6 +47,18 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
             "Shorten the prompt, ask for fewer tokens, or give the server more KV memory.",
             field="max_tokens",
         )
+
+
+def check_room(live: int, more: int, config: EngineConfig) -> None:
+    """Check that `more` sequences may join those that are live.
+
+    Raises:
+        Overloaded: the queue is full; when to come back goes by how many are before the client.
+    """
+    most = config.max_running + config.max_waiting
+    if live + more > most:
+        wait_s = min(RETRY_SPAN_S, max(1, 2 * math.ceil(live / config.max_running)))
+        raise Overloaded(f"{live} answers are running or waiting, and {most} is the most", "Try again later.", retry_after_s=wait_s)
 
 
 def _check_sampling(request: GenerationRequest, vocab: int) -> None:

@@ -23,7 +23,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.node import accelerator
 from paceline.node.cores import usable_cores
-from paceline.node.engine_thread import EngineThread
 from paceline.node.host import EngineHost
 from paceline.node.settings import NodeSettings
 from paceline.node.sizing import KvPlan, plan_kv
@@ -143,9 +142,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     """
     clock = clock or SystemClock()
     built = build_engine(settings, progress, clock)
-    thread = EngineThread(built.engine, built.executor.close)
-    capacity = settings.max_running + settings.max_waiting
-    host = EngineHost(thread, built.model, clock, capacity=capacity, at_once=settings.max_running)
+    host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
     return BuiltNode(host, built.model, built.notes, built.summary)
 
 

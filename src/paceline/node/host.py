@@ -8,50 +8,39 @@ error, and so does every later call.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded, PacelineError, UnknownModel
+from paceline.core.errors import InvalidRequest, PacelineError, UnknownModel
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
+from paceline.engine.config import EngineConfig
+from paceline.engine.intake import check_room
 from paceline.node.commands import Abort, Add, Command, Died, Report
+from paceline.node.engine_thread import EngineThread, StepEngine
 from paceline.server.inference import ChunkStream, Progress, ServedModel
 
 CLOSE_TIMEOUT_S = 1.0
 """How long a step in progress may hold up a stop. Raising it delays Ctrl-C; lowering it abandons more steps."""
-RETRY_SPAN_S = 60
-"""Longest wait asked of a client that was refused."""
-
-
-class EngineRunner(Protocol):
-    """Something that runs an engine apart from the event loop: a thread, or a process."""
-
-    def start(self, tell: Callable[[Report | Died], None]) -> None: ...
-    def send(self, command: Command) -> None: ...
-    def close(self, timeout_s: float) -> bool: ...
 
 
 class EngineHost:
     """One engine, one model, many streams."""
 
-    def __init__(self, runner: EngineRunner, model: ServedModel, clock: Clock, *, capacity: int, at_once: int) -> None:
-        """Start the runner.
+    def __init__(self, engine: StepEngine, release: Callable[[], None], model: ServedModel, config: EngineConfig, clock: Clock) -> None:
+        """Start the engine.
 
         Args:
-            runner: owned from here on; `close` closes it.
+            engine: owned from here on.
+            release: frees what the engine ran on; called last, by `close` or by the engine's end.
             model: what the engine serves.
+            config: the engine's bounds. Held here too: a full queue is said at once, whatever the step in progress takes.
             clock: for progress.
-            capacity: sequences that may be live, waiting ones included; beyond it requests are refused.
-            at_once: sequences the engine runs side by side; tells a refused client how long to wait.
         """
-        self._runner = runner
         self._model = model
+        self._config = config
         self._clock = clock
-        self._capacity = capacity
-        self._at_once = at_once
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[RequestId, _Stream] = {}
         self._live_sequences = 0
@@ -62,7 +51,7 @@ class EngineHost:
         self._progressed_s = clock.monotonic()
         self._died: str | None = None
         self._closed = False
-        runner.start(self._tell)
+        self._thread = EngineThread(engine, release, self._tell)
 
     # ------------------------------------------------------------------------------------------------------ for the server
 
@@ -88,15 +77,15 @@ class EngineHost:
             return True
         self._closed = True
         self._fail_all("The server is stopping")
-        return self._runner.close(CLOSE_TIMEOUT_S)
+        return self._thread.close(CLOSE_TIMEOUT_S)
 
     # ----------------------------------------------------------------------------------------------------------- for streams
 
     def admit(self, stream: _Stream, model: str, request: GenerationRequest) -> None:
-        """Let a request in, or refuse it.
+        """Hand a request to the engine, or refuse it. What the engine refuses, its next report says.
 
         Raises:
-            UnknownModel, ContextOverflow, Overloaded: it can't be served.
+            UnknownModel, Overloaded: it can't be served.
             InvalidRequest: its id is in use.
             PacelineError: the engine is gone.
         """
@@ -104,23 +93,9 @@ class EngineHost:
             raise UnknownModel(f"The model {model!r} is not served here", f"Served here: {self._model.name}.")
         if self._died is not None or self._closed:
             raise PacelineError(f"The engine stopped: {self._died or 'it was closed'}", "Restart paceline.")
-        tokens = len(request.prompt_ids) + request.max_tokens
-        if tokens > self._model.max_context:
-            raise ContextOverflow(
-                f"{len(request.prompt_ids)} tokens of prompt and {request.max_tokens} of answer exceed the context of "
-                f"{self._model.max_context}",
-                "Shorten the prompt, or ask for fewer tokens.",
-                field="max_tokens",
-            )
         if request.request_id in self._live:
-            raise InvalidRequest(f"The request id {request.request_id} is in use")
-        if self._live_sequences + request.n > self._capacity:
-            rounds = math.ceil(self._live_sequences / self._at_once)
-            raise Overloaded(
-                f"{self._live_sequences} answers are running or waiting, and {self._capacity} is the most",
-                "Try again later.",
-                retry_after_s=min(RETRY_SPAN_S, 2 * rounds),
-            )
+            raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
+        check_room(self._live_sequences, request.n, self._config)
         self._bind_loop()
         self._live[request.request_id] = stream
         self._live_sequences += request.n
@@ -150,10 +125,10 @@ class EngineHost:
         if not self._is_busy():
             self._progressed_s = self._clock.monotonic()
         self._sent += 1
-        self._runner.send(command)
+        self._thread.send(command)
 
     def _tell(self, news: Report | Died) -> None:
-        """Called by the runner, in a thread of its own."""
+        """Called in the engine's thread."""
         loop = self._loop
         if loop is None or loop.is_closed():
             self._receive(news)  # nobody streams: there is no loop to disturb
