@@ -24,7 +24,7 @@ def paceline_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     home = tmp_path_factory.mktemp("paceline-home")
     before = os.environ.get("PACELINE_HOME")
-    kernels = Home.from_environment().root / "cache" / "kernels"
+    kernels = Home.from_environment().kernels
     kernels.mkdir(parents=True, exist_ok=True)
     (home / "cache").mkdir()
     (home / "cache" / "kernels").symlink_to(kernels)

@@ -58,7 +58,7 @@ _NO_KERNELS = pytest.mark.skipif(not cpu.runs_here(), reason="this processor has
 
 
 def _compiled(source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:
-    return cpu.load(source, replace(options, kernel_cache=Home.from_environment().root / "cache" / "kernels"), progress)
+    return cpu.load(source, replace(options, kernel_cache=Home.from_environment().kernels), progress)
 
 
 CPU = [

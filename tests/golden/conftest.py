@@ -22,4 +22,4 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kernel_cache(paceline_home: Path) -> Path:
-    return Home.from_environment().root / "cache" / "kernels"
+    return Home.from_environment().kernels

@@ -101,7 +101,7 @@ class Loaded:
                 weights=kind.weights,
                 n_blocks=BLOCKS,
                 threads=threads,
-                kernel_cache=Home.from_environment().root / "cache" / "kernels",
+                kernel_cache=Home.from_environment().kernels,
                 prompt_weights=kind.prompt_weights,
             )
             self.runners[threads] = load_runner(kind.kernels, model.weights, options)

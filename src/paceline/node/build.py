@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.backends import cpu, table
 from paceline.backends.memory import available_bytes, human
+from paceline.backends.numerics import holds_identity
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
@@ -114,13 +114,17 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         BLOCK_SIZE,
         threads,
         max_rows=config.prefill_chunk + config.max_running,
-        kernel_cache=kernel_folder(),
+        kernel_cache=Home.from_environment().kernels,
     )
     runner = load_runner(kernels, opened.weights, options, progress)
     executor = LocalExecutor(runner)
-    notes = (
-        [f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)"] if kv.shortened_from else []
-    )
+    notes: list[str] = []
+    if kv.shortened_from:
+        notes.append(f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)")
+    if cuda and kernels is not Kernels.CUDA:
+        notes.append(f"the GPU is not used: it holds bf16, and --weights {weights} was asked for")
+    if not holds_identity(runner):
+        notes.append(f"{kernels} gives other bytes for other batches here: an answer may depend on what runs beside it")
     return BuiltEngine(
         engine=Engine(executor, opened.tokenizer, config, clock),
         executor=executor,
@@ -148,12 +152,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
 
 def must_compile() -> bool:
     """Whether this machine has never run the compiled kernels: its first start takes longer, and should say so."""
-    return cpu.runs_here() and not any(kernel_folder().glob("*/complete"))
-
-
-def kernel_folder() -> Path:
-    """Where compiled kernels are kept between runs."""
-    return Home.from_environment().root / "cache" / "kernels"
+    return cpu.runs_here() and not any(Home.from_environment().kernels.glob("*/complete"))
 
 
 def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:

@@ -3,6 +3,7 @@
     models/<org>/<name>/         files of a pulled model, and `paceline.json`, its manifest
     cache/digests/               SHA-256 of files, by path, size and modification time
     cache/tokenizers/            tokenizers built from GGUF metadata
+    cache/kernels/               compiled kernels, by version and processor
 
 Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs time
 at the next start and nothing else, so that is logged and not raised.
@@ -45,6 +46,10 @@ class Home:
     @property
     def tokenizers(self) -> Path:
         return self.root / "cache" / "tokenizers"
+
+    @property
+    def kernels(self) -> Path:
+        return self.root / "cache" / "kernels"
 
 
 def write_file(path: Path, data: bytes) -> None:

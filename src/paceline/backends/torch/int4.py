@@ -82,10 +82,6 @@ class PackedMatrix:
         slabs = [_pack(_nibbles(codes_NK[at : at + _SLAB], self.bits)) for at in range(0, len(codes_NK), _SLAB)]
         self._packed = torch.cat([slab.view(-1) for slab in slabs])
 
-    @property
-    def nbytes(self) -> int:
-        return self._packed.nbytes + self._table.nbytes
-
     def multiply(self, x_TK: Tensor) -> Tensor:
         """bf16 [T, N] of bf16 [T, K]: the generated path's product."""
         x_TH = x_TK if self.bits == 4 else torch.cat([x_TK, x_TK], 1)

@@ -9,6 +9,7 @@ Shapes: T rows, N outputs, K inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -26,9 +27,6 @@ from paceline.engine.executor import Path
 class Linear(Protocol):
     """One matrix, or several fused along their outputs."""
 
-    @property
-    def nbytes(self) -> int: ...
-
     def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
         """bf16 [T, N] of bf16 [T, K]."""
         ...
@@ -43,10 +41,6 @@ class DenseLinear:
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
         self._weight_NK, self._bias_N = weight_NK, bias_N
-
-    @property
-    def nbytes(self) -> int:
-        return self._weight_NK.nbytes
 
     def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
         return two_rows(lambda x: F.linear(x, self._weight_NK, self._bias_N), x_TK)
@@ -80,10 +74,6 @@ class QuantLinear:
         else:
             scratch.reserve(matrix.k * matrix.padded)
 
-    @property
-    def nbytes(self) -> int:
-        return self._matrix.nbytes + (0 if self._resident is None else self._resident.nbytes)
-
     def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
         y_TN = self._matrix.multiply(x_TK) if path is Path.GENERATED else two_rows(self._prompt_product, x_TK)
         return y_TN if self._bias_N is None else y_TN + self._bias_N
@@ -103,10 +93,6 @@ class HeadLinear:
 
     def __init__(self, matrix: PackedMatrix) -> None:
         self._matrix = matrix
-
-    @property
-    def nbytes(self) -> int:
-        return self._matrix.nbytes
 
     def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
         return self._matrix.multiply(x_TK)
@@ -147,12 +133,8 @@ def dense(tensors: list[StoredTensor], device: torch.device) -> Tensor:
     return torch.from_numpy(joined.view(np.int16)).view(torch.bfloat16).to(device)
 
 
-def two_rows(product: Product, x_TK: Tensor) -> Tensor:
+def two_rows(product: Callable[[Tensor], Tensor], x_TK: Tensor) -> Tensor:
     """`product` of at least two rows."""
     if len(x_TK) > 1:
         return product(x_TK)
     return product(torch.cat([x_TK, torch.zeros_like(x_TK)]))[:1]
-
-
-class Product(Protocol):
-    def __call__(self, x: Tensor, /) -> Tensor: ...

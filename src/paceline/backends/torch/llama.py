@@ -15,11 +15,13 @@ from paceline.backends.torch.step import Step
 class LlamaLayer:
     """One layer. `index` counts from the model's first layer, `slot` from the range's."""
 
+    qkv_bias = False
+
     def __init__(self, reader: Reader, index: int, slot: int) -> None:
         at, spec = f"model.layers.{index}", reader.spec
         self._slot, self._n_heads, self._n_kv = slot, spec.n_heads, spec.n_kv_heads
         self._attention_norm = reader.norm(f"{at}.input_layernorm.weight")
-        self._qkv = reader.linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj")
+        self._qkv = reader.linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj", bias=self.qkv_bias)
         self._out = reader.linear(f"{at}.self_attn", "o_proj")
         self._ffn_norm = reader.norm(f"{at}.post_attention_layernorm.weight")
         self._gate_up = reader.linear(f"{at}.mlp", "gate_proj", "up_proj")

@@ -6,7 +6,8 @@ on the first layer that was loaded, in its real sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
@@ -146,14 +147,12 @@ def _scratch(spec: ModelSpec, options: LoadOptions) -> Scratch | None:
     return None if where is PromptWeights.RESIDENT else Scratch()
 
 
-class _threads:  # noqa: N801
+@contextmanager
+def _threads(count: int) -> Generator[None]:
     """torch's thread count for a while."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._before = count, torch.get_num_threads()
-
-    def __enter__(self) -> None:
-        torch.set_num_threads(self._count)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

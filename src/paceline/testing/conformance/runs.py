@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.numerics import SeededWeights
+from paceline.backends.numerics import SeededWeights, holds_identity
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import StoredTensor, WeightSource
@@ -155,11 +155,6 @@ def tokens(count: int, vocab: int, seed: int = 0) -> list[int]:
 def blocks(runner: LayerRunner[Any], n_tokens: int, first: int = 0) -> list[int]:
     """A table of adjacent blocks for a number of tokens."""
     return list(range(first, first - (-n_tokens // runner.block_size)))
-
-
-def holds_identity(runner: LayerRunner[Any]) -> bool:
-    """Whether a runner claims byte identity; one that says nothing does."""
-    return bool(getattr(runner, "holds_identity", True))
 
 
 def same(runner: LayerRunner[Any], left: Outcome, right: Outcome) -> bool:
