@@ -88,7 +88,10 @@ def _import_kernels(model: str, weights: WeightsFormat | None) -> None:
     opened = open_model(model)
     match table.choose(opened.spec, weights or stored_format(opened.weights), asked=None, cuda=False):
         case Kernels.AVX512_BF16:
-            import paceline.backends.cpu
+            from paceline.backends.cpu import kernel_cache
+
+            kernel_cache.use(Home.from_environment().kernels)
+            import paceline.backends.cpu.runner
         case _:
             import paceline.backends.torch  # noqa: F401
 

@@ -25,7 +25,7 @@ from paceline.backends import table
 from paceline.backends.options import LoadOptions
 from paceline.core.model import WeightsFormat
 from paceline.engine.executor import Path as KernelPath
-from paceline.node.build import kernel_folder, load_runner
+from paceline.node.build import load_runner
 from paceline.store.catalog import OpenedModel, open_model, resolve
 from paceline.store.home import Home
 from paceline.testing.conformance.runs import Rows, run
@@ -63,7 +63,7 @@ def transformers_logs(gguf: Path, texts: list[list[int]], dtype: torch.dtype) ->
 
 def our_logs(opened: OpenedModel, weights: WeightsFormat, texts: list[list[int]]) -> list[Logs]:
     blocks = max(map(len, texts)) // 16 + 1
-    options = LoadOptions(opened.spec.all_layers, weights, blocks, kernel_cache=kernel_folder())
+    options = LoadOptions(opened.spec.all_layers, weights, blocks, kernel_cache=Home.from_environment().kernels)
     runner = load_runner(table.choose(opened.spec, weights), opened.weights, options)
     try:
         rows = [Rows(ids, 0, list(range(len(ids) // runner.block_size + 1)), KernelPath.PROMPT) for ids in texts]
