@@ -40,10 +40,10 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def weigh(model: str, weights: str, kv_tokens: int, threads: int) -> dict[str, Any]:
+def weigh(model: str, weights: str, kv_tokens: int, threads: int, device: Kernels | None) -> dict[str, Any]:
     """Import, load, fill the pool, and weigh at each step. For a fresh process."""
     wanted = WeightsFormat(weights) if weights else None
-    _import_kernels(model, wanted)
+    _import_kernels(model, wanted, device)
     gc.collect()
     imported = resident_bytes()
     sequences, answer = 16, 16
@@ -57,6 +57,7 @@ def weigh(model: str, weights: str, kv_tokens: int, threads: int) -> dict[str, A
             threads=threads,
             max_running=sequences,
             prefix_cache=False,
+            device=device,
         )
     )
     loaded = resident_bytes()
@@ -83,17 +84,17 @@ def weigh(model: str, weights: str, kv_tokens: int, threads: int) -> dict[str, A
         built.executor.close()
 
 
-def _import_kernels(model: str, weights: WeightsFormat | None) -> None:
+def _import_kernels(model: str, weights: WeightsFormat | None, device: Kernels | None) -> None:
     """Import what the load will import on this machine: libraries are not the model's weight."""
     opened = open_model(model)
-    match table.choose(opened.spec, weights or stored_format(opened.weights), asked=None, cuda=False):
+    match table.choose(opened.spec, weights or stored_format(opened.weights), asked=device, cuda=False):
         case Kernels.AVX512_BF16:
             from paceline.backends.cpu import kernel_cache
 
             kernel_cache.use(Home.from_environment().kernels)
             import paceline.backends.cpu.runner
         case _:
-            import paceline.backends.torch  # noqa: F401
+            import paceline.backends.torch.loading
 
 
 def main() -> int:
@@ -102,10 +103,11 @@ def main() -> int:
     parser.add_argument("--weights", default="", help="default: the format nearest to the file's")
     parser.add_argument("--kv-tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", type=Kernels, choices=list(Kernels), help="default: what this machine would choose")
     parser.add_argument("--here", action="store_true", help="measure in this process, once")
     options = parser.parse_args()
     if options.here:
-        print(json.dumps(weigh(options.model, options.weights, options.kv_tokens, options.threads), indent=2))
+        print(json.dumps(weigh(options.model, options.weights, options.kv_tokens, options.threads, options.device), indent=2))
         return 0
     for _ in range(2):
         run = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--here"], stdout=subprocess.PIPE, text=True, check=True)
