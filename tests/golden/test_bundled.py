@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.golden import reference as hf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from paceline.backends import cpu
@@ -17,10 +17,6 @@ from paceline.backends import torch as portable
 from paceline.core.model import WeightsFormat
 from paceline.engine.executor import Path as KernelPath
 from paceline.store.catalog import OpenedModel, open_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import reference as hf
 
 PROMPTS = (
     "The three primary colours are red, blue and yellow. Mixing blue and yellow gives green, and mixing red and blue gives",

@@ -7,7 +7,6 @@ hundred times as much). In a mixture of experts a rounding can turn a router's n
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.golden import reference as hf
 
 from paceline.backends import cpu
 from paceline.backends import torch as portable
@@ -24,10 +24,6 @@ from paceline.engine.executor import Path as KernelPath
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.safetensors_file import SafetensorsWeights
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import reference as hf
 
 LOADS = {"torch": portable.load, "cpu": cpu.load}
 STRAY, STRAY_INT8 = 1.5, 2.5

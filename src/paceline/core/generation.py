@@ -56,7 +56,6 @@ class GenerationRequest:
     """Tokens that end an answer, beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     """Benchmarks ban the end of sequence: its logits are masked, so that lengths are exact."""
-    use_prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)

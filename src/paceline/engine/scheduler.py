@@ -63,7 +63,7 @@ class Scheduler:
 
     def add(self, seq: SequenceState) -> None:
         """A new sequence waits its turn."""
-        if self._caching and seq.request.use_prefix_cache:
+        if self._caching:
             seq.keys = prompt_keys(self._root, seq.tokens, self._block_size)
             # Generated rows may be shared where they are the same bytes as prompt rows (byte identity, rule 3).
             seq.n_publishable = _UNBOUNDED if self._one_path else len(seq.keys)

@@ -48,11 +48,11 @@ class SequenceState:
     n_sent: int = 0
     """Blocks the executor was told of."""
     keys: list[bytes] = field(default_factory=list[bytes])
-    """Of its full blocks; empty where the prefix cache is not for it."""
+    """Of its full blocks; empty without a prefix cache."""
     n_published: int = 0
     """Blocks, from the first on, that were offered to the prefix cache or came from it."""
     n_publishable: int = 0
-    """How many may ever be; 0 where the prefix cache is not for it."""
+    """How many may ever be; 0 without a prefix cache."""
     cached_tokens: int | None = None
     """Prompt tokens the prefix cache held when it was first admitted; None until then."""
 

@@ -184,7 +184,6 @@ def drive(engine: StepsRequests, prompts: Sequence[tuple[int, ...]], answer_toke
             answer_tokens,
             SamplingParams(temperature=0.0),
             ignore_eos=True,
-            use_prefix_cache=False,
         )
         for number, prompt in enumerate(prompts)
     ]

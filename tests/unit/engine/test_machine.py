@@ -38,7 +38,6 @@ requests = st.builds(
     stop=st.sampled_from([(), (), ("é",), ("ab", "b")]),
     stop_ids=st.sampled_from([frozenset[int](), frozenset({7})]),
     ignore_eos=st.booleans(),
-    use_prefix_cache=st.sampled_from([True, True, True, False]),
 )
 
 

@@ -128,7 +128,7 @@ class GgufModel:
         return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gguf_model() -> type[GgufModel]:
     return GgufModel
 
@@ -152,11 +152,6 @@ def llama_config(**changes: Any) -> dict[str, Any]:
     return config | changes
 
 
-@pytest.fixture
-def make_config() -> Callable[..., dict[str, Any]]:
-    return llama_config
-
-
 def write_folder(folder: Path, tensors: Mapping[str, Array] | None = None, **changes: Any) -> Path:
     """A model folder: config.json, model.safetensors, tokenizer.json, tokenizer_config.json."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -174,16 +169,6 @@ def write_folder(folder: Path, tensors: Mapping[str, Array] | None = None, **cha
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_folder() -> Callable[..., Path]:
-    return write_folder
-
-
-@pytest.fixture(scope="session")
-def gguf_class() -> type[GgufModel]:
-    return GgufModel
-
-
-@pytest.fixture(scope="session")
-def folder_writer() -> Callable[..., Path]:
     return write_folder

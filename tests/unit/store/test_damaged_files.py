@@ -26,12 +26,8 @@ def place(tmp_path_factory: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def gguf_bytes(request: Any, place: Any) -> Any:
-    from gguf import GGMLQuantizationType
-
-    model = request.getfixturevalue("gguf_class")("llama", "Q4_1")
-    assert model.quant == GGMLQuantizationType.Q4_1
-    return model.write(place / "whole.gguf").read_bytes()
+def gguf_bytes(gguf_model: Any, place: Any) -> Any:
+    return gguf_model("llama", "Q4_1").write(place / "whole.gguf").read_bytes()
 
 
 def opened(ref: Path, home: Home) -> bool:
@@ -101,10 +97,10 @@ def field_values() -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_damaged_safetensors(request: Any, place: Any, data: Any) -> None:
+def test_damaged_safetensors(make_folder: Any, place: Any, data: Any) -> None:
     folder = place / "folder"
     if not folder.exists():
-        request.getfixturevalue("folder_writer")(folder)
+        make_folder(folder)
         (place / "pristine").write_bytes((folder / "model.safetensors").read_bytes())
     whole = (place / "pristine").read_bytes()
     n = struct.unpack("<Q", whole[:8])[0]
@@ -116,10 +112,10 @@ def test_damaged_safetensors(request: Any, place: Any, data: Any) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_damaged_configurations(request: Any, place: Any, data: Any) -> None:
+def test_damaged_configurations(make_folder: Any, place: Any, data: Any) -> None:
     folder = place / "configured"
     if not folder.exists():
-        request.getfixturevalue("folder_writer")(folder)
+        make_folder(folder)
         (place / "config").write_bytes((folder / "config.json").read_bytes())
     config = json.loads((place / "config").read_text())
     extra = ["head_dim", "rope_scaling", "rope_parameters", "sliding_window", "tie_word_embeddings", "num_experts", "layer_types"]
