@@ -12,6 +12,9 @@ from paceline.core.generation import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: their draws could not differ, but their division overflows."""
+_TINY = np.finfo(np.float32).tiny
+_HUGE = np.float32(1e30)
+"""Where a repetition penalty near zero stops raising logits: beyond any model's, and finite when divided by any temperature."""
 
 
 class DrawState:
@@ -64,8 +67,8 @@ class DrawState:
         if self._seen:
             ids = np.fromiter(self._seen, np.intp, len(self._seen))
             logits = row_V[ids]
-            penalty = np.float32(self.params.repetition_penalty)
-            row_V[ids] = np.where(logits > 0, logits / penalty, logits * penalty)
+            penalty = np.maximum(np.float32(self.params.repetition_penalty), _TINY)
+            row_V[ids] = np.where(logits > 0, np.minimum(logits, _HUGE * penalty) / penalty, logits * penalty)
         if self._counts:
             ids = np.fromiter(self._counts, np.intp, len(self._counts))
             counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))

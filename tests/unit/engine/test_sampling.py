@@ -216,6 +216,21 @@ class TestAdjustments:
     def test_a_bias_decides(self) -> None:
         assert draw(logits(1)[0], state(temperature=0, logit_bias={33: 100.0})) == 33
 
+    @pytest.mark.parametrize("repetition", [5e-324, 1e-45, 1e-40, 1e-38, 1e-6, 10.0])
+    @pytest.mark.parametrize("temperature", [0.0, 1.1e-5, 2.0])
+    def test_no_penalty_makes_a_row_unsound(self, repetition: float, temperature: float) -> None:
+        row = logits(5)[0]
+        row[[3, 4]] = (0.0, -np.inf)
+        ranks = {"top_k": 40, "top_p": 0.9} if temperature == 2.0 else {}
+        one = state(
+            prompt=tuple(range(50)), bans_eos=True, repetition_penalty=repetition, temperature=temperature, presence_penalty=-2.0, **ranks
+        )
+        one.count(60)
+        token = draw(row, one)
+        assert token not in {None, 0, 4}
+        if repetition < 1e-3:  # what was there, and above zero, wins
+            assert token in {*np.flatnonzero(row[:50] > 0), 60}
+
 
 class TestLogprobs:
     def test_are_of_the_raw_logits(self) -> None:
