@@ -92,9 +92,8 @@ def _import_kernels(model: str, weights: WeightsFormat | None, device: Kernels |
             from paceline.backends.cpu import kernel_cache
 
             kernel_cache.use(Home.from_environment().kernels)
-            import paceline.backends.cpu.runner
         case _:
-            import paceline.backends.torch.loading
+            pass
 
 
 def main() -> int:
