@@ -59,7 +59,10 @@ class ModelOffer:
     """Equal ids give equal bytes. Empty until the model was loaded once."""
     holds_identity: bool = False
     size_bytes: int = 0
+    """Of its weights, in their files."""
     shape: ModelShape | None = None
+    vocabulary: str = ""
+    """Hash of the tokens' bytes in order: equal hashes, equal ids, so one may draft for the other. Empty: not known, or none (prompt lookup)."""
 
 
 @dataclass(frozen=True, slots=True)
