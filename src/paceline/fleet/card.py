@@ -103,6 +103,8 @@ class NodeCard:
     software: str = ""
     leaving: bool = False
     """The node says goodbye."""
+    stamp_anchor: bytes = b""
+    """`StampChain.anchor`: what later stamps of this card are checked against. Empty: the card is never stamped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,11 @@ class SealedCard:
 
     card: NodeCard
     sealed: bytes
-    """A serialised SignedCard, exactly as its node made it."""
+    """A serialised SignedCard without the certificate: the card as its node serialised it, and the signature."""
+    certificate: bytes = b""
+    """DER. Kept apart because it travels only to those who hold no card of the node yet."""
+    issued_at: int = 0
+    """Unix seconds at which the CA issued the certificate; a revocation voids those issued up to its `not_after`."""
 
 
 @dataclass(frozen=True, slots=True)
