@@ -91,7 +91,11 @@ class Executor(Protocol):
         ...
 
     def submit(self, batch: StepBatch) -> None:
-        """Start a batch. At most `depth` may be in flight."""
+        """Start a batch. At most `depth` may be in flight.
+
+        Raises:
+            ExecutorLost: as `collect` does.
+        """
         ...
 
     def collect(self, deadline: float) -> StepOutput:

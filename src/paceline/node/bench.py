@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.text import Vocabulary
+from paceline.engine.scheduler import blocks_for
 from paceline.node.settings import NodeSettings
 from paceline.node.timing import Spread, Timing
 
@@ -105,13 +106,13 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
     check_plan(plan)
     load_average = os.getloadavg()[0]
     tell = on_run or (lambda _: None)
-    from paceline.node.build import build_engine
+    from paceline.node.build import BLOCK_SIZE, build_engine
 
     tell(f"loading {settings.model}")
     clock = SystemClock()
     most = max(plan.concurrency)
     longest = max(plan.prompt_tokens + plan.answer_tokens, plan.prefill_tokens + 1)
-    tokens = most * -(-longest // 16) * 16
+    tokens = most * blocks_for(longest, BLOCK_SIZE) * BLOCK_SIZE
     built = build_engine(
         replace(settings, prefix_cache=False, max_running=most, kv_tokens=max(tokens, settings.kv_tokens or 0, settings.context or 0))
     )
