@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-dev lint types layers unit format wheel bench clean
+.PHONY: help run test install install-dev lint types layers unit format stubs schema land-schema wheel bench clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -67,6 +67,25 @@ unit: install-dev  ## Tests; narrow them with PYTEST="-k sampling"
 format: install-dev  ## Rewrite to style
 	$(BIN)/ruff check --fix src tests bench tools
 	$(BIN)/ruff format src tests bench tools
+
+stubs: install-dev  ## Make the gRPC stubs from proto/
+	$(BIN)/python tools/generate_stubs.py
+
+# buf comes from npm, and only where npm is: nothing else here needs it.
+BUF_HOME := tools/buf
+BUF := $(BUF_HOME)/node_modules/.bin/buf
+
+schema:  ## Check proto/ for style, and that it can still talk to the schema that landed last
+	@if ! command -v npm >/dev/null; then echo "schema: not checked, because there is no npm to get buf from"; exit 0; fi; \
+	set -e; $(MAKE) --no-print-directory $(BUF); \
+	$(BUF) lint proto; $(BUF) breaking proto --against proto/landed.binpb; echo "schema: no break against proto/landed.binpb"
+
+land-schema: $(BUF)  ## Make today's proto/ the schema that later ones must not break
+	$(BUF) build proto --exclude-source-info -o proto/landed.binpb
+
+$(BUF): $(BUF_HOME)/package-lock.json
+	npm ci --silent --no-audit --no-fund --prefix $(BUF_HOME)
+	@touch $@
 
 wheel: install-dev  ## Build dist/*.whl
 	$(BIN)/python -m build --wheel

@@ -18,7 +18,7 @@ import paceline
 
 INSTALLED = Path(paceline.__file__).parent
 MODULES = sorted(module.name for module in pkgutil.walk_packages([str(INSTALLED)], "paceline.") if module.name != "paceline.__main__")
-SOURCES = sorted(INSTALLED.rglob("*.py"))
+SOURCES = sorted(path for path in INSTALLED.rglob("*.py") if "_pb2" not in path.name)  # what protoc wrote is not ours to shorten
 FROM_WHEEL = os.environ.get("PACELINE_TEST_WHEEL") == "1"
 
 

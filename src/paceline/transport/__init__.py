@@ -1,0 +1,1 @@
+"""How nodes talk: gRPC services and clients, certificates, discovery."""
