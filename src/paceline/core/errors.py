@@ -7,12 +7,18 @@ PacelineError
 |   |-- ModelFileError        a weights, tokenizer or config file is corrupt, truncated or unknown
 |   |-- UnsupportedModel      a model family or tensor type Paceline does not run
 |   |-- OutOfMemory           a model or a context larger than this machine's memory
-|   `-- DownloadError         a pull that could not be finished
+|   |-- DownloadError         a pull that could not be finished
+|   `-- PlacementError        no machine of the fleet can run what was asked; `constraint` says for want of what
+|       `-- ImpossiblePin     a machine or a range of layers was pinned that can't be had
 |-- RequestError              a request that can't be served as asked (HTTP 4xx)
 |   |-- InvalidRequest        a field is wrong; `field` names it
 |   |-- ContextOverflow       prompt + max_tokens beyond the context
 |   |-- UnknownModel          the model named is not served here
 |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
+|-- FleetError                something between the machines of a fleet
+|   `-- GossipRefused         what a peer sent is not taken, and changed nothing
+|       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
+|       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
 `-- ExecutorLost              spans of the model can't be reached any more
 """
 
@@ -66,6 +72,18 @@ class DownloadError(UserError):
     """A pull that could not be finished; what was fetched is kept and resumed next time."""
 
 
+class PlacementError(UserError):
+    """No machine of the fleet, and no set of them, can run what was asked."""
+
+    def __init__(self, message: str, hint: str = "", *, constraint: str = "no candidate") -> None:
+        super().__init__(message, hint)
+        self.constraint = constraint
+
+
+class ImpossiblePin(PlacementError):
+    """A machine or a range of layers was pinned that can't be had."""
+
+
 class RequestError(PacelineError):
     """A request that can't be served as asked."""
 
@@ -92,6 +110,26 @@ class Overloaded(RequestError):
     def __init__(self, message: str, hint: str = "", *, retry_after_s: int) -> None:
         super().__init__(message, hint)
         self.retry_after_s = retry_after_s
+
+
+class FleetError(PacelineError):
+    """Something between the machines of a fleet."""
+
+
+class GossipRefused(FleetError):
+    """What a peer sent is not taken; it changed nothing."""
+
+
+class PeerFloods(GossipRefused):
+    """A peer sends more requests than its share."""
+
+    def __init__(self, message: str, hint: str = "", *, retry_after_s: float) -> None:
+        super().__init__(message, hint)
+        self.retry_after_s = retry_after_s
+
+
+class MessageTooLarge(GossipRefused):
+    """A message with more digests, cards, stamps, revocations or bytes than the bounds allow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,157 @@
+"""What placement is asked, and what it answers. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
+
+
+class Way(StrEnum):
+    """How machines share a request."""
+
+    ALONE = "alone"
+    """One machine runs all of it."""
+    DRAFT = "draft"
+    """One machine runs all of it; another proposes tokens to it."""
+    PIPELINE = "pipeline"
+    """Each machine runs a range of layers."""
+
+
+class Constraint(StrEnum):
+    """What would have to change for a better plan."""
+
+    MEMORY = "memory"
+    LINK_LATENCY = "link latency"
+    LINK_BANDWIDTH = "link bandwidth"
+    COMPUTE = "compute"
+    NO_CANDIDATE = "no candidate"
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A machine that must run layers, chosen by a person. Pins name all machines that do: none else is taken."""
+
+    node_id: NodeId
+    layers: LayerRange | None = None
+    """None: whatever is best."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """One model and a typical request to it."""
+
+    model: str
+    """A model's id, or its digest, or the first twelve or more digits of that."""
+    weights: str = ""
+    """Weights format; empty: any that is offered."""
+    prompt_tokens: int = 512
+    answer_tokens: int = 256
+    ways: frozenset[Way] = frozenset(Way)
+    """Those allowed."""
+    pins: tuple[Pin, ...] = ()
+    proposer: NodeId | None = None
+    """The machine that must draft; None: the best, if drafting pays."""
+    draft_model: str = ""
+    """The id of the model that must draft; empty: any that can."""
+    acceptance: float | None = None
+    """Share of drafted tokens that are accepted, where it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A machine and the layers it runs. The first stage also holds embedding, final norm and head."""
+
+    node_id: NodeId
+    instance: bytes
+    """Of the node's process: another one has lost the KV."""
+    layers: LayerRange
+    numerics_id: str
+    warm: bool
+    fetch_from: NodeId | None = None
+    """Who has the weights, where this machine does not."""
+    fetch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Who proposes tokens, and how many at a time."""
+
+    node_id: NodeId
+    instance: bytes
+    model_id: str
+    digest: str
+    length: int
+    """Tokens proposed at a time."""
+    acceptance: float
+    """Share of them expected to be accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a request is expected to take. `fleet.cost` has the formulas."""
+
+    tokens_per_s: float
+    """Of the answer, once it has begun."""
+    ttft_s: float
+    """Until the first token."""
+    total_s: float
+    """Until the last."""
+    compute_s: float
+    latency_s: float
+    bandwidth_s: float
+    """The parts of `total_s`: machines at work, links' round trips, links' bytes."""
+    measured: bool
+    """Every speed in it was measured; False: at least one was taken from a machine's memory bandwidth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way of running the request, and what it would take."""
+
+    way: Way
+    model_id: str
+    digest: str
+    weights: str
+    stages: tuple[Stage, ...]
+    """In the order of their layers, which they cover without gap or overlap."""
+    draft: Draft | None
+    estimate: Estimate
+
+    @property
+    def node_ids(self) -> tuple[NodeId, ...]:
+        """Everyone who takes part."""
+        drafts = () if self.draft is None or self.draft.node_id == self.stages[0].node_id else (self.draft.node_id,)
+        return (*(stage.node_id for stage in self.stages), *drafts)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether weights must travel first."""
+        return any(stage.fetch_from is not None for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A machine that can't run all of the model alone, and why."""
+
+    node_id: NodeId
+    why: str
+    constraint: Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choice, and what it was chosen from. Equal views give equal plans, on every machine."""
+
+    request: PlanRequest
+    chosen: Choice
+    runners_up: tuple[Choice, ...]
+    """The best of the others, best first."""
+    constraint: Constraint
+    because: str
+    """The constraint in words."""
+    notes: tuple[str, ...]
+    """What a person should know: where fewer machines are faster, what was assumed."""
+    excluded: tuple[Excluded, ...]
