@@ -1,0 +1,321 @@
+"""Push-pull gossip as a state machine: `tick`, `on_request`, `on_reply`, `on_failure` take the time and return effects; nothing is done here.
+
+A round: a node tells a few others what it holds, in 17 bytes a node; each hands over what it has newer and names what it wants; what was
+wanted follows in a second call. A round costs what changed, not the fleet's cards. The owner signs cards (`Reseal` -> `announce`), makes
+calls (`Call` -> `on_reply` or `on_failure`), checks signatures before anything enters, and calls `tick` at `next_tick`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.core.ids import NodeId
+from paceline.fleet.bounds import Measures
+from paceline.fleet.card import NodeCard, SealedCard, SealedRevocation
+from paceline.fleet.clashes import ClashWatch
+from paceline.fleet.effects import (
+    Appeared,
+    Call,
+    Changed,
+    Clashed,
+    Effect,
+    Expired,
+    Ignored,
+    Left,
+    Reseal,
+    Restarted,
+    Revoked,
+)
+from paceline.fleet.messages import PassedCard, Reply, Request, Stamp
+from paceline.fleet.peers import Peer, Peers
+from paceline.fleet.presets import Preset
+from paceline.fleet.registry import CardRegistry, Merged
+from paceline.fleet.revocations import Revocations
+from paceline.fleet.shares import Shares
+from paceline.fleet.stamps import StampChain
+from paceline.fleet.view import FleetView
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The reply to send, and what else came of a request."""
+
+    reply: Reply
+    effects: tuple[Effect, ...]
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """An exchange under way with one peer."""
+
+    peer: Peer
+    calls: int
+    until: float
+
+
+class Gossip:
+    """One node's part in its fleet's gossip.
+
+    Args:
+        own: this node's id.
+        preset: see `presets`.
+        rng: source of all randomness.
+        seeds: addresses (host:port) to call until a live card lists them.
+        revocations: what was known before.
+
+    Nothing is called before the first `announce`.
+    """
+
+    def __init__(
+        self, own: NodeId, preset: Preset, rng: random.Random, seeds: Iterable[str] = (), revocations: Iterable[SealedRevocation] = ()
+    ) -> None:
+        self.own = own
+        self._preset, self._rng = preset, rng
+        self._revocations = Revocations(revocations)
+        self._registry = CardRegistry(own, self._revocations, preset.bounds.max_nodes)
+        self._clashes = ClashWatch(preset.clash_memory_s, 2 * preset.bounds.max_nodes)
+        self._shares = Shares(preset.bounds.burst, preset.exchange_s, 2 * preset.bounds.max_nodes)
+        self._peers = Peers(rng, preset.remember_lost_s)
+        for seed in seeds:
+            self._peers.add_seed(seed)
+        self._chain: StampChain | None = None
+        self._exchanges: dict[int, _Exchange] = {}
+        self._last_call = 0
+        self._next_round: float | None = None
+        self._last_round = float("-inf")
+        self._next_stamp = 0.0
+        self._ahead = 0
+        """Greatest version of this node's own id that others hold above its own."""
+        self._next_adoption = float("-inf")
+
+    # ---------------------------------------------------------------------------------------------------------------- own card
+
+    def announce(self, sealed: SealedCard, chain: StampChain | None, now: float) -> tuple[Effect, ...]:
+        """Take this node's own new card (signed, version above every one before) and tell others soon. A goodbye is told at once.
+
+        Args:
+            sealed: the card. Without `leaving` it starts the node's gossip; with it, call `tick` until its calls are done, then stop.
+            chain: makes the card's stamps; None where it has no anchor.
+            now: monotonic seconds.
+        """
+        self._registry.announce(sealed, now)
+        self._chain = chain
+        self._peers.is_self(sealed.card.addresses)
+        self._next_stamp = now + self._preset.restamp_s
+        # News goes out at once, but a node that changes all the time still leaves a tenth of a round between.
+        self._next_round = max(now, self._last_round + self._preset.exchange_s / 10)
+        if sealed.card.leaving:
+            self._next_round = now
+        if self._clashes.see(sealed.card, now):
+            return self._clashed(sealed.card, now)
+        return ()
+
+    def add_seed(self, address: str, now: float) -> None:
+        """An address where a node may be (mDNS, `--peer`): it is called in the next round, which is brought forward."""
+        if self._peers.add_seed(address) and self._next_round is not None:
+            self._next_round = min(self._next_round, max(now, self._last_round + self._preset.exchange_s / 10))
+
+    def learn(self, revocations: Iterable[SealedRevocation], now: float) -> tuple[Effect, ...]:
+        """Take revocations (checked) from elsewhere than gossip: a join, the CA on this node. They are told at once."""
+        effects = self._merge_revocations(revocations)
+        if effects and self._next_round is not None:
+            self._next_round = now
+        return effects
+
+    # -------------------------------------------------------------------------------------------------------------------- time
+
+    @property
+    def next_tick(self) -> float | None:
+        """When `tick` has something to do, in monotonic seconds; None before the first `announce`."""
+        return self._next_round
+
+    def tick(self, now: float) -> tuple[Effect, ...]:
+        """Drop what expired, stamp this node's card, start exchanges. Early calls do little; late ones make up for nothing."""
+        effects = self._sweep(now)
+        own = self._registry.own_card
+        if own is None or self._next_round is None or now < self._next_round:
+            return effects
+        effects += self._adopt(now)
+        if now >= self._next_stamp - self._preset.exchange_s / 2 and not own.card.leaving:
+            effects += self._stamp(now)
+        self._exchanges = {id_: exchange for id_, exchange in self._exchanges.items() if now < exchange.until}
+        members = {live.card.node_id: live.card.addresses for live in self._registry.snapshot(now) if live.card.node_id != self.own}
+        for peer in self._peers.choose(members, self._preset.fanout, now):
+            effects += (self._call(peer, 1, self._opening(), now),)
+        spread = self._preset.exchange_s * self._preset.jitter
+        self._last_round = now
+        self._next_round = now + self._preset.exchange_s + self._rng.uniform(-spread, spread)
+        return effects
+
+    # ----------------------------------------------------------------------------------------------------------------- messages
+
+    def admit(self, peer: NodeId, measures: Measures, now: float) -> None:
+        """Before a request is decoded and its signatures are checked: raise `PeerFloods` or `MessageTooLarge`, and change nothing."""
+        self._shares.take(peer, now)
+        self._preset.bounds.check(measures)
+
+    def on_request(self, request: Request, peer: NodeId, now: float) -> Answered:
+        """Answer a peer; its request was admitted and its signatures hold."""
+        effects = self._sweep(now)
+        effects += self._merge(request.revocations, request.cards, request.stamps, peer, now)
+        revocations = () if request.revocations_digest == self._revocations.digest else self._revocations.all()
+        if request.digests is None:
+            return Answered(Reply(revocations=revocations, revocations_digest=self._revocations.digest), effects)
+        apart = self._registry.compare(request.digests, now, complete=True, max_cards=self._preset.bounds.max_cards)
+        reply = Reply(apart.stamps, apart.cards, apart.wanted, revocations, self._revocations.digest, apart.more)
+        return Answered(reply, effects)
+
+    def on_reply(self, call: int, reply: Reply, peer: NodeId, now: float) -> tuple[Effect, ...]:
+        """What a call brought; `peer` is who answered. May ask for a further call."""
+        exchange = self._exchanges.pop(call, None)
+        if exchange is None:
+            return ()
+        if peer == self.own:
+            self._peers.is_self(exchange.peer.addresses)
+            return ()
+        effects = self._sweep(now)
+        effects += self._merge(reply.revocations, reply.cards, reply.stamps, peer, now)
+        most = self._preset.bounds.max_cards
+        apart = self._registry.compare(reply.wanted, now, complete=False, max_cards=most)
+        again = reply.more or apart.more
+        behind = reply.revocations_digest != self._revocations.digest
+        if (again or behind or apart.cards or apart.stamps) and exchange.calls < self._preset.max_calls:
+            request = Request(
+                digests=self._registry.digests() if again else None,
+                stamps=apart.stamps,
+                cards=apart.cards,
+                revocations=self._revocations.all() if behind else (),
+                revocations_digest=self._revocations.digest,
+            )
+            effects += (self._call(exchange.peer, exchange.calls + 1, request, now),)
+        return effects
+
+    def on_failure(self, call: int) -> None:
+        """A call did not come back, or was refused. The peer is called again when its turn comes; its card expires by itself."""
+        self._exchanges.pop(call, None)
+
+    def lacks_certificate(self, node_id: NodeId) -> None:
+        """A card of this node came without a certificate that is not known here: the next exchange asks for both."""
+        self._registry.lacks_certificate(node_id)
+
+    # ------------------------------------------------------------------------------------------------------------------ reading
+
+    def view(self, now: float) -> FleetView:
+        """The fleet as this node sees it."""
+        return FleetView(self.own, self._registry.snapshot(now), self._clashes.clashes(now), self._revocations.ids)
+
+    def voids(self, node_id: NodeId, issued_at: int) -> bool:
+        """Whether a certificate is revoked: for every RPC and open stream."""
+        return self._revocations.voids(node_id, issued_at)
+
+    def is_stale(self, node_id: NodeId, version: int) -> bool:
+        """Whether a card of this version changes nothing, so that its signature need not be checked."""
+        return self._registry.holds_newer(node_id, version)
+
+    @property
+    def own_card(self) -> SealedCard | None:
+        """What this node announced last."""
+        return self._registry.own_card
+
+    def own_passed(self, now: float) -> PassedCard | None:
+        """This node's own card as GetNodeCapability hands it out."""
+        return self._registry.passed(self.own, now)
+
+    @property
+    def revocations(self) -> tuple[SealedRevocation, ...]:
+        """All that are known, to be kept on disk and handed to those who join."""
+        return self._revocations.all()
+
+    # ------------------------------------------------------------------------------------------------------------------ private
+
+    def _opening(self) -> Request:
+        return Request(digests=self._registry.digests(), revocations_digest=self._revocations.digest)
+
+    def _call(self, peer: Peer, calls: int, request: Request, now: float) -> Call:
+        self._last_call += 1
+        # The owner reports each call within its timeout; one that is never reported is forgotten after twice that.
+        self._exchanges[self._last_call] = _Exchange(peer, calls, now + 2 * self._preset.rpc_timeout_s)
+        return Call(self._last_call, peer.addresses, peer.node_id, request, self._preset.rpc_timeout_s)
+
+    def _sweep(self, now: float) -> tuple[Effect, ...]:
+        effects: list[Effect] = []
+        for card in self._registry.sweep(now):
+            if not card.leaving:
+                self._peers.lost(card, now)
+                effects.append(Expired(card.node_id))
+        return tuple(effects)
+
+    def _stamp(self, now: float) -> tuple[Effect, ...]:
+        self._next_stamp = now + self._preset.restamp_s
+        if self._chain is not None and self._registry.restamp(self._chain, now):
+            return ()
+        own = self._registry.own_card
+        return (Reseal(own.card.version if own else 0, "the card has no stamps left"),)
+
+    def _adopt(self, now: float) -> tuple[Effect, ...]:
+        """Rise above a version of this node's own id that others hold, at most once a round: two who claim one id must not race."""
+        own = self._registry.own_card
+        if own is None or own.card.version >= self._ahead or now < self._next_adoption:
+            return ()
+        self._next_adoption = now + self._preset.exchange_s
+        return (Reseal(self._ahead, "others hold a newer card of this node, from an earlier life or another process"),)
+
+    def _merge_revocations(self, revocations: Iterable[SealedRevocation]) -> tuple[Effect, ...]:
+        new = self._revocations.merge(revocations)
+        if not new:
+            return ()
+        for card in self._registry.drop_revoked():
+            self._peers.forget(card.node_id)
+        for sealed in new:
+            self._peers.forget(sealed.revocation.node_id)
+        return tuple(Revoked(sealed.revocation.node_id, sealed.revocation.not_after) for sealed in new)
+
+    def _merge(
+        self,
+        revocations: Iterable[SealedRevocation],
+        cards: Iterable[PassedCard],
+        stamps: Iterable[Stamp],
+        peer: NodeId,
+        now: float,
+    ) -> tuple[Effect, ...]:
+        effects = list(self._merge_revocations(revocations))
+        for passed in cards:
+            effects += self._merge_card(passed, peer, now)
+        for stamp in stamps:
+            if self._registry.merge_stamp(stamp, now) is Merged.FORGED:
+                effects.append(Ignored(peer, None, "a stamp that its card disowns"))
+        return tuple(effects)
+
+    def _merge_card(self, passed: PassedCard, peer: NodeId, now: float) -> tuple[Effect, ...]:
+        card = passed.sealed.card
+        merged = self._registry.merge(passed, now)
+        match merged:
+            case Merged.OWN | Merged.STALE | Merged.STAMPED | Merged.EXPIRED:
+                return ()
+            case Merged.REVOKED:
+                return (Ignored(peer, card.node_id, "its node is revoked"),)
+            case Merged.FORGED:
+                return (Ignored(peer, card.node_id, "a stamp that its card disowns"),)
+            case Merged.FULL:
+                return (Ignored(peer, card.node_id, f"there are {self._preset.bounds.max_nodes} nodes already"),)
+            case Merged.OWN_AHEAD:
+                self._ahead = max(self._ahead, card.version)
+                clash = self._clashed(card, now) if self._clashes.see(card, now) else ()
+                return (*clash, *self._adopt(now))
+            case Merged.LEFT:
+                self._peers.forget(card.node_id)
+                return (Left(card.node_id),)
+            case Merged.NEW | Merged.NEWER | Merged.RESTARTED:
+                self._peers.forget(card.node_id)
+                news: Effect = {Merged.NEW: Appeared, Merged.NEWER: Changed, Merged.RESTARTED: Restarted}[merged](card)
+                clash = self._clashed(card, now) if self._clashes.see(card, now) else ()
+                return (news, *clash)
+
+    def _clashed(self, card: NodeCard, now: float) -> tuple[Effect, ...]:
+        return tuple(
+            Clashed(clash.node_id, clash.addresses, clash.other_addresses)
+            for clash in self._clashes.clashes(now)
+            if clash.node_id == card.node_id
+        )

@@ -1,0 +1,85 @@
+"""Whom to exchange with next: some members, in turn and in random order, and one of those who can't be members yet or any more.
+
+Every member comes up once before any comes up twice, so no pair waits longer than chance allows. Seeds (addresses from `--peer`, a join or
+mDNS) are called until a live card lists them; nodes that expired are called so that a healed partition is noticed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard
+
+MAX_STRAYS = 64
+"""Seeds, and lost nodes, remembered. The oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Somebody to call."""
+
+    addresses: tuple[str, ...]
+    node_id: NodeId | None = None
+    """None: only an address is known."""
+
+
+class Peers:
+    """Takes turns through the members and the strays. All randomness is `rng`'s."""
+
+    def __init__(self, rng: random.Random, remember_lost_s: float) -> None:
+        self._rng, self._remember_lost_s = rng, remember_lost_s
+        self._turn: list[NodeId] = []
+        self._seeds: dict[str, None] = {}
+        self._own_addresses: set[str] = set()
+        self._lost: dict[NodeId, tuple[tuple[str, ...], float]] = {}
+        self._stray_turn = 0
+
+    def add_seed(self, address: str) -> bool:
+        """Remember an address; True where it is new."""
+        if address in self._seeds or address in self._own_addresses:
+            return False
+        self._seeds[address] = None
+        if len(self._seeds) > MAX_STRAYS:
+            del self._seeds[next(iter(self._seeds))]
+        return True
+
+    def is_self(self, addresses: Iterable[str]) -> None:
+        """These lead to this very node: never call them."""
+        self._own_addresses.update(addresses)
+        for address in self._own_addresses:
+            self._seeds.pop(address, None)
+
+    def lost(self, card: NodeCard, now: float) -> None:
+        """A node expired without a goodbye."""
+        self._lost.pop(card.node_id, None)
+        self._lost[card.node_id] = (card.addresses, now)
+        if len(self._lost) > MAX_STRAYS:
+            del self._lost[next(iter(self._lost))]
+
+    def forget(self, node_id: NodeId) -> None:
+        """A node is back, said goodbye or was revoked: it is not lost."""
+        self._lost.pop(node_id, None)
+
+    def choose(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:
+        """The next `count` members (addresses by id, without this node), and a stray."""
+        chosen: list[Peer] = []
+        while len(chosen) < min(count, len(members)):
+            if not self._turn:
+                self._turn = sorted(members)
+                self._rng.shuffle(self._turn)
+            node_id = self._turn.pop()
+            if node_id in members and all(peer.node_id != node_id for peer in chosen):
+                chosen.append(Peer(members[node_id], node_id))
+        return (*chosen, *self._stray(members, now))
+
+    def _stray(self, members: dict[NodeId, tuple[str, ...]], now: float) -> tuple[Peer, ...]:
+        listed = {address for addresses in members.values() for address in addresses}
+        strays = [Peer((address,)) for address in self._seeds if address not in listed]
+        strays += [Peer(addresses, node_id) for node_id, (addresses, since) in self._lost.items() if now - since <= self._remember_lost_s]
+        if not strays:
+            return ()
+        self._stray_turn += 1
+        return (strays[self._stray_turn % len(strays)],)

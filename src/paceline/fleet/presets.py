@@ -1,0 +1,52 @@
+"""How a fleet gossips: three presets instead of knobs. Each field says what raising it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.fleet.bounds import Bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Times in seconds. The defaults are those of `lan`."""
+
+    ttl_s: int = 120
+    """A card not stamped for so long is dropped. Raising it: a dead machine stays in views, and in plans, for longer. It must exceed
+    `restamp_s` and the time a stamp takes to reach everybody (log of the fleet's size to the base 1 + 2 `fanout`, times `exchange_s`)."""
+    exchange_s: float = 30.0
+    """From one round of exchanges to the next. Raising it: news takes longer to arrive, in proportion; bytes fall in proportion."""
+    restamp_s: float = 30.0
+    """A node says that its unchanged card still holds this often. Raising it: fewer lost rounds are forgiven before a live node
+    expires. Lowering it below `exchange_s` changes nothing."""
+    rpc_timeout_s: float = 5.0
+    """One call may take so long. Raising it: a round that meets a dead peer ends later."""
+    fanout: int = 2
+    """Peers a node exchanges with in a round, besides one that it has lost or only knows the address of. Raising it: fewer rounds until
+    everybody knows, and a set of digests (17 bytes a node) and two calls more for each."""
+    jitter: float = 0.1
+    """Rounds are spread by this fraction of `exchange_s`. Raising it: rounds grow uneven; at 0 nodes that started together call together."""
+    max_calls: int = 8
+    """Calls one exchange may take when there is more than messages may carry. Raising it: a newcomer to a large fleet is complete after
+    fewer rounds, and holds its peer for longer."""
+    remember_lost_s: float = 86400.0
+    """Nodes that expired are called again for so long, one a round, so that a healed partition is noticed. Raising it: calls into the
+    void go on for longer after a machine was given away."""
+    clash_memory_s: float = 600.0
+    """A clash of ids is shown for so long after it was last seen. Raising it: it stays on display for longer after it was resolved."""
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+def desk() -> Preset:
+    """Two to five machines on one desk: everybody calls everybody, a lost machine is out of the view within 30 s."""
+    return Preset(ttl_s=30, exchange_s=5.0, restamp_s=5.0, rpc_timeout_s=2.0, fanout=4)
+
+
+def lan() -> Preset:
+    """Up to some fifty machines."""
+    return Preset()
+
+
+def simulation() -> Preset:
+    """A thousand nodes: stamps take several rounds to arrive, so cards live longer and are stamped less often."""
+    return Preset(ttl_s=600, restamp_s=120.0, bounds=Bounds(max_nodes=4096, max_cards=1024))

@@ -1,0 +1,329 @@
+"""The cards a node holds. Per id the greatest (version, beat) wins; merging is commutative, associative and idempotent.
+
+A card expires `ttl_s` after its node stamped it, by the reader's monotonic clock and the ages it was passed on with, so no wall clock
+matters and a dead node's card dies everywhere at once. What was the greatest (version, beat) of an id outlives its card as a floor: a
+replayed card revives nothing. The node's own card is what it announced, whatever others say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard, SealedCard
+from paceline.fleet.messages import Digest, PassedCard, Stamp
+from paceline.fleet.revocations import Revocations
+from paceline.fleet.stamps import StampChain, holds, node_key
+from paceline.fleet.view import LiveCard
+
+
+class Merged(Enum):
+    """What became of a card or stamp that was offered."""
+
+    NEW = auto()
+    """A node that was not held."""
+    NEWER = auto()
+    """A newer card of a node that was held."""
+    RESTARTED = auto()
+    """The same, from a new process."""
+    STAMPED = auto()
+    """The card held, fresher."""
+    LEFT = auto()
+    """The node's goodbye, seen for the first time."""
+    STALE = auto()
+    """Nothing newer than what is known."""
+    EXPIRED = auto()
+    """Newer, but older than its TTL."""
+    REVOKED = auto()
+    FORGED = auto()
+    """A stamp that its card disowns."""
+    FULL = auto()
+    """One id more than the bound."""
+    OWN = auto()
+    """This node's own id, and not newer than what it announced."""
+    OWN_AHEAD = auto()
+    """This node's own id in a version above what it announced: an earlier life, or another process."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A card held, and when it ends. Times by this node's monotonic clock."""
+
+    sealed: SealedCard
+    digest: Digest
+    proof: bytes
+    stamped_at: float
+    """As far as ages told; never later than `first_seen`."""
+    first_seen: float
+    """When this very (version, beat) came."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.digest.version, self.digest.beat
+
+    @property
+    def expires_at(self) -> float:
+        return self.stamped_at + self.sealed.card.ttl_s
+
+    def passed(self, now: float, *, with_certificate: bool) -> PassedCard:
+        return PassedCard(self.sealed, self.digest.beat, self.proof, now - self.stamped_at, with_certificate)
+
+    def stamp(self, now: float) -> Stamp:
+        return Stamp(self.digest.key, self.digest.version, self.digest.beat, self.proof, now - self.stamped_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What two nodes hold apart: what to hand over, and what to ask for."""
+
+    cards: tuple[PassedCard, ...]
+    stamps: tuple[Stamp, ...]
+    wanted: tuple[Digest, ...]
+    more: bool
+    """There were more cards than a message may carry."""
+
+
+class CardRegistry:
+    """Cards by id, merged.
+
+    Args:
+        own: this node's id.
+        revocations: whose cards are not taken. Shared with gossip, which merges into it before anything else.
+        max_nodes: ids held at most; floors are kept of four times as many, the oldest forgotten first.
+    """
+
+    def __init__(self, own: NodeId, revocations: Revocations, max_nodes: int = 256) -> None:
+        self.own = own
+        self.own_key = node_key(own)
+        self._revocations = revocations
+        self._max_nodes = max_nodes
+        self._entries: dict[int, Entry] = {}
+        self._floors: dict[int, tuple[int, int]] = {}
+        self._lacking: set[int] = set()
+        self._soonest = float("inf")
+        """No card expires before this."""
+
+    # ---------------------------------------------------------------------------------------------------------------- own card
+
+    @property
+    def own_card(self) -> SealedCard | None:
+        """What this node announced last."""
+        held = self._entries.get(self.own_key)
+        return None if held is None else held.sealed
+
+    def announce(self, sealed: SealedCard, now: float) -> None:
+        """Hold this node's own new card; its version must be above the last one's."""
+        last = self.own_card
+        if sealed.card.node_id != self.own:
+            raise ValueError(f"{self.own} announces a card of {sealed.card.node_id}")
+        if last is not None and sealed.card.version <= last.card.version:
+            raise ValueError(f"version {sealed.card.version} is not above {last.card.version}")
+        self._entries[self.own_key] = _entry(self.own_key, PassedCard(sealed), now)
+
+    def restamp(self, chain: StampChain, now: float) -> bool:
+        """Stamp this node's own card. False where the chain is another card's or has no stamp left: the node must sign a new card."""
+        held = self._entries[self.own_key]
+        version, beat = held.rank
+        if chain.version != version or beat >= chain.length:
+            return False
+        self._entries[self.own_key] = _entry(self.own_key, PassedCard(held.sealed, beat + 1, chain.proof(beat + 1)), now)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------------------- merge
+
+    def merge(self, passed: PassedCard, now: float) -> Merged:
+        """Take a card whose signature was checked, if it is newer than all that is known of its node."""
+        card = passed.sealed.card
+        key = node_key(card.node_id)
+        if key == self.own_key:
+            last = self.own_card
+            return Merged.OWN_AHEAD if last is not None and card.version > last.card.version else Merged.OWN
+        if self._revocations.voids(card.node_id, passed.sealed.issued_at):
+            return Merged.REVOKED
+        self._lacking.discard(key)
+        held = self._live(key, now)
+        rank = (card.version, passed.beat)
+        if held is not None and (rank, passed.sealed.sealed) == (held.rank, held.sealed.sealed):
+            _freshen(held, now - passed.age_s)
+            return Merged.STALE
+        if held is not None and (rank, passed.sealed.sealed) < (held.rank, held.sealed.sealed):
+            return Merged.STALE
+        if held is None and rank <= self._floors.get(key, (0, 0)):
+            return Merged.STALE
+        if passed.beat and not holds(
+            card.node_id, card.version, known=card.stamp_anchor, known_beat=0, proof=passed.proof, beat=passed.beat
+        ):
+            return Merged.FORGED
+        if held is None and len(self._entries) >= self._max_nodes:
+            return Merged.FULL
+        entry = _entry(key, passed, now)
+        if entry.expires_at <= now:
+            self._forget(key, rank)
+            return Merged.EXPIRED
+        self._floors.pop(key, None)
+        self._entries[key] = entry
+        self._soonest = min(self._soonest, entry.expires_at)
+        return _change(held, card)
+
+    def merge_stamp(self, stamp: Stamp, now: float) -> Merged:
+        """Take a stamp, if it is newer and of the card held."""
+        if stamp.key == self.own_key:
+            return Merged.OWN
+        held = self._live(stamp.key, now)
+        if held is None or held.digest.version != stamp.version or stamp.beat < held.digest.beat:
+            return Merged.STALE
+        if stamp.beat == held.digest.beat:
+            if stamp.proof == held.proof:
+                _freshen(held, now - stamp.age_s)
+            return Merged.STALE
+        card = held.sealed.card
+        known = held.proof or card.stamp_anchor
+        if not holds(card.node_id, card.version, known=known, known_beat=held.digest.beat, proof=stamp.proof, beat=stamp.beat):
+            # Another process may have made a card of the same version: ask for it.
+            self._lacking.add(stamp.key)
+            return Merged.FORGED
+        stamped_at = now - max(0.0, stamp.age_s)
+        if stamped_at + card.ttl_s <= now:
+            self._forget(stamp.key, (stamp.version, stamp.beat))
+            return Merged.EXPIRED
+        held.digest = Digest(stamp.key, stamp.version, stamp.beat)
+        held.proof, held.stamped_at, held.first_seen = stamp.proof, stamped_at, now
+        self._soonest = min(self._soonest, held.expires_at)
+        return Merged.STAMPED
+
+    def lacks_certificate(self, node_id: NodeId) -> None:
+        """A card of this node could not be checked: leave it out of the next digests, so that it comes with its certificate."""
+        self._lacking.add(node_key(node_id))
+
+    # ----------------------------------------------------------------------------------------------------------------- dropping
+
+    def sweep(self, now: float) -> tuple[NodeCard, ...]:
+        """Drop what expired; returns those cards (goodbyes too)."""
+        if now < self._soonest:
+            return ()
+        ended = [key for key, entry in self._entries.items() if key != self.own_key and entry.expires_at <= now]
+        cards = tuple(self._entries[key].sealed.card for key in ended)
+        for key in ended:
+            self._forget(key, self._entries[key].rank)
+        self._soonest = min((entry.expires_at for key, entry in self._entries.items() if key != self.own_key), default=float("inf"))
+        return cards
+
+    def drop_revoked(self) -> tuple[NodeCard, ...]:
+        """Drop the cards of nodes that were revoked since; returns them. This node's own stays, for others to refuse."""
+        void = [
+            key
+            for key, entry in self._entries.items()
+            if key != self.own_key and self._revocations.voids(entry.sealed.card.node_id, entry.sealed.issued_at)
+        ]
+        cards = tuple(self._entries[key].sealed.card for key in void)
+        for key in void:
+            self._forget(key, self._entries[key].rank)
+        return cards
+
+    # ----------------------------------------------------------------------------------------------------------------- reading
+
+    def digests(self) -> tuple[Digest, ...]:
+        """Everything held, short. Call `sweep` first: expired cards are not left out here."""
+        if self._lacking:
+            return tuple(entry.digest for key, entry in self._entries.items() if key not in self._lacking)
+        return tuple([entry.digest for entry in self._entries.values()])
+
+    def compare(self, theirs: Iterable[Digest], now: float, *, complete: bool, max_cards: int) -> Difference:
+        """What to hand over to somebody who holds `theirs`, and what to ask of them. Call `sweep` first.
+
+        Args:
+            theirs: what they hold.
+            now: monotonic seconds.
+            complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
+            max_cards: hand over no more.
+        """
+        entries, cards, stamps, wanted = self._entries, list[PassedCard](), list[Stamp](), list[Digest]()
+        known: set[int] = set()
+        for digest in theirs:
+            key = digest.key
+            known.add(key)
+            held = entries.get(key)
+            if held is None:
+                if (digest.version, digest.beat) > self._floors.get(key, (0, 0)):
+                    wanted.append(Digest(key, 0))
+                continue
+            mine = held.digest
+            if mine.version == digest.version:
+                if mine.beat > digest.beat:
+                    stamps.append(held.stamp(now))
+                elif mine.beat < digest.beat:
+                    wanted.append(mine)
+            elif mine.version > digest.version:
+                cards.append(held.passed(now, with_certificate=digest.version == 0))
+            else:
+                wanted.append(mine)
+        if complete:
+            cards.extend(held.passed(now, with_certificate=True) for key, held in entries.items() if key not in known)
+        return Difference(tuple(cards[:max_cards]), tuple(stamps), tuple(wanted), more=len(cards) > max_cards)
+
+    def passed(self, node_id: NodeId, now: float) -> PassedCard | None:
+        """The card held of a node, to be passed on whole."""
+        held = self._entries.get(node_key(node_id))
+        return None if held is None else held.passed(now, with_certificate=True)
+
+    def snapshot(self, now: float) -> tuple[LiveCard, ...]:
+        """Cards of nodes that are here, by id: neither expired nor said goodbye."""
+        live = [
+            LiveCard(entry.sealed.card, now - entry.stamped_at, entry.digest.beat)
+            for key, entry in self._entries.items()
+            if not entry.sealed.card.leaving and (key == self.own_key or now < entry.expires_at)
+        ]
+        return tuple(sorted(live, key=lambda one: one.card.node_id))
+
+    def state(self) -> tuple[object, ...]:
+        """Everything merging decides, as a value: registries with equal states are equal."""
+        entries = sorted((key, e.rank, e.sealed.sealed, e.proof, e.stamped_at) for key, e in self._entries.items())
+        return tuple(entries), tuple(sorted(self._floors.items())), self._revocations.digest
+
+    def holds_newer(self, node_id: NodeId, version: int) -> bool:
+        """Whether a card of this version would be stale, so that its signature need not be checked."""
+        key = node_key(node_id)
+        held = self._entries.get(key)
+        known = held.digest.version if held is not None else self._floors.get(key, (0, 0))[0]
+        return version < known
+
+    # ----------------------------------------------------------------------------------------------------------------- private
+
+    def _live(self, key: int, now: float) -> Entry | None:
+        held = self._entries.get(key)
+        if held is not None and held.expires_at <= now:
+            self._forget(key, held.rank)
+            return None
+        return held
+
+    def _forget(self, key: int, rank: tuple[int, int]) -> None:
+        """Keep nothing of a node but its floor."""
+        self._entries.pop(key, None)
+        self._lacking.discard(key)
+        self._floors.pop(key, None)
+        self._floors[key] = rank
+        if len(self._floors) > 4 * self._max_nodes:
+            del self._floors[next(iter(self._floors))]
+
+
+def _entry(key: int, passed: PassedCard, now: float) -> Entry:
+    stamped_at = now - max(0.0, passed.age_s)
+    return Entry(passed.sealed, Digest(key, passed.sealed.card.version, passed.beat), passed.proof, stamped_at, now)
+
+
+def _freshen(held: Entry, stamped_at: float) -> None:
+    """The same stamp by a quicker way: younger, but never younger than its first sight."""
+    held.stamped_at = max(held.stamped_at, min(stamped_at, held.first_seen))
+
+
+def _change(held: Entry | None, card: NodeCard) -> Merged:
+    before = None if held is None or held.sealed.card.leaving else held.sealed.card
+    if card.leaving:
+        return Merged.LEFT if before is not None else Merged.STALE
+    if before is None:
+        return Merged.NEW
+    if before.version == card.version and before.instance == card.instance:
+        return Merged.STAMPED
+    return Merged.NEWER if before.instance == card.instance else Merged.RESTARTED
