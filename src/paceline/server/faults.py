@@ -24,8 +24,9 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
     def body(self) -> bytes:
-        """The JSON of the error."""
-        detail = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
+        message = self.message.encode("utf-8", "replace").decode()
+        detail = {"message": message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": detail})
 
     def event(self) -> bytes:

@@ -1,25 +1,24 @@
-"""Uvicorn's HTTP protocol with the bounds it lacks: time for a request to arrive and to be read, header size, connections.
+"""Uvicorn's HTTP protocol with the bounds it lacks: time for a request to arrive and to be read, bytes beside its body, connections.
 
-Law: every open connection has a timer, is being answered, or is kept alive on uvicorn's own timer. None of this costs
+Laws: every open connection has a timer, is being answered, or is kept alive on uvicorn's own timer. A connection is read while its
+request is answered too, so that its end is noticed at once; what comes early waits, and little of it may. None of this costs
 anything per token: timers are set when a request begins or a socket's buffer fills up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.server.faults import Fault, overloaded
 from paceline.server.settings import ServerSettings
 
-try:  # the fast parser where it is installed, else pure Python
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HttpProtocol
-except ImportError:
-    if TYPE_CHECKING:
-        raise
-    from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
-
 MAX_HEADER_BYTES = 64 << 10
+"""Of one request, with whatever else is not its body. Also how much may come while an earlier request is answered."""
+FRAMING_PER_BODY_BYTE = 8
+"""Bytes of chunk sizes that a byte of a body excuses: a chunk for each byte takes five."""
 BUSY_RETRY_S = 2
 
 
@@ -32,7 +31,7 @@ def bounded_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
     return Bounded
 
 
-class BoundedProtocol(HttpProtocol):
+class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
     bounds: ServerSettings
@@ -41,7 +40,13 @@ class BoundedProtocol(HttpProtocol):
         super().__init__(*args, **kwargs)
         self._arriving: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._header_bytes = 0
+        self._beside_body = 0
+        """Bytes of the request that arrives, less its body and what the body excuses."""
+        self._in_headers = False
+        self._cycles: list[Any] = []
+        """Uvicorn's cycles, one a request, in their order; those whose answers are over are dropped when the next comes."""
+        self._early = b""
+        """What came while a request was answered."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse the connection that is one too many; give others their time."""
@@ -49,33 +54,75 @@ class BoundedProtocol(HttpProtocol):
         if len(self.connections) > self.bounds.max_connections:
             self._refuse(overloaded("Too many connections. Try again in a moment.", BUSY_RETRY_S))
             return
-        self._arriving = self.loop.call_later(self.bounds.request_timeout_s, self._too_slow)
+        self._arm_arriving()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the timers."""
+        """Drop the timers, and tell every request of this connection: uvicorn tells only the one that came last."""
         self._disarm_arriving()
         self.resume_writing()
+        self._early = b""
+        for cycle in self._unanswered():
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; a request that is complete stops the clock, one that has begun starts it."""
         if self.transport.is_closing():
             return
-        before = self.cycle
+        if self._is_answering():
+            self._early += data
+            if len(self._early) > MAX_HEADER_BYTES:
+                self.transport.abort()  # amid an answer there is no way to say why
+            return
+        self._beside_body += len(data)
         super().data_received(data)
-        cycle = self.cycle
-        if cycle is None or (cycle is before and cycle.response_complete):  # pyright: ignore[reportUnnecessaryComparison] - uvicorn's types hide the None
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-                self._refuse(Fault(431, "The request's headers are too long", code="headers_too_large"))
-                return
+        if self.transport.is_closing():
+            return
+        if self._beside_body > MAX_HEADER_BYTES and not self._is_answered_early():
+            self._refuse(Fault(431, "The request's headers are too long", code="headers_too_large"))
+        elif self._is_answering():
+            self._disarm_arriving()
+            self.flow.resume_reading()  # uvicorn stops reading when the next request is there already
         else:
-            self._header_bytes = 0
-            if not cycle.more_body and not cycle.response_complete:
-                self._disarm_arriving()
-                return
-        if self._arriving is None:
-            self._arriving = self.loop.call_later(self.bounds.request_timeout_s, self._too_slow)
+            self._arm_arriving()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._in_headers = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. Trailers, which follow a chunked body, mean nothing here, and would add up."""
+        if self._in_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """A request can be answered from here on."""
+        self._in_headers = False
+        super().on_headers_complete()
+        self._cycles = [*self._unanswered(), self.cycle]
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        self._beside_body -= len(body) * (1 + FRAMING_PER_BODY_BYTE)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is here; the next one's bytes are counted anew."""
+        self._beside_body = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer is over: go on with what came meanwhile."""
+        super().on_response_complete()
+        if self._is_answering():
+            return
+        if self._unanswered():  # the next request, begun already
+            self._arm_arriving()
+        if self._early:
+            data, self._early = self._early, b""
+            self.data_received(data)
 
     def pause_writing(self) -> None:
         """The client reads slower than its tokens come; it may do so for a while."""
@@ -96,8 +143,26 @@ class BoundedProtocol(HttpProtocol):
 
     def _too_slow(self) -> None:
         self._arriving = None
-        if not self.transport.is_closing():
+        if self._is_answered_early():
+            self.transport.close()
+        elif not self.transport.is_closing():
             self._refuse(Fault(408, f"The request did not arrive within {self.bounds.request_timeout_s:g} s", code="request_timeout"))
+
+    def _unanswered(self) -> list[Any]:
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    def _is_answering(self) -> bool:
+        """Whether a request that is here to its end waits for its answer's."""
+        unanswered = self._unanswered()
+        return bool(unanswered) and not unanswered[0].more_body
+
+    def _is_answered_early(self) -> bool:
+        """Whether the last request was refused before its end, which is still to come: it is read and dropped."""
+        return bool(self._cycles) and self._cycles[-1].response_complete and self._cycles[-1].more_body
+
+    def _arm_arriving(self) -> None:
+        if self._arriving is None:
+            self._arriving = self.loop.call_later(self.bounds.request_timeout_s, self._too_slow)
 
     def _disarm_arriving(self) -> None:
         if self._arriving is not None:

@@ -86,6 +86,7 @@ async def serve(app: FastAPI, host: str, port: int, *, stop: asyncio.Event, on_r
         ws="none",
         lifespan="on",
         log_config=None,
+        log_level="error",  # what clients do wrong is told to them: a terminal is no place for it
         access_log=False,
         server_header=False,
         date_header=False,
