@@ -18,6 +18,7 @@ PacelineError
 |-- FleetError                something between the machines of a fleet
 |   `-- GossipRefused         what a peer sent is not taken, and changed nothing
 |       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
+|       |-- MalformedMessage  bytes that are not the message they should be
 |       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
 `-- ExecutorLost              spans of the model can't be reached any more
 """
@@ -126,6 +127,10 @@ class PeerFloods(GossipRefused):
     def __init__(self, message: str, hint: str = "", *, retry_after_s: float) -> None:
         super().__init__(message, hint)
         self.retry_after_s = retry_after_s
+
+
+class MalformedMessage(GossipRefused):
+    """Bytes from a peer that are not the message they should be."""
 
 
 class MessageTooLarge(GossipRefused):

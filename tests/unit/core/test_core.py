@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core import errors
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ExecutorLost, InvalidRequest, LostSpan, Overloaded, PacelineError, RequestError, UserError
+from paceline.core.errors import ExecutorLost, FleetError, InvalidRequest, LostSpan, Overloaded, PacelineError, RequestError, UserError
 from paceline.core.generation import FinishReason
 from paceline.core.model import LayerRange
 from paceline.testing.clock import FakeClock
@@ -29,7 +29,7 @@ def test_the_tree_is_the_one_in_its_docstring() -> None:
     assert classes.keys() <= named
     for name, kind in classes.items():
         if name not in {"PacelineError", "ExecutorLost"}:
-            assert issubclass(kind, UserError) != issubclass(kind, RequestError)
+            assert sum(issubclass(kind, branch) for branch in (UserError, RequestError, FleetError)) == 1
 
 
 def test_layer_ranges_are_half_open() -> None:
