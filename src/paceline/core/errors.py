@@ -8,6 +8,12 @@ PacelineError
 |   |-- UnsupportedModel      a model family or tensor type Paceline does not run
 |   |-- OutOfMemory           a model or a context larger than this machine's memory
 |   |-- DownloadError         a pull that could not be finished
+|   |-- MembershipError       init, join, token, revoke or ca can't be done on this machine as it stands
+|   |-- IdentityError         a key or a certificate on disk is missing, open to others, or damaged
+|   |-- TokenError            a text that is no join token
+|   |-- JoinRefused           the machine that was asked does not let this one in
+|   |-- Unreachable           another machine answers at none of its addresses
+|   |   `-- FetchInProgress   somebody else on this machine is fetching the same model
 |   `-- PlacementError        no machine of the fleet can run what was asked; `constraint` says for want of what
 |       `-- ImpossiblePin     a machine or a range of layers was pinned that can't be had
 |-- RequestError              a request that can't be served as asked (HTTP 4xx)
@@ -16,6 +22,11 @@ PacelineError
 |   |-- UnknownModel          the model named is not served here
 |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
 |-- FleetError                something between the machines of a fleet
+|   |-- NotTrusted            a certificate, card or revocation that does not prove what it says; `who` names the party
+|   |   `-- RevokedNode       a certificate that the CA has voided
+|   |-- WeightsError          weights that don't come from another node
+|   |   |-- SourceLost        the node can't be reached, does not have them, or went away mid-way
+|   |   `-- WrongBytes        it describes or sends something else than the model asked for
 |   `-- GossipRefused         what a peer sent is not taken, and changed nothing
 |       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
 |       |-- MalformedMessage  bytes that are not the message they should be
@@ -73,6 +84,30 @@ class DownloadError(UserError):
     """A pull that could not be finished; what was fetched is kept and resumed next time."""
 
 
+class FetchInProgress(DownloadError):
+    """Somebody else on this machine is fetching the same model."""
+
+
+class MembershipError(UserError):
+    """`init`, `join`, `token`, `revoke` or `ca` can't be done on this machine as it stands."""
+
+
+class IdentityError(UserError):
+    """A key or a certificate on disk is missing, open to others, or damaged."""
+
+
+class TokenError(UserError):
+    """A text that is no join token, or a damaged one."""
+
+
+class JoinRefused(UserError):
+    """The machine that was asked does not let this one in, and says why."""
+
+
+class Unreachable(UserError):
+    """Another machine answers at none of its addresses."""
+
+
 class PlacementError(UserError):
     """No machine of the fleet, and no set of them, can run what was asked."""
 
@@ -115,6 +150,34 @@ class Overloaded(RequestError):
 
 class FleetError(PacelineError):
     """Something between the machines of a fleet."""
+
+
+class WeightsError(FleetError):
+    """Weights that don't come from another node."""
+
+
+class SourceLost(WeightsError):
+    """The node can't be reached, does not have the model, or went away mid-way. Another may have it."""
+
+
+class WrongBytes(WeightsError):
+    """The node describes or sends something else than the model that was asked for."""
+
+
+class NotTrusted(FleetError):
+    """A certificate, card or revocation that does not prove what it says."""
+
+    def __init__(self, message: str, hint: str = "", *, who: str) -> None:
+        super().__init__(message, hint)
+        self.who = who
+
+
+class RevokedNode(NotTrusted):
+    """A certificate that the CA has voided."""
+
+
+class NodeUnreachable(FleetError):
+    """A member of the fleet can't be reached, or no longer."""
 
 
 class GossipRefused(FleetError):
