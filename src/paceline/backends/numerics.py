@@ -72,11 +72,6 @@ def measure(
     return Numerics(digest.hexdigest()[:16], all(len(found) == 1 for found in answers.values()))
 
 
-def holds_identity(runner: LayerRunner[Any]) -> bool:
-    """Whether a runner's kernels hold the rules; one that would not have loaded otherwise need not say so."""
-    return bool(getattr(runner, "holds_identity", True))
-
-
 def answer(runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[Any], bytes], cut: Sequence[int], *, logits: bool) -> bytes:
     """Bytes of the residual, then of the logits if asked for, of one sequence from position 0, run in pieces. The runner's first blocks are used."""
     table = np.arange(-(-sum(cut) // runner.block_size), dtype=np.int32)[::-1].reshape(1, -1).copy()

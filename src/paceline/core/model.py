@@ -72,7 +72,6 @@ class ModelSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     moe: MoeSpec | None = None
-    sliding_window: int | None = None
 
     @property
     def all_layers(self) -> LayerRange:

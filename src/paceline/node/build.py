@@ -12,7 +12,6 @@ from typing import Any
 
 from paceline.backends import cpu, table
 from paceline.backends.memory import available_bytes, human
-from paceline.backends.numerics import holds_identity
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
@@ -123,7 +122,7 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         notes.append(f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)")
     if cuda and kernels is not Kernels.CUDA:
         notes.append(f"the GPU is not used: it holds bf16, and --weights {weights} was asked for")
-    if not holds_identity(runner):
+    if not runner.holds_identity:
         notes.append(f"{kernels} gives other bytes for other batches here: an answer may depend on what runs beside it")
     return BuiltEngine(
         engine=Engine(executor, opened.tokenizer, config, clock),
@@ -151,8 +150,8 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
 
 
 def must_compile() -> bool:
-    """Whether this machine has never run the compiled kernels: its first start takes longer, and should say so."""
-    return cpu.runs_here() and not any(Home.from_environment().kernels.glob("*/complete"))
+    """Whether the kernels of this version never ran on this machine: the start then takes longer, and should say so."""
+    return cpu.runs_here() and not cpu.compiled(Home.from_environment().kernels)
 
 
 def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:

@@ -22,6 +22,8 @@ UInt64 = npt.NDArray[np.uint64]
 class NullRunner:
     """A `LayerRunner` whose activations are hashes: uint64 [T], of the token before the layers, of the history after them."""
 
+    holds_identity = True
+
     def __init__(self, *, n_blocks: int, block_size: int = 4, vocab: int = 64, one_path: bool = False) -> None:
         self.n_blocks, self.block_size, self.one_path = n_blocks, block_size, one_path
         self.numerics_id = "null-one-path" if one_path else "null"

@@ -5,9 +5,11 @@ Importing this package compiles nothing and imports no kernel: `load` does, once
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.backends.heap import give_memory_back
+from paceline.backends.memory import available_bytes, check_kv
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.model import ModelSpec
 
@@ -26,12 +28,17 @@ def runs_here() -> bool:
     return all(features.get(feature, False) for feature in _FEATURES)
 
 
+def compiled(folder: Path) -> bool:
+    """Whether the kernels of this version lie compiled in a cache folder."""
+    from paceline.backends.cpu import kernel_cache
+
+    return kernel_cache.known(folder)
+
+
 def refuses(spec: ModelSpec) -> str | None:
     """Why these kernels can't run a model; None where they can."""
     if spec.moe is not None:
         return "mixture-of-experts layers have no compiled kernels"
-    if spec.sliding_window is not None:
-        return "sliding-window attention has no compiled kernels"
     odd = [name for name in ("hidden", "ffn", "head_dim") if getattr(spec, name) % 32]
     return f"{odd[0]} is not a multiple of 32" if odd else None
 
@@ -46,13 +53,16 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     from paceline.backends.cpu import kernel_cache
 
     known = kernel_cache.use(options.kernel_cache)
+    from paceline.backends.cpu.attention import BLOCK
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
     from paceline.backends.cpu.weights import pack_model
 
+    kv_bytes = source.spec.kv_bytes_per_token(options.layers)
     model = pack_model(source, options.layers, options.weights, edges=options.edges, progress=progress)
     identity = numerics_id(source.spec, options.weights, options.threads)
     if not known:
         kernel_cache.complete()
     give_memory_back()
+    check_kv(options.n_blocks * BLOCK, kv_bytes, available_bytes())
     return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)

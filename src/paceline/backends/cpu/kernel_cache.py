@@ -16,6 +16,7 @@ from llvmlite import binding
 from numba.core import config
 
 _VARIABLE = "NUMBA_CACHE_DIR"
+_COMPLETE = "complete"
 _KEPT = 3
 """Folders of other versions to keep; each takes some 5 MiB."""
 
@@ -34,22 +35,27 @@ def in_use() -> bool:
     return Path(os.environ.get(_VARIABLE, "")).name == _version()
 
 
+def known(folder: Path) -> bool:
+    """Whether every kernel of this version lies under `folder`."""
+    return (folder / _version() / _COMPLETE).exists()
+
+
 def use(folder: Path | None) -> bool:
     """Keep kernels under `folder` (None: beside their sources). Returns whether they are there already."""
     root = folder if folder is not None else Path(__file__).parent / "__pycache__" / "kernels"
     target = root / _version()
     os.environ[_VARIABLE] = str(target)
     config.reload_config()
-    known = (target / "complete").exists()
-    if not known and root.is_dir():
+    there = (target / _COMPLETE).exists()
+    if not there and root.is_dir():
         folders = sorted((f for f in root.iterdir() if f != target), key=lambda f: f.stat().st_mtime, reverse=True)
         for old in folders[_KEPT:]:
             shutil.rmtree(old, ignore_errors=True)
-    return known
+    return there
 
 
 def complete() -> None:
     """Say that every kernel is in the folder now in use."""
     folder = Path(os.environ[_VARIABLE])
     if folder.is_dir():
-        (folder / "complete").touch()
+        (folder / _COMPLETE).touch()

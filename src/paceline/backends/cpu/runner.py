@@ -21,12 +21,10 @@ from paceline.backends.cpu.gemm import INT4
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.rope import rope_tables
-from paceline.core.errors import OutOfMemory
 from paceline.core.model import ModelSpec
 from paceline.engine.local import Int32, RowPlan
 
 Bf16 = npt.NDArray[np.uint16]
-Address = int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,12 @@ class CpuRunner:
         n_blocks: KV blocks of 16 tokens.
         threads: threads that share a step, the caller's included.
         max_rows: rows of a batch at most.
-
-    Raises:
-        OutOfMemory: the KV pool can't be allocated.
     """
 
     block_size = BLOCK
     one_path = True
+    holds_identity = True
+    """Checked before a model is loaded (`probe.py`)."""
 
     def __init__(self, model: PackedModel, *, n_blocks: int, threads: int, numerics_id: str, max_rows: int) -> None:
         spec = model.spec
@@ -69,13 +66,7 @@ class CpuRunner:
         self._logits = np.empty((0, model.padded_vocab), np.float32)
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(step.N_BATCH, np.int64)
-        try:
-            self._arrays, self._edges, self._buffers, control = self._allocate(spec, threads)
-        except MemoryError:
-            wanted = n_blocks * BLOCK * spec.kv_bytes_per_token(model.layers)
-            raise OutOfMemory(
-                f"A KV pool of {n_blocks * BLOCK} tokens ({wanted >> 20} MiB) can't be allocated", "Ask for fewer with --kv-tokens"
-            ) from None
+        self._arrays, self._edges, self._buffers, control = self._allocate(spec, threads)
         self._team = Team(threads, control, (self._sizes, model.addresses, self._edges, self._buffers, self._batch))
         self._closed = False
 

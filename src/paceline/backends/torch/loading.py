@@ -59,9 +59,8 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
     """
     spec = source.spec
     family = FAMILIES.get(spec.model_type)
-    if family is None or spec.sliding_window is not None:
-        what = f"the family {spec.model_type!r}" if family is None else "sliding-window attention"
-        raise UnsupportedModel(f"The torch backend does not run {what}", f"It runs {', '.join(FAMILIES)}.")
+    if family is None:
+        raise UnsupportedModel(f"The torch backend does not run the family {spec.model_type!r}", f"It runs {', '.join(FAMILIES)}.")
     reader = Reader(source, options.weights, _scratch(spec, options), device, progress)
     reader.expect(options.layers, edges=options.edges)
     layers = [family(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]

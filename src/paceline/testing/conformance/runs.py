@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.numerics import SeededWeights, holds_identity
+from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import StoredTensor, WeightSource
@@ -159,7 +159,7 @@ def blocks(runner: LayerRunner[Any], n_tokens: int, first: int = 0) -> list[int]
 
 def same(runner: LayerRunner[Any], left: Outcome, right: Outcome) -> bool:
     """Whether two runs of the same rows agree: to the byte, or closely where the runner says that its kernels can't."""
-    if holds_identity(runner):
+    if runner.holds_identity:
         return bool(np.array_equal(left.x_TD, right.x_TD) and np.array_equal(left.logits_TV, right.logits_TV))
     scale = float(np.abs(left.logits_TV).max())
     return bool(np.abs(left.logits_TV - right.logits_TV).max() < 0.02 * scale)
