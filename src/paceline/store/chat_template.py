@@ -42,7 +42,8 @@ class ChatTemplate:
         def strftime_now(form: str) -> str:
             return datetime.fromtimestamp(clock.wall()).astimezone().strftime(form)
 
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens: Mapping[str, str] = dict(special_tokens)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -61,7 +62,7 @@ class ChatTemplate:
         """
         chat = [_plain(message) for message in messages]
         try:
-            return self._template.render(messages=chat, add_generation_prompt=True, tools=None, **self._special_tokens)
+            return self._template.render(messages=chat, add_generation_prompt=True, tools=None, **self.special_tokens)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}",

@@ -42,7 +42,7 @@ class ModelTokenizer:
             UnsupportedModel: the vocabulary is of a kind whose bytes are not known.
         """
         self._encoder = encoder
-        self._template = template
+        self.template = template
         self._lock = threading.Lock()
         self._added: Final = encoder.get_added_tokens_decoder()
         self._size: Final = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
@@ -90,9 +90,14 @@ class ModelTokenizer:
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
         """
-        if self._template is None:
+        if self.template is None:
             raise InvalidRequest("this model has no chat template", "Use /v1/completions, or a model made for chats", field="messages")
-        return self.encode(self._template.render(messages), add_special=False)
+        return self.encode(self.template.render(messages), add_special=False)
+
+    def to_json(self) -> str:
+        """The encoder as a tokenizer.json."""
+        with self._lock:
+            return self._encoder.to_str()
 
     def _spell(self, token_id: int) -> bytes:
         added = self._added.get(token_id)

@@ -1,0 +1,139 @@
+"""A generation as generate.proto says it, and back. `core.generation` has what the fields mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.errors import InvalidRequest
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams, TokenLogprob
+from paceline.core.ids import RequestId
+from paceline.transport.wire import generate_pb2 as wire
+
+_TO_WIRE = {
+    None: wire.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: wire.FINISH_REASON_STOP,
+    FinishReason.LENGTH: wire.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: wire.FINISH_REASON_ABORT,
+    FinishReason.ERROR: wire.FINISH_REASON_ERROR,
+}
+_FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+"""None lower than the API's own."""
+
+
+def write_request(model: str, digest: str, weights: str, numerics_id: str, request: GenerationRequest) -> wire.GenerateRequest:
+    """A request for the node that has exactly this model loaded."""
+    sampling = request.sampling
+    return wire.GenerateRequest(
+        model_id=model,
+        digest=digest,
+        quantization=weights,
+        numerics_id=numerics_id,
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        max_tokens=request.max_tokens,
+        sampling=wire.Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            logit_bias=sampling.logit_bias,
+            logprobs=sampling.logprobs,
+        ),
+        n=request.n,
+        stop=request.stop,
+        stop_ids=sorted(request.stop_ids),
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def read_request(message: wire.GenerateRequest, request_id: RequestId) -> GenerationRequest:
+    """The request in a message, under an id of this process's own.
+
+    Raises:
+        InvalidRequest: a count that no request has. What the model decides (its context, its vocabulary) is checked at admission.
+    """
+    sampling = message.sampling
+    for field, value, least, most in (
+        ("n", message.n, 1, MAX_N),
+        ("max_tokens", message.max_tokens, 1, 1 << 31),
+        ("prompt", len(message.prompt_ids), 1, 1 << 31),
+        ("logprobs", sampling.logprobs, 0, MAX_LOGPROBS),
+        ("stop", len(message.stop), 0, MAX_STOPS),
+    ):
+        if not least <= value <= most:
+            raise InvalidRequest(f"{field} is {value}, and {least} to {most} are taken", field=field)
+    if not all(message.stop):
+        raise InvalidRequest("A stop text is empty", field="stop")
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_ids=tuple(message.prompt_ids),
+        max_tokens=message.max_tokens,
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed if sampling.HasField("seed") else None,
+            logit_bias=dict(sampling.logit_bias),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        ),
+        n=message.n,
+        stop=tuple(message.stop),
+        stop_ids=frozenset(message.stop_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def write_chunks(chunks: Sequence[GenerationChunk]) -> wire.GenerateResponse:
+    """What the sequences of one request gained."""
+    return wire.GenerateResponse(
+        chunks=[
+            wire.GenerationChunk(
+                index=chunk.index,
+                token_ids=chunk.token_ids,
+                text=chunk.text,
+                logprobs=[
+                    wire.TokenLogprob(
+                        token_id=one.token_id,
+                        logprob=one.logprob,
+                        top_ids=[token for token, _ in one.top],
+                        top_logprobs=[logprob for _, logprob in one.top],
+                    )
+                    for one in chunk.logprobs
+                ],
+                finish_reason=_TO_WIRE[chunk.finish_reason],
+                error=chunk.error or "",
+                cached_tokens=chunk.cached_tokens,
+            )
+            for chunk in chunks
+        ]
+    )
+
+
+def read_chunks(message: wire.GenerateResponse, request_id: RequestId) -> list[GenerationChunk]:
+    """The chunks in a message, under the id the caller knows the request by."""
+    return [
+        GenerationChunk(
+            request_id=request_id,
+            index=chunk.index,
+            token_ids=tuple(chunk.token_ids),
+            text=chunk.text,
+            logprobs=tuple(
+                TokenLogprob(one.token_id, one.logprob, tuple(zip(one.top_ids, one.top_logprobs, strict=False))) for one in chunk.logprobs
+            ),
+            finish_reason=_FROM_WIRE.get(chunk.finish_reason, FinishReason.ERROR),
+            error=(chunk.error or None) if chunk.finish_reason in _FROM_WIRE else "The node ended the sequence in a way unknown here",
+            cached_tokens=chunk.cached_tokens,
+        )
+        for chunk in message.chunks
+    ]

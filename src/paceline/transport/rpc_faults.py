@@ -1,0 +1,110 @@
+"""Errors over gRPC keep their type: a status for whoever reads statuses, and the error's kind and fields beside it for us.
+
+One table for all services. What is no `PacelineError` is a bug: it is logged where it happened, and the caller learns only that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import grpc
+import grpc.aio
+
+from paceline.core import errors
+from paceline.core.errors import (
+    ConfigError,
+    ContextOverflow,
+    GossipRefused,
+    InvalidRequest,
+    MalformedMessage,
+    MessageTooLarge,
+    ModelNotFound,
+    NodeUnreachable,
+    Overloaded,
+    PacelineError,
+    PeerFloods,
+    RequestError,
+    UnknownModel,
+)
+
+FAULT_KEY = "paceline-fault-bin"
+
+_STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
+    # The first that fits.
+    (UnknownModel, grpc.StatusCode.NOT_FOUND),
+    (ModelNotFound, grpc.StatusCode.NOT_FOUND),
+    (ContextOverflow, grpc.StatusCode.OUT_OF_RANGE),
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (PeerFloods, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (MessageTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (MalformedMessage, grpc.StatusCode.INVALID_ARGUMENT),
+    (GossipRefused, grpc.StatusCode.FAILED_PRECONDITION),
+    (RequestError, grpc.StatusCode.FAILED_PRECONDITION),
+    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+)
+_KINDS = {kind.__name__: kind for kind, _ in _STATUS} | {"PacelineError": PacelineError}
+"""What a peer may make us raise."""
+_FIELDS = ("field", "retry_after_s")
+_GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+MAX_TEXT = 2000
+"""Of a peer's message, what is repeated."""
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+def status_of(error: PacelineError) -> grpc.StatusCode:
+    """The status an error leaves as."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def metadata_of(error: PacelineError) -> Metadata:
+    """The error's kind and fields, as trailing metadata."""
+    kind = type(error).__name__ if type(error).__name__ in _KINDS else "PacelineError"
+    fields = {name: value for name in _FIELDS if (value := getattr(error, name, None)) is not None}
+    fault = {"kind": kind, "message": error.message[:MAX_TEXT], "hint": error.hint[:MAX_TEXT], **fields}
+    return ((FAULT_KEY, json.dumps(fault).encode()),)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineError) -> NoReturn:
+    """End an RPC with an error. Whether and where it is logged is the caller's affair."""
+    details = error.message[:MAX_TEXT].encode("ascii", "replace").decode()
+    await context.abort(status_of(error), details, metadata_of(error))
+    raise AssertionError("abort raises")
+
+
+def error_of(failed: grpc.aio.AioRpcError, peer: str) -> PacelineError:
+    """What a failed RPC means here. A peer that can't be reached, or no longer, is `NodeUnreachable`.
+
+    Args:
+        failed: as grpc raised it.
+        peer: who was called, for messages.
+    """
+    trailing = cast("grpc.aio.Metadata | None", failed.trailing_metadata())
+    value = None if trailing is None else trailing.get(FAULT_KEY)
+    told = _told(value) if isinstance(value, bytes) else None
+    if told is not None:
+        return told
+    details = (failed.details() or "").strip()[:MAX_TEXT]
+    code = failed.code()
+    if code in _GONE:
+        return NodeUnreachable(f"{peer} can't be reached ({code.name.lower()}: {details})", "Look at `paceline status`.")
+    return errors.FleetError(f"{peer} refused ({code.name.lower()}): {details}")
+
+
+def _told(value: bytes) -> PacelineError | None:
+    """The error a peer named, built from fields of known types only."""
+    try:
+        fault: Any = json.loads(value)
+        kind, message, hint = _KINDS[fault["kind"]], str(fault["message"])[:MAX_TEXT], str(fault["hint"])[:MAX_TEXT]
+        if issubclass(kind, InvalidRequest):
+            return kind(message, hint, field=str(fault["field"]) if "field" in fault else None)
+        if issubclass(kind, Overloaded):
+            return kind(message, hint, retry_after_s=int(fault["retry_after_s"]))
+        if issubclass(kind, PeerFloods):
+            return kind(message, hint, retry_after_s=float(fault["retry_after_s"]))
+        return kind(message, hint)
+    except (ValueError, KeyError, TypeError):
+        return None

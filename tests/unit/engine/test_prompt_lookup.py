@@ -1,0 +1,46 @@
+"""What follows the longest earlier repetition is proposed, and nothing where nothing repeats."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.engine.prompt_lookup import MAX_NGRAM, propose
+
+
+@pytest.mark.parametrize(
+    ("committed", "length", "proposed"),
+    [
+        ([], 4, ()),
+        ([1], 4, ()),
+        ([1, 2, 3], 4, ()),
+        ([1, 2, 3, 1, 2], 2, (3, 1)),
+        ([7, 8, 9, 5, 7, 8, 6, 7, 8], 1, (6,)),  # of equally long repetitions, the latest
+        ([7, 8, 9, 4, 8, 6, 7, 8], 1, (9,)),  # the longest before the latest
+        ([1, 2, 1, 2], 5, (1, 2, 1, 2, 1)),  # a period goes on
+        ([5, 5], 3, (5, 5, 5)),
+        ([1, 2, 3, 1, 2], 0, ()),
+    ],
+)
+def test_examples(committed: list[int], length: int, proposed: tuple[int, ...]) -> None:
+    assert propose(committed, length) == proposed
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
+def test_a_proposal_follows_the_longest_repetition(committed: list[int], length: int) -> None:
+    proposed = propose(committed, length)
+    n = len(committed)
+    longest = 0
+    for end in range(n - 1):
+        matched = 0
+        while matched <= end and matched < MAX_NGRAM and committed[end - matched] == committed[n - 1 - matched]:
+            matched += 1
+        longest = max(longest, matched)
+    if not longest:
+        assert proposed == ()
+        return
+    assert len(proposed) == length
+    suffix = committed[n - longest :]
+    places = [i for i in range(n - longest) if committed[i : i + longest] == suffix]
+    assert any(committed[i + longest] == proposed[0] for i in places)

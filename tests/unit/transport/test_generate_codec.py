@@ -1,0 +1,93 @@
+"""Requests and chunks survive the wire whole; counts that no request has are refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import InvalidRequest
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams, TokenLogprob
+from paceline.core.ids import RequestId
+from paceline.transport.generate_codec import MAX_LOGPROBS, MAX_N, read_chunks, read_request, write_chunks, write_request
+from paceline.transport.wire import generate_pb2 as wire
+
+ID = RequestId("r")
+tokens = st.integers(0, (1 << 32) - 1)
+reals = st.floats(allow_nan=False)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+samplings = st.builds(
+    SamplingParams,
+    temperature=reals,
+    top_k=tokens,
+    top_p=reals,
+    min_p=reals,
+    repetition_penalty=reals,
+    presence_penalty=reals,
+    frequency_penalty=reals,
+    seed=st.none() | st.integers(0, (1 << 64) - 1),
+    logit_bias=st.dictionaries(tokens, reals, max_size=4),
+    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+)
+requests = st.builds(
+    GenerationRequest,
+    st.just(ID),
+    st.lists(tokens, min_size=1, max_size=20).map(tuple),
+    st.integers(1, 1 << 31),
+    samplings,
+    st.integers(1, MAX_N),
+    st.lists(texts.filter(bool), max_size=4).map(tuple),
+    st.frozensets(tokens, max_size=4),
+    st.booleans(),
+)
+chunks = st.builds(
+    GenerationChunk,
+    st.just(ID),
+    tokens,
+    st.lists(tokens, max_size=4).map(tuple),
+    texts,
+    st.lists(st.builds(TokenLogprob, tokens, reals, st.lists(st.tuples(tokens, reals), max_size=3).map(tuple)), max_size=3).map(tuple),
+    st.none() | st.sampled_from(FinishReason),
+    st.none() | texts.filter(bool),
+    tokens,
+)
+
+
+@given(requests)
+def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
+    message = wire.GenerateRequest.FromString(write_request("m", "d", "int4", "id", request).SerializeToString())
+    assert read_request(message, ID) == request
+    assert (message.model_id, message.digest, message.quantization, message.numerics_id) == ("m", "d", "int4", "id")
+
+
+@given(st.lists(chunks, max_size=4))
+def test_chunks_survive_the_wire(gained: list[GenerationChunk]) -> None:
+    message = wire.GenerateResponse.FromString(write_chunks(gained).SerializeToString())
+    assert read_chunks(message, ID) == gained
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("n", {"n": 0}),
+        ("n", {"n": MAX_N + 1}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("prompt", {"prompt_ids": []}),
+        ("stop", {"stop": [""]}),
+        ("stop", {"stop": ["x"] * 65}),
+        ("logprobs", {"sampling": wire.Sampling(logprobs=MAX_LOGPROBS + 1)}),
+    ],
+)
+def test_counts_that_no_request_has_are_refused(field: str, change: dict[str, object]) -> None:
+    fields: dict[str, object] = {"n": 1, "max_tokens": 1, "prompt_ids": [1], **change}
+    with pytest.raises(InvalidRequest) as refused:
+        read_request(wire.GenerateRequest(**fields), ID)  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+def test_a_reason_of_a_later_version_is_an_error() -> None:
+    message = wire.GenerateResponse()
+    message.chunks.add().MergeFromString(bytes([5 << 3, 99]))
+    (chunk,) = read_chunks(message, ID)
+    assert chunk.finish_reason is FinishReason.ERROR
+    assert chunk.error
