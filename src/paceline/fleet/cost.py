@@ -1,0 +1,147 @@
+"""What a request would take: seconds, from measured numbers alone.
+
+    P, A       tokens of prompt and answer                  N, l    layers of the model, of a stage
+    1/d, 1/p   decode and prefill rates on a card, tok/s    w, e    bytes of a layer, of embedding + norm + head
+    M, R, B    memory bytes/s; link RTT s, bytes/s          v       KV bytes of a token in a layer
+    h          2 x hidden bytes: one row of bf16 on the wire
+
+    machine    layer = d w / (N w + e) + v (P + A / 2) / M      edge = d e / (N w + e)      prompt layer = p / N
+    alone      ttft = P p             token = N layer + edge
+    pipeline   token = edge + sum(l layer) + sum(hops: R / 2 + h / B), the hop back to the first stage included
+               ttft  = edge + sum(one chunk's stages, transfers, R / 2) + (chunks - 1) x the slowest of stages and transfers
+    draft      token = (k / rate of the proposer + R + 4 k / B + d + k p) / (1 + a + ... + a^k), for the best k of 3, 7, 15
+    all        total = ttft + (A - 1) token
+
+d and p of a machine that never ran the model: d = (N w + e) / (M DECODE_SHARE), p = d / PREFILL_PER_DECODE; the estimate is then called not
+measured. Drafted rows cost what prompt rows do; a is the acceptance, assumed until it was measured. Sources: rates from `node.speed`, M from
+`node.memory_rate`, R and B from `fleet.links`; the formulas against the engine: bench/placement.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from paceline.fleet.card import Link
+from paceline.fleet.machines import Machine
+from paceline.fleet.plan import Estimate, PlanRequest
+
+CHUNK = 512
+"""Prompt rows that enter a pipeline together: the engine's default."""
+ROW_BYTES = 2
+"""Of a hidden value on the wire: bf16."""
+DRAFT_LENGTHS = (3, 7, 15)
+"""Tokens proposed at a time: with the row before them they fill kernels' tiles of four rows."""
+MODEL_ACCEPTANCE = 0.6
+"""Of a draft model's tokens, assumed until it was measured."""
+LOOKUP_ACCEPTANCE = 0.2
+"""Of tokens looked up in the text so far, assumed until it was measured: high in code and in quotes, near nothing elsewhere."""
+LOOKUP_RATE = 1e5
+"""Tokens a second of a proposer without weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Time, by what it is spent on."""
+
+    compute: float = 0.0
+    latency: float = 0.0
+    bandwidth: float = 0.0
+
+    @property
+    def all(self) -> float:
+        return fsum((self.compute, self.latency, self.bandwidth))
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.compute + other.compute, self.latency + other.latency, self.bandwidth + other.bandwidth)
+
+    def __mul__(self, times: float) -> Seconds:
+        return Seconds(self.compute * times, self.latency * times, self.bandwidth * times)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposer:
+    """Who drafts, as the cost model sees it."""
+
+    tokens_per_s: float
+    acceptance: float
+    measured: bool
+
+
+def alone(machine: Machine, request: PlanRequest) -> Estimate:
+    """One machine, all layers."""
+    return estimate(_first_token_alone(machine, request), Seconds(machine.token_s), request, measured=machine.measured)
+
+
+def draft(machine: Machine, proposer: Proposer, link: Link | None, request: PlanRequest) -> tuple[Estimate, int]:
+    """One machine, all layers, with another that proposes. And the best length of a draft.
+
+    Args:
+        machine: verifies.
+        proposer: drafts.
+        link: between them; None: they are one machine.
+        request: with an answer.
+    """
+    options = [(_drafted_token(machine, proposer, link, length), length) for length in DRAFT_LENGTHS]
+    token, length = min(options, key=lambda option: (option[0].all, option[1]))
+    measured = machine.measured and proposer.measured
+    return estimate(_first_token_alone(machine, request), token, request, measured=measured), length
+
+
+def pipeline(machines: Sequence[Machine], layers: Sequence[int], links: Sequence[Link], request: PlanRequest) -> Estimate:
+    """Several machines, each a range of layers.
+
+    Args:
+        machines: in the order of their layers.
+        layers: how many each has.
+        links: from each machine to the next, and from the last to the first.
+        request: with a prompt and an answer.
+    """
+    first = machines[0]
+    row_bytes = ROW_BYTES * first.shape.hidden
+    edge = Seconds(first.edge_s)
+    hops = [Seconds(0.0, link.rtt_s / 2, row_bytes / link.bytes_per_s) for link in links]
+    stages = [Seconds(machine.layer_s * n) for machine, n in zip(machines, layers, strict=True)]
+    token = _sum([edge, *stages, *hops])
+
+    chunks = -(-request.prompt_tokens // CHUNK)
+    rows = request.prompt_tokens / chunks
+    at_work = [Seconds(machine.prompt_layer_s * n * rows) for machine, n in zip(machines, layers, strict=True)]
+    transfers = [Seconds(bandwidth=rows * row_bytes / link.bytes_per_s) for link in links[:-1]]
+    slowest = max([*at_work, *transfers], key=lambda part: part.all)
+    waits = Seconds(latency=fsum(link.rtt_s / 2 for link in links))
+    way_back = Seconds(bandwidth=row_bytes / links[-1].bytes_per_s)
+    ttft = _sum([edge, *at_work, *transfers, slowest * (chunks - 1), waits, way_back])
+    return estimate(ttft, token, request, measured=all(machine.measured for machine in machines))
+
+
+def estimate(ttft: Seconds, token: Seconds, request: PlanRequest, *, measured: bool) -> Estimate:
+    """A whole request, from its first token and each later one."""
+    total = ttft + token * (request.answer_tokens - 1)
+    return Estimate(1 / token.all, ttft.all, total.all, total.compute, total.latency, total.bandwidth, measured)
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Tokens a round of verification yields: those accepted before the first that is not, and the verifier's own."""
+    share, expected = 1.0, 1.0
+    for _ in range(length):  # not acceptance ** n: powers differ in the last digit from system to system
+        share *= acceptance
+        expected += share
+    return expected
+
+
+def _first_token_alone(machine: Machine, request: PlanRequest) -> Seconds:
+    return Seconds(machine.prompt_layer_s * machine.shape.n_layers * request.prompt_tokens)
+
+
+def _drafted_token(machine: Machine, proposer: Proposer, link: Link | None, length: int) -> Seconds:
+    verify = machine.token_s + length * machine.prompt_layer_s * machine.shape.n_layers
+    work = Seconds(length / proposer.tokens_per_s + verify)
+    wire = Seconds() if link is None else Seconds(0.0, link.rtt_s, 4 * length / link.bytes_per_s)
+    return (work + wire) * (1 / expected_tokens(proposer.acceptance, length))
+
+
+def _sum(parts: Sequence[Seconds]) -> Seconds:
+    """Exactly rounded, so that no version of Python adds them otherwise."""
+    return Seconds(fsum(part.compute for part in parts), fsum(part.latency for part in parts), fsum(part.bandwidth for part in parts))

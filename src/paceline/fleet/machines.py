@@ -1,0 +1,225 @@
+"""Which machines of a view can run layers of the model asked for, and how fast: cards as placement reads them.
+
+Law: total over any cards. A figure that no machine has (not finite, below zero, absurd) counts as not measured, and the order of cards
+is nobody's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.core.errors import PlacementError
+from paceline.core.ids import NodeId
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.plan import PlanRequest
+
+DECODE_SHARE = 0.5
+"""Of a machine's memory bandwidth, what decoding reaches where it was not measured. Source: bench/placement.py on the bundled model."""
+PREFILL_PER_DECODE = 8.0
+"""Prompt tokens run in the time of one decoded token, where it was not measured. Source: docs/performance.md (9.8 there), rounded down."""
+FREE_SHARE = 0.9
+"""Of the memory a machine calls free, what a plan may take: cards round, and activations and others want some too."""
+MAX_LAYERS = 4096
+DIGEST_DIGITS = 12
+"""Of a digest, as many as name a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One node that can run layers of one model."""
+
+    card: NodeCard
+    offer: ModelOffer
+    """Its own, or that of the node its weights would come from."""
+    shape: ModelShape
+    layer_s: float
+    """Seconds a decoded token takes in a layer, KV included."""
+    edge_s: float
+    """The same for embedding, norm and head."""
+    prompt_layer_s: float
+    """Seconds a prompt token takes in a layer."""
+    measured: bool
+    room_bytes: int
+    """What weights and KV may take."""
+    kv_layer_bytes: int
+    """KV of the request in a layer."""
+    fetch_from: NodeId | None = None
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.card.node_id
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a decoded token takes in the whole model."""
+        return self.layer_s * self.shape.n_layers + self.edge_s
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether it may hold the edges: alone, or as a pipeline's first stage."""
+        return self.offer.role is Role.VERIFIER
+
+    def needs(self, layers: int, *, edges: bool) -> int:
+        """Bytes that so many layers of the model, and KV of the request in them, take."""
+        return layers * (self.shape.layer_bytes + self.kv_layer_bytes) + (self.shape.edge_bytes if edges else 0)
+
+    def holds(self, *, edges: bool) -> int:
+        """How many layers fit."""
+        room = self.room_bytes - (self.shape.edge_bytes if edges else 0)
+        return max(0, min(self.shape.n_layers, room // (self.shape.layer_bytes + self.kv_layer_bytes)))
+
+
+def live_cards(view: Iterable[NodeCard]) -> dict[NodeId, NodeCard]:
+    """One card a node, by id: the highest version, and none that leaves."""
+    newest: dict[NodeId, NodeCard] = {}
+    for card in view:
+        other = newest.get(card.node_id)
+        if other is None or (card.version, repr(card)) > (other.version, repr(other)):
+            newest[card.node_id] = card
+    return {node_id: newest[node_id] for node_id in sorted(newest) if not newest[node_id].leaving}
+
+
+def sensible(figure: float, least: float, most: float) -> float | None:
+    """A figure that some machine could have, cut to what placement reckons with; None where it says nothing."""
+    return min(max(float(figure), least), most) if 0 < figure < 1e300 else None
+
+
+def memory_rate(card: NodeCard) -> float | None:
+    """Bytes a second of a machine's memory, if it says."""
+    return sensible(card.memory_bytes_per_s, 1e6, 1e15)
+
+
+def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> list[tuple[NodeCard, ModelOffer]]:
+    """Every offer of the model asked for: by its id, by its digest, or by the digest of an offer with that id.
+
+    Raises:
+        PlacementError: nobody has it, or nobody in the weights format asked for.
+    """
+    layered = [
+        (card, offer)
+        for card in cards.values()
+        for offer in card.models
+        if offer.role in {Role.VERIFIER, Role.SHARD} and _is_sound(offer.shape)
+    ]
+    named = [(card, offer) for card, offer in layered if _is_named(offer, request.model)]
+    digests = {offer.digest for _, offer in named if offer.digest}
+    found = [(card, offer) for card, offer in layered if _is_named(offer, request.model) or offer.digest in digests]
+    if not found:
+        others = sorted({offer.model_id for _, offer in layered})
+        hint = f"Offered here: {', '.join(others[:8])}." if others else "`paceline pull` gets a model."
+        raise PlacementError(f"No machine of the fleet has the model {request.model[:200]!r}", hint)
+    wanted = [(card, offer) for card, offer in found if request.weights in {"", offer.weights}]
+    if not wanted:
+        formats = ", ".join(sorted({offer.weights for _, offer in found}))
+        raise PlacementError(f"No machine offers {request.model[:200]} in {request.weights[:40]} weights", f"Offered: {formats}.")
+    return wanted
+
+
+def groups(offers: Sequence[tuple[NodeCard, ModelOffer]], request: PlanRequest) -> list[list[Machine]]:
+    """Machines by the very same weights, which alone can share a request. Each group and its order are the same for any order of cards."""
+    found: dict[tuple[str, ...], dict[NodeId, Machine]] = {}
+    for card, offer in sorted(offers, key=lambda pair: (pair[0].node_id, _merit(pair[1]))):
+        assert offer.shape is not None
+        machine = _machine(card, offer, offer.shape, request)
+        if machine is None:
+            continue
+        # Without a digest nobody knows whether two machines' weights are the same.
+        key = (offer.digest or f"{offer.model_id}@{card.node_id}", offer.weights, repr(offer.shape))
+        found.setdefault(key, {})[card.node_id] = machine  # the last of a node is its best
+    return [list(found[key].values()) for key in sorted(found)]
+
+
+def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], links: Links, request: PlanRequest) -> list[Machine]:
+    """Machines without the weights that could fetch them from one of a group, over a measured link."""
+    if not group or not group[0].offer.digest:
+        return []
+    has = {machine.node_id for machine in group}
+    found: list[Machine] = []
+    for card in cards.values():
+        if card.node_id in has or not card.backend:
+            continue
+        reachable = [(link.bytes_per_s, machine) for machine in group if (link := links.between(machine.node_id, card.node_id)) is not None]
+        if not reachable:
+            continue
+        source = max(reachable, key=lambda pair: (pair[0], pair[1].node_id))[1]
+        offer = replace(source.offer, role=Role.VERIFIER, tokens_per_second=0.0, prefill_tokens_per_second=0.0, warm=False, numerics_id="")
+        machine = _machine(card, offer, source.shape, request)
+        if machine is not None:
+            found.append(replace(machine, fetch_from=source.node_id))
+    return found
+
+
+def speed_order(machine: Machine) -> tuple[float, int, str]:
+    """The seed's order of candidates, best last: throughput, memory, id."""
+    return (-machine.token_s, machine.card.memory_total_bytes, machine.node_id)
+
+
+class Links:
+    """The links of a view: as measured by either end, the sender's word first."""
+
+    def __init__(self, cards: Mapping[NodeId, NodeCard]) -> None:
+        best: dict[tuple[NodeId, NodeId], Link] = {}
+        for card in cards.values():
+            for link in card.links:
+                rate, rtt = sensible(link.bytes_per_s, 1.0, 1e15), sensible(link.rtt_s, 1e-7, 1e4)
+                if rate is None or rtt is None or link.to == card.node_id or link.to not in cards:
+                    continue
+                said, known = replace(link, bytes_per_s=rate, rtt_s=rtt), best.get((card.node_id, link.to))
+                if known is None or (rate, -rtt, link.address) > (known.bytes_per_s, -known.rtt_s, known.address):
+                    best[card.node_id, link.to] = said
+        self._best = best
+
+    def between(self, sender: NodeId, receiver: NodeId) -> Link | None:
+        """The link, or None where neither end has measured it."""
+        return self._best.get((sender, receiver)) or self._best.get((receiver, sender))
+
+
+def _is_sound(shape: ModelShape | None) -> bool:
+    if shape is None:
+        return False
+    sizes = (shape.hidden, shape.layer_bytes, shape.max_context)
+    return 0 < shape.n_layers <= MAX_LAYERS and all(0 < size < 1 << 62 for size in sizes) and 0 <= shape.edge_bytes < 1 << 62 \
+        and 0 <= shape.kv_bytes_per_token_per_layer < 1 << 40  # fmt: skip
+
+
+def _is_named(offer: ModelOffer, model: str) -> bool:
+    if offer.model_id == model:
+        return True
+    return len(model) >= DIGEST_DIGITS and offer.digest.startswith(model.lower())
+
+
+def _merit(offer: ModelOffer) -> tuple[bool, bool, float, str]:
+    """Of several offers of one model by one node, the best last."""
+    return (offer.role is Role.VERIFIER, offer.warm, sensible(offer.tokens_per_second, 1e-6, 1e9) or 0.0, repr(offer))
+
+
+def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: PlanRequest) -> Machine | None:
+    """None where nothing is known of a machine's speed."""
+    memory = memory_rate(card)
+    decode = sensible(offer.tokens_per_second, 1e-6, 1e9)
+    prefill = sensible(offer.prefill_tokens_per_second, 1e-6, 1e9)
+    measured = decode is not None and prefill is not None
+    layers_bytes = shape.n_layers * shape.layer_bytes
+    weights_bytes = layers_bytes + shape.edge_bytes
+    if decode is None:
+        if memory is None:
+            return None
+        decode = memory * DECODE_SHARE / weights_bytes
+    if prefill is None:
+        prefill = PREFILL_PER_DECODE * decode
+    kv_token = shape.kv_bytes_per_token_per_layer
+    mean_context = request.prompt_tokens + request.answer_tokens / 2
+    kv_s = kv_token * mean_context / memory if memory is not None else 0.0
+    held = weights_bytes if offer.warm else 0
+    return Machine(
+        card=card,
+        offer=offer,
+        shape=shape,
+        layer_s=shape.layer_bytes / weights_bytes / decode + kv_s,
+        edge_s=shape.edge_bytes / weights_bytes / decode,
+        prompt_layer_s=1 / prefill / shape.n_layers,
+        measured=measured,
+        room_bytes=int(max(0, min(card.memory_free_bytes, 1 << 60)) * FREE_SHARE) + held,
+        kv_layer_bytes=kv_token * (request.prompt_tokens + request.answer_tokens),
+    )

@@ -1,0 +1,240 @@
+"""Which machines run a request: a pure function of the view, so that every node computes the same plan with no word between them.
+
+Law: `plan` is deterministic (the order of cards is nobody's business), total (it returns, or raises `PlacementError`), and blind to machines
+that could take no part. `fleet.cost` prices every choice, `fleet.choices` orders them. A request keeps the plan it began with while it
+`still_holds`: better news is for the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from paceline.core.errors import PlacementError
+from paceline.core.ids import NodeId
+from paceline.fleet import choices
+from paceline.fleet.card import NodeCard, Role
+from paceline.fleet.cost import Seconds
+from paceline.fleet.machines import Links, Machine, fetchers, groups, live_cards, matching_offers
+from paceline.fleet.pins import pinned
+from paceline.fleet.pipelines import pipelines
+from paceline.fleet.plan import Choice, Constraint, Excluded, Plan, PlanRequest, Way
+
+RUNNERS_UP = 8
+"""How many of the other choices a plan names."""
+
+
+def plan(view: Iterable[NodeCard], request: PlanRequest) -> Plan:
+    """Choose.
+
+    Args:
+        view: the live cards, in any order.
+        request: what for.
+
+    Raises:
+        PlacementError: no machine and no set of machines can run it; says what is missing.
+        ImpossiblePin: a machine or a range was pinned that can't be had.
+    """
+    _check(request)
+    cards = live_cards(view)
+    links = Links(cards)
+    offers = matching_offers(cards, request)
+    having = groups(offers, request)
+    excluded: list[Excluded] = []
+    if request.pins or request.proposer is not None:
+        found = pinned(cards, links, having, request)
+        free = _unpinned(cards, request)
+    else:
+        found, excluded = _all(cards, links, having, request)
+        free = None
+    best, *others = choices.ranked(found, cards)
+    constraint, because = _binding(best, having, excluded, cards, request)
+    return Plan(
+        request=request,
+        chosen=best,
+        runners_up=tuple(others[:RUNNERS_UP]),
+        constraint=constraint,
+        because=because,
+        notes=tuple(_notes(best, others, free)),
+        excluded=tuple(excluded),
+    )
+
+
+def still_holds(kept: Plan, view: Iterable[NodeCard]) -> bool:
+    """Whether a request may go on with the plan it began with."""
+    return why_broken(kept, view) is None
+
+
+def why_broken(kept: Plan, view: Iterable[NodeCard]) -> str | None:
+    """What broke a plan: a machine that left or started anew, or no longer has its model, or computes other bytes. None: it holds."""
+    cards = live_cards(view)
+    chosen = kept.chosen
+    for stage in chosen.stages:
+        card = cards.get(stage.node_id)
+        if card is None:
+            return f"{stage.node_id} is gone"
+        if card.instance != stage.instance:
+            return f"{stage.node_id} started anew"
+        if stage.fetch_from is not None:
+            continue  # it says that it has the model once it does
+        offers = [offer for offer in card.models if _same_weights(chosen, offer.model_id, offer.digest, offer.weights)]
+        if not offers:
+            return f"{stage.node_id} no longer has {chosen.model_id}"
+        known = {offer.numerics_id for offer in offers if offer.numerics_id}
+        if stage.numerics_id and known and stage.numerics_id not in known:
+            return f"{stage.node_id} computes other bytes than it did"
+    if chosen.draft is not None:
+        card = cards.get(chosen.draft.node_id)
+        if card is None:
+            return f"{chosen.draft.node_id}, which drafts, is gone"
+        if card.instance != chosen.draft.instance:
+            return f"{chosen.draft.node_id}, which drafts, started anew"
+        drafts = {(offer.model_id, offer.digest) for offer in card.models if offer.role is Role.PROPOSER}
+        if (chosen.draft.model_id, chosen.draft.digest) not in drafts:
+            return f"{chosen.draft.node_id} no longer drafts with {chosen.draft.model_id}"
+    return None
+
+
+def _same_weights(chosen: Choice, model_id: str, digest: str, weights: str) -> bool:
+    # A digest that was not known when the plan was made may be known by now.
+    same = digest == chosen.digest if chosen.digest and digest else model_id == chosen.model_id
+    return same and weights == chosen.weights
+
+
+def _check(request: PlanRequest) -> None:
+    for name, tokens in (("prompt", request.prompt_tokens), ("answer", request.answer_tokens)):
+        if not 0 < tokens < 1 << 31:
+            raise PlacementError(
+                f"There is no plan for {'a' if name == 'prompt' else 'an'} {name} of {tokens} tokens", "Ask for 1 or more."
+            )
+    if request.acceptance is not None and not math.isfinite(request.acceptance):
+        raise PlacementError(f"The acceptance of a draft can't be {request.acceptance}", "It is a share, from 0 to 1.")
+    if not request.ways:
+        raise PlacementError("No way of running the request is allowed", "Allow alone, draft or pipeline.")
+
+
+def _all(
+    cards: Mapping[NodeId, NodeCard], links: Links, having: Sequence[Sequence[Machine]], request: PlanRequest
+) -> tuple[list[Choice], list[Excluded]]:
+    """Every choice among machines that have the weights; with those that would fetch them only where nothing else is left."""
+    found: list[Choice] = []
+    excluded: list[Excluded] = []
+    for group in having:
+        priced, unfit = _choices(cards, links, group, request)
+        found += priced
+        excluded += unfit
+    if found:
+        return found, excluded
+    for group in having:
+        more = fetchers(group, cards, links, request)
+        if more:
+            priced, unfit = _choices(cards, links, [*group, *more], request)
+            found += priced
+            excluded += [each for each in unfit if each not in excluded]
+    if not found:
+        raise _nothing(excluded, links, having, request)
+    return found, excluded
+
+
+def _choices(
+    cards: Mapping[NodeId, NodeCard], links: Links, group: Sequence[Machine], request: PlanRequest
+) -> tuple[list[Choice], list[Excluded]]:
+    found: list[Choice] = []
+    excluded: list[Excluded] = []
+    for machine in group:
+        reason = choices.unfit(machine, request)
+        if reason is not None:
+            excluded.append(reason)
+            continue
+        if Way.ALONE in request.ways:
+            found.append(choices.alone(machine, request))
+        if Way.DRAFT in request.ways:
+            found += choices.drafted(machine, cards, links.between, request)
+    fits_context = group[0].shape.max_context >= request.prompt_tokens + request.answer_tokens
+    if Way.PIPELINE in request.ways and fits_context:
+        found += [choices.piped(pipeline) for pipeline in pipelines(group, links, request)]
+    return found, excluded
+
+
+def _unpinned(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> Choice | None:
+    """What would be chosen without pins."""
+    try:
+        return plan(cards.values(), replace(request, pins=(), proposer=None, ways=frozenset(Way))).chosen
+    except PlacementError:
+        return None
+
+
+def _nothing(excluded: Sequence[Excluded], links: Links, having: Sequence[Sequence[Machine]], request: PlanRequest) -> PlacementError:
+    model = request.model[:200]
+    if not having:
+        return PlacementError(f"Nothing is known of the speed of the machines that have {model}", "They measure it when they start.")
+    constraint = Constraint.MEMORY if any(each.constraint is Constraint.MEMORY for each in excluded) else Constraint.NO_CANDIDATE
+    reasons = "; ".join(f"{each.node_id} {each.why}" for each in excluded[:4])
+    more = f"; and {len(excluded) - 4} more" if len(excluded) > 4 else ""
+    machines = [machine for group in having for machine in group]
+    linked = any(links.between(one.node_id, other.node_id) for one in machines for other in machines if one is not other)
+    if constraint is not Constraint.MEMORY:
+        hint = "Ask for a shorter prompt or answer, or allow other ways."
+    elif len(machines) > 1 and not linked:
+        hint = "No links between them have been measured yet; together they may hold it."
+    else:
+        hint = "Close other programs, add a machine, or choose a smaller model or --weights format."
+    return PlacementError(
+        f"No machine can run {model}, nor can several together" + (f": {reasons}{more}" if reasons else ""), hint, constraint=constraint
+    )
+
+
+def _binding(
+    best: Choice, having: Sequence[Sequence[Machine]], excluded: Sequence[Excluded], cards: Mapping[NodeId, NodeCard], request: PlanRequest
+) -> tuple[Constraint, str]:
+    """What would have to change for something better."""
+    short = {each.node_id for each in excluded if each.constraint is Constraint.MEMORY}
+    dreams = [choices.alone(machine, request) for group in having for machine in group if machine.node_id in short]
+    if dreams:
+        dream = choices.ranked(dreams, cards)[0]
+        if dream.estimate.total_s < best.estimate.total_s:
+            node_id = dream.stages[0].node_id
+            why = next(each.why for each in excluded if each.node_id == node_id)
+            return Constraint.MEMORY, f"{node_id} alone would do {choices.rate(dream)}, but {why}"
+    spent = Seconds(best.estimate.compute_s, best.estimate.latency_s, best.estimate.bandwidth_s)
+    share = {part: seconds / best.estimate.total_s for part, seconds in _parts(spent)}
+    constraint = max(share, key=lambda part: share[part])
+    what = {
+        Constraint.COMPUTE: "machines are at work",
+        Constraint.LINK_LATENCY: "links' round trips take",
+        Constraint.LINK_BANDWIDTH: "bytes are on links",
+    }[constraint]
+    return constraint, f"{what} {share[constraint]:.0%} of the time"
+
+
+def _parts(spent: Seconds) -> list[tuple[Constraint, float]]:
+    return [
+        (Constraint.COMPUTE, spent.compute),
+        (Constraint.LINK_LATENCY, spent.latency),
+        (Constraint.LINK_BANDWIDTH, spent.bandwidth),
+    ]
+
+
+def _notes(best: Choice, others: Sequence[Choice], free: Choice | None) -> list[str]:
+    notes: list[str] = []
+    used = len(best.node_ids)
+    more = next((each for each in others if len(each.node_ids) > used and each.way is Way.PIPELINE), None)
+    if more is not None and more.estimate.total_s >= best.estimate.total_s:
+        took = f"{choices.seconds(best.estimate.total_s)} against {choices.seconds(more.estimate.total_s)}"
+        notes.append(f"{_count(used)} faster than {len(more.node_ids)}: {took}")
+    if free is not None and free.estimate.total_s < best.estimate.total_s and free.stages != best.stages:
+        fewer = "fewer machines" if len(free.node_ids) < used else "the fleet's own choice"
+        notes.append(
+            f"without pins {fewer} would be faster: {' + '.join(free.node_ids)} ({free.way}), {choices.rate(free)} against {choices.rate(best)}"
+        )
+    if not best.estimate.measured:
+        notes.append("not all speeds behind this estimate were measured yet")
+    ids = {stage.numerics_id for stage in best.stages}
+    if len(best.stages) > 1 and len(ids) > 1:
+        notes.append("the stages compute with different kernels: another machine in the place of one may give other bytes")
+    return notes
+
+
+def _count(machines: int) -> str:
+    return "1 machine is" if machines == 1 else f"{machines} machines are"

@@ -1,0 +1,116 @@
+"""A fleet as text, for scenario files.
+
+    model NAME layers N hidden H layer BYTES edges BYTES kv BYTES context TOKENS [vocabulary V] [digest D] [weights W]
+    node NAME memory FREE/TOTAL rate BYTES [leaving]
+      has MODEL [warm] [shard] [decode RATE] [prefill RATE] [numerics ID]
+      drafts MODEL|lookup [decode RATE]
+      link NODE RTTms BYTES
+
+Bytes take a suffix: K, M, G. A rate is tokens a second; without one it was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from paceline.core.ids import NodeId
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+
+_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass
+class FleetText:
+    """Cards by name, and the models they speak of."""
+
+    models: dict[str, ModelOffer] = field(default_factory=dict)
+    cards: dict[str, NodeCard] = field(default_factory=dict)
+
+    def read(self, line: str) -> None:
+        kind, *words = line.split()
+        match kind:
+            case "model":
+                self._model(words[0], _pairs(words[1:]))
+            case "node":
+                self._node(words[0], words[1:])
+            case "has" | "drafts":
+                self._offer(kind, words)
+            case "link":
+                rtt_s = float(words[1].removesuffix("ms")) / 1000
+                self._change(links=(*self._last.links, Link(NodeId(words[0]), f"{words[0]}:1", rtt_s, number(words[2]))))
+            case _:
+                raise ValueError(f"what is {line!r}?")
+
+    @property
+    def _last(self) -> NodeCard:
+        return list(self.cards.values())[-1]
+
+    def _change(self, **changes: object) -> None:
+        card = self._last
+        self.cards[card.node_id] = replace(card, **changes)
+
+    def _model(self, name: str, said: dict[str, str]) -> None:
+        shape = ModelShape(
+            n_layers=int(said["layers"]),
+            hidden=int(said["hidden"]),
+            layer_bytes=int(number(said["layer"])),
+            edge_bytes=int(number(said["edges"])),
+            kv_bytes_per_token_per_layer=int(number(said["kv"])),
+            max_context=int(said["context"]),
+        )
+        digest = said.get("digest", f"{name}-digest-of-weights")
+        self.models[name] = ModelOffer(
+            name, Role.VERIFIER, said.get("weights", "int4"), digest=digest, shape=shape, vocabulary=said.get("vocabulary", "")
+        )
+
+    def _node(self, name: str, words: list[str]) -> None:
+        said = _pairs([word for word in words if word != "leaving"])
+        free, total = (int(number(size)) for size in said["memory"].split("/"))
+        self.cards.pop(name, None)
+        self.cards[name] = NodeCard(
+            node_id=NodeId(name), version=1, addresses=(f"{name}:1",), instance=name.encode(), ttl_s=120, announced_at=0, backend="cpu",
+            memory_total_bytes=total, memory_free_bytes=free, memory_bytes_per_s=int(number(said.get("rate", "0"))), leaving="leaving" in words,
+        )  # fmt: skip
+
+    def _offer(self, kind: str, words: list[str]) -> None:
+        name, *rest = words
+        said = _pairs([word for word in rest if word not in {"warm", "shard"}])
+        base = ModelOffer("lookup", Role.PROPOSER, "") if name == "lookup" else self.models[name]
+        role = Role.PROPOSER if kind == "drafts" else Role.SHARD if "shard" in rest else Role.VERIFIER
+        offer = replace(
+            base,
+            role=role,
+            warm="warm" in rest,
+            tokens_per_second=float(said.get("decode", 0)),
+            prefill_tokens_per_second=float(said.get("prefill", 0)),
+            numerics_id=said.get("numerics", ""),
+            digest=said.get("digest", base.digest).replace("unknown", ""),
+        )
+        self._change(models=(*self._last.models, offer))
+
+
+def number(text: str) -> float:
+    """A number, with a suffix or without."""
+    return float(text[:-1]) * _SUFFIXES[text[-1]] if text[-1] in _SUFFIXES else float(text)
+
+
+def blocks(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Pairs of (input lines, expected lines): a file is `input`, `----`, `expected`, an empty line, and so on."""
+    said: list[str] = []
+    expected: list[str] | None = None
+    for line in [*text.splitlines(), ""]:
+        if expected is None and line == "----":
+            expected = []
+        elif expected is None:
+            said.append(line)
+        elif line:
+            expected.append(line)
+        else:
+            yield said, expected
+            said, expected = [], None
+    assert not any(said), f"input without an answer: {said}"
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    return dict(zip(words[::2], words[1::2], strict=True))
