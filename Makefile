@@ -49,6 +49,7 @@ $(VENV)/.installed: $(VENV)/.venv pyproject.toml tools/install_torch.py
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing what the tests need"
 	@$(PIP) --editable '.[dev]'
+	@$(PIP) --only-binary mlx,mlx-cpu --editable '.[ring]' || echo "There is no wheel of mlx for this system: the ring's test will be skipped"
 	@touch $@
 
 lint: install-dev  ## Style
