@@ -1,9 +1,11 @@
 """PACELINE_HOME: where models, caches and identity live (default `~/.paceline`).
 
     models/<org>/<name>/         files of a pulled model, and `paceline.json`, its manifest
-    cache/digests/               SHA-256 of files, by path, size and modification time
+    partial/<digest>/            files of a model on its way here, or of which only some layers are wanted; they have holes
+    cache/digests/               SHA-256 of files and of their pieces, by path, size and modification time
     cache/tokenizers/            tokenizers built from GGUF metadata
     cache/kernels/               compiled kernels, by version and processor
+    fleet/                       identity, and what belongs to it: see `transport.trust.folder`
 
 Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs time
 at the next start and nothing else, so that is logged and not raised.
@@ -15,10 +17,11 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from paceline.core.files import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,10 @@ class Home:
         return self.root / "models"
 
     @property
+    def partial(self) -> Path:
+        return self.root / "partial"
+
+    @property
     def digests(self) -> Path:
         return self.root / "cache" / "digests"
 
@@ -51,22 +58,9 @@ class Home:
     def kernels(self) -> Path:
         return self.root / "cache" / "kernels"
 
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write `data` at `path`, whole or not at all.
-
-    Raises:
-        OSError: the folder can't be made or the file not written; no temporary file stays behind.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    @property
+    def fleet(self) -> Path:
+        return self.root / "fleet"
 
 
 def write_cache(path: Path, data: bytes) -> None:

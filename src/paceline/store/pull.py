@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, DownloadError
+from paceline.core.files import write_file
 from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
 from paceline.store.digests import DigestCache
 from paceline.store.download import fetch, part_of, verify
 from paceline.store.hf_config import spec_from_config
-from paceline.store.home import Home, read_json_object, write_file
+from paceline.store.home import Home, read_json_object
 from paceline.store.json_object import load_object
 from paceline.store.selection import HubRef, choose_files, is_path, parse_ref
 
@@ -125,7 +126,8 @@ def _pull_listed(
     first = next((name for name in names if name.lower().endswith(".gguf")), None)
     path = folder if first is None else folder / first
     open_model(str(path), home)
-    _write_manifest(folder, listing, ref, files)
+    entries: dict[str, dict[str, object]] = {file.name: {"size": file.size, file.checksum.kind: file.checksum.hex} for file in files}
+    write_manifest(folder, {"repo": ref.repo, "revision": listing.commit}, entries)
     return describe(next(location for location in locations(home) if location.path == path), home)
 
 
@@ -151,22 +153,35 @@ def _check_space(folder: Path, files: list[hub.HubFile]) -> None:
         target = folder / file.name
         parts = [target, part_of(file, target)]
         missing += max(0, file.size - max(part.stat().st_size if part.is_file() else 0 for part in parts))
+    check_space(folder.name, folder, missing)
+
+
+def check_space(name: str, folder: Path, missing: int) -> None:
+    """Refuse what the disk has no room for.
+
+    Raises:
+        DownloadError: fewer than `missing` bytes are free where `folder` is or will be.
+    """
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if missing > free:
         raise DownloadError(
-            f"{folder.name} needs {missing >> 20} MiB more and {existing} has {free >> 20} MiB free",
+            f"{name} needs {missing >> 20} MiB more and {existing} has {free >> 20} MiB free",
             "Free some space, or set PACELINE_HOME to a larger disk",
         )
 
 
-def _write_manifest(folder: Path, listing: hub.HubListing, ref: HubRef, files: list[hub.HubFile]) -> None:
-    """Add what was pulled to what was there: a folder may hold several GGUF models of one repository."""
+def write_manifest(folder: Path, about: dict[str, object], files: dict[str, dict[str, object]]) -> None:
+    """Add what was fetched to what was there: a folder may hold several GGUF models of one repository.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
     path = folder / MANIFEST
-    known = (read_json_object(path) or {}).get("files")
+    before = read_json_object(path) or {}
+    known = before.get("files")
     kept = known if isinstance(known, dict) else {}
-    entries = {file.name: {"size": file.size, file.checksum.kind: file.checksum.hex} for file in files}
-    _write(path, {"repo": ref.repo, "revision": listing.commit, "files": {**kept, **entries}})
+    _write(path, {**before, **about, "files": {**kept, **files}})
 
 
 def _write(path: Path, entry: dict[str, object]) -> None:

@@ -1,0 +1,43 @@
+"""A file is written whole or not at all, and only its owner can read it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write `data` at `path`, whole or not at all; readable by its owner alone.
+
+    Args:
+        path: the file; its folder is made where it is missing.
+        data: all of it.
+        durable: wait until a power cut can't lose it, as a key or a promise made to others must not be.
+
+    Raises:
+        OSError: the folder can't be made or the file not written; no temporary file stays behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # mkstemp makes files of mode 0600.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        Path(name).replace(path)
+        if durable:
+            _sync_folder(path.parent)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
