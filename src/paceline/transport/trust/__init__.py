@@ -1,0 +1,1 @@
+"""Who belongs to the fleet, and how that is proved."""

@@ -1,0 +1,207 @@
+"""What a certificate of the fleet says, and whether it may be believed.
+
+A node has one key (P-256: gRPC's TLS takes no Ed25519) and one certificate, named by its id: as common name and as `paceline://node/<id>`.
+No certificate names an address, because machines change theirs. A caller who knows which certificate it wants to meet asks TLS for
+`<serial>.node.paceline.internal`, which exactly one certificate of the fleet carries. Certificates are backdated a day, so that a clock
+that is slow can still join; when one was issued is its start plus that day.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from paceline.core.errors import NotTrusted
+from paceline.core.ids import NodeId
+
+BACKDATED = timedelta(hours=24)
+JOIN_NAME = "join.paceline.internal"
+"""What the join port is called in TLS. It shows the CA's own certificate, which the token pins."""
+NODE_NAME = "node.paceline.internal"
+"""What every node may be called in TLS."""
+NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+MAX_CERTIFICATE_BYTES = 4096
+URI_PREFIX = "paceline://node/"
+SIGNING = ec.ECDSA(hashes.SHA256())
+"""How everything is signed: certificates, cards, revocations."""
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+"""What `cryptography` raises on bytes that are not what they should be."""
+
+PublicKey = ec.EllipticCurvePublicKey
+PrivateKey = ec.EllipticCurvePrivateKey
+
+
+def is_node_id(text: str) -> bool:
+    """Whether `text` may name a node: a host's name in lower case, at most 63 characters, so that it is safe in a log, a file and a certificate."""
+    return NODE_ID.fullmatch(text) is not None
+
+
+def make_key() -> PrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_pem(key: PrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a certificate of the fleet says, once checked."""
+
+    node_id: NodeId
+    issued_at: int
+    """Unix seconds by the CA's clock."""
+    expires_at: int
+    serial: int
+    public_key: PublicKey
+    certificate: bytes
+    """DER."""
+
+    @property
+    def tls_name(self) -> str:
+        """What to ask TLS for to meet this certificate and no other."""
+        return tls_name(self.serial)
+
+    def signed(self, signature: bytes, data: bytes) -> bool:
+        return verifies(self.public_key, signature, data)
+
+
+def tls_name(serial: int) -> str:
+    return f"{serial:x}.{NODE_NAME}"
+
+
+def verifies(key: PublicKey, signature: bytes, data: bytes) -> bool:
+    try:
+        key.verify(signature, data, SIGNING)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def draw_serial() -> int:
+    """126 random bits: at most 32 hexadecimal digits, which fit a label of a name."""
+    return secrets.randbits(125) | 1 << 125
+
+
+class FleetRoot:
+    """The CA's certificate: what every member trusts. Remembers the certificates it found good, within a bound.
+
+    Args:
+        certificate: the CA's own.
+    """
+
+    REMEMBERED = 1024
+
+    def __init__(self, certificate: x509.Certificate) -> None:
+        key = certificate.public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise NotTrusted("A CA's certificate holds a key of another kind than P-256", who="CA")
+        self.certificate = certificate
+        self.public_key = key
+        self._good: OrderedDict[bytes, Member] = OrderedDict()
+
+    @classmethod
+    def from_der(cls, data: bytes) -> FleetRoot:
+        """The CA whose certificate `data` is.
+
+        Raises:
+            NotTrusted: it is no certificate of a CA.
+        """
+        try:
+            return cls(x509.load_der_x509_certificate(data))
+        except UNREADABLE as error:
+            raise NotTrusted("What should be a CA's certificate is none", who="CA") from error
+
+    @property
+    def der(self) -> bytes:
+        return self.certificate.public_bytes(Encoding.DER)
+
+    @property
+    def pem(self) -> bytes:
+        return self.certificate.public_bytes(Encoding.PEM)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the certificate: what a token pins."""
+        return self.certificate.fingerprint(hashes.SHA256())
+
+    def member(self, certificate: bytes, now: float) -> Member:
+        """What a certificate says, if this CA issued it and it has not expired.
+
+        Args:
+            certificate: DER.
+            now: Unix seconds.
+
+        Raises:
+            NotTrusted: it is none, another CA's, or has expired.
+        """
+        member = self._good.get(certificate)
+        if member is None:
+            member = self._read(certificate)
+            self._good[certificate] = member
+            if len(self._good) > self.REMEMBERED:
+                self._good.popitem(last=False)
+        else:
+            self._good.move_to_end(certificate)
+        if member.expires_at < now:
+            raise NotTrusted(f"The certificate of {member.node_id} has expired", who=member.node_id)
+        return member
+
+    def _read(self, data: bytes) -> Member:
+        if len(data) > MAX_CERTIFICATE_BYTES:
+            raise NotTrusted(f"A certificate of {len(data)} bytes is longer than any of ours", who="unknown")
+        try:
+            certificate = x509.load_der_x509_certificate(data)
+            claimed = _claimed_id(certificate)
+            key = certificate.public_key()
+        except UNREADABLE as error:
+            raise NotTrusted("What should be a node's certificate is none", who="unknown") from error
+        who = claimed or "unknown"
+        try:
+            certificate.verify_directly_issued_by(self.certificate)
+        except (*UNREADABLE, InvalidSignature) as error:
+            raise NotTrusted(f"The certificate of {who} was not issued by this fleet's CA", who=who) from error
+        if claimed is None or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise NotTrusted("A certificate of this fleet's CA names no node", who=who)
+        return Member(
+            NodeId(claimed),
+            int((certificate.not_valid_before_utc + BACKDATED).timestamp()),
+            int(certificate.not_valid_after_utc.timestamp()),
+            certificate.serial_number,
+            key,
+            data,
+        )
+
+
+def _claimed_id(certificate: x509.Certificate) -> str | None:
+    """The node id that name and URI agree on; None where they don't, or it is no node's certificate."""
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    uris = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
+        x509.UniformResourceIdentifier
+    )
+    if len(names) != 1 or len(uris) != 1 or not isinstance(name := names[0].value, str):
+        return None
+    return name if is_node_id(name) and uris[0] == URI_PREFIX + name else None
+
+
+def whole_second(at: float) -> datetime:
+    """Certificates count in seconds."""
+    return datetime.fromtimestamp(int(at), UTC)

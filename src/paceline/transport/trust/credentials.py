@@ -1,0 +1,68 @@
+"""mTLS between members: what a server shows and asks for, what a caller shows, and who is at an address.
+
+TLS proves only "a member of this fleet"; names in it are no addresses. A caller that knows a node's certificate (from its card) asks for the
+name which that certificate alone carries (`Member.tls_name`), so nobody else can answer. One that knows only an address asks whoever is
+there, by `NODE_NAME`, for its card, and calls again by the name it learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import RevokedNode
+from paceline.transport.trust.certificates import Member
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.seals import Voids, open_card
+from paceline.transport.wire import fleet_pb2 as wire
+from paceline.transport.wire import fleet_pb2_grpc as rpc
+
+
+def server_credentials(identity: Identity, on_connection: Callable[[], None] | None = None) -> grpc.ServerCredentials:
+    """What a node's gRPC port shows, and that it lets in nobody whose certificate this fleet's CA did not issue.
+
+    Args:
+        identity: this node's.
+        on_connection: called as each handshake begins, in a thread of gRPC's own: `StrangerWatch.connection`.
+    """
+    shown = grpc.ssl_server_certificate_configuration([(identity.key_pem, identity.certificate_pem)], identity.root.pem)
+
+    def fetch() -> grpc.ServerCertificateConfiguration:
+        if on_connection is not None:
+            on_connection()
+        # None: as before. The stubs don't know that it may be.
+        return cast("grpc.ServerCertificateConfiguration", None)
+
+    return grpc.dynamic_ssl_server_credentials(shown, fetch, require_client_authentication=True)
+
+
+def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
+    """What a member shows to those it calls, and that it speaks to members only."""
+    return grpc.ssl_channel_credentials(identity.root.pem, identity.key_pem, identity.certificate_pem)
+
+
+async def meet(channel: grpc.aio.Channel, identity: Identity, voids: Voids, now: float, timeout_s: float) -> Member:
+    """Who is at the far end of a channel made by `NODE_NAME`, as its own signed card says. Proved only once it is called by `tls_name`.
+
+    Raises:
+        grpc.aio.AioRpcError: nobody of this fleet answers there.
+        NotTrusted: the card is not good.
+        RevokedNode: whoever answers there was revoked.
+        MalformedMessage: what it sent is no card.
+    """
+    answer = await rpc.CapabilityServiceStub(channel).GetNodeCapability(wire.GetNodeCapabilityRequest(), timeout=timeout_s)
+    sealed = open_card(answer.card.card, root=identity.root, voids=voids, now=now)
+    return identity.root.member(sealed.certificate, now)
+
+
+def check_callable(member: Member, voids: Voids) -> None:
+    """Before a node is called: a revoked one is not told anything.
+
+    Raises:
+        RevokedNode: it was revoked.
+    """
+    if voids(member.node_id, member.issued_at):
+        raise RevokedNode(f"{member.node_id} was revoked, so it is not called", who=member.node_id)

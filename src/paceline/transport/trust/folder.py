@@ -1,0 +1,206 @@
+"""PACELINE_HOME/fleet: what a node keeps of its membership.
+
+    identity.pem         this node's key, its certificate, the CA's certificate
+    authority.pem        the CA's key and certificate; only where `paceline init` ran
+    issuer.json          join tokens and to whom certificates were issued; only there
+    revocations.json     who no longer belongs, as the CA signed it
+    peers.json           where members were last reached
+
+Everything is written whole, to its owner alone. A secret that others could read is refused, not used. Whoever changes a file that
+another process may change too holds the folder's lock meanwhile.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import IdentityError, MembershipError
+from paceline.core.files import write_file
+from paceline.transport.trust.authority import Authority
+from paceline.transport.trust.identity import Identity
+
+MAX_FILE_BYTES = 16 << 20
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFolder:
+    """Paths and files under PACELINE_HOME/fleet. Nothing is made before it is written to."""
+
+    root: Path
+
+    @property
+    def identity_file(self) -> Path:
+        return self.root / "identity.pem"
+
+    @property
+    def authority_file(self) -> Path:
+        return self.root / "authority.pem"
+
+    @property
+    def issuer_file(self) -> Path:
+        return self.root / "issuer.json"
+
+    @property
+    def revocations_file(self) -> Path:
+        return self.root / "revocations.json"
+
+    @property
+    def peers_file(self) -> Path:
+        return self.root / "peers.json"
+
+    @property
+    def is_member(self) -> bool:
+        return self.identity_file.exists()
+
+    @property
+    def has_authority(self) -> bool:
+        return self.authority_file.exists()
+
+    def identity(self) -> Identity:
+        """This node's identity.
+
+        Raises:
+            MembershipError: it has none.
+            IdentityError: it is open to others, or damaged.
+        """
+        if not self.is_member:
+            raise MembershipError(
+                "This machine is in no fleet",
+                "Start one here: paceline init. Or join one: paceline join TOKEN, with a token from paceline token",
+            )
+        return Identity.from_pem(read_secret(self.identity_file))
+
+    def authority(self) -> Authority:
+        """The fleet's CA.
+
+        Raises:
+            MembershipError: it is on another machine.
+            IdentityError: it is open to others, or damaged.
+        """
+        if not self.has_authority:
+            raise MembershipError(
+                "The fleet's CA is not on this machine",
+                "Do this on the machine where paceline init ran, or bring its backup here: paceline ca import FILE",
+            )
+        return Authority.from_pem(read_secret(self.authority_file))
+
+    def write_secret(self, path: Path, data: bytes) -> None:
+        """Write a file of this folder so that a power cut can't lose it.
+
+        Raises:
+            MembershipError: it can't be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_file(path, data, durable=True)
+        except OSError as error:
+            raise MembershipError(f"{path} can't be written: {error.strerror}", "PACELINE_HOME names another folder") from error
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Alone in changing this folder's files, for as long as the block runs."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.root / ".lock").open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def sealed_revocations(self) -> list[bytes]:
+        """Serialised SignedRevocations, as they were kept; unchecked."""
+        values = _read_json(self.revocations_file)
+        try:
+            return [base64.b64decode(value, validate=True) for value in values] if isinstance(values, list) else []  # pyright: ignore[reportUnknownVariableType]
+        except (binascii.Error, TypeError, ValueError):
+            raise _damaged(self.revocations_file) from None
+
+    def keep_revocations(self, sealed: Iterable[bytes]) -> None:
+        """Add to those kept."""
+        with self.locked():
+            known = self.sealed_revocations()
+            new = [one for one in dict.fromkeys(sealed) if one not in known]
+            if new:
+                data = json.dumps([base64.b64encode(one).decode() for one in known + new], indent=1).encode()
+                self.write_secret(self.revocations_file, data)
+
+    def peers(self) -> list[str]:
+        """Addresses (host:port) at which members were last reached."""
+        try:
+            values = _read_json(self.peers_file)
+        except IdentityError:
+            return []  # an address book can be made again
+        return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []  # pyright: ignore[reportUnknownVariableType]
+
+    def keep_peers(self, addresses: Iterable[str]) -> None:
+        self.write_secret(self.peers_file, json.dumps(sorted(set(addresses)), indent=1).encode())
+
+    def issuer_state(self) -> dict[str, Any]:
+        """The issuer's state; empty where there is none."""
+        if not self.issuer_file.exists():
+            return {}
+        try:
+            value: Any = json.loads(read_secret(self.issuer_file))
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise _damaged(self.issuer_file)
+        return value  # pyright: ignore[reportUnknownVariableType]
+
+    def keep_issuer_state(self, state: dict[str, Any]) -> None:
+        self.write_secret(self.issuer_file, json.dumps(state, indent=1).encode())
+
+    def stamp(self) -> Stamp:
+        """Another value once tokens or revocations have changed."""
+        return tuple(_stamp(path) for path in (self.issuer_file, self.revocations_file))
+
+
+def read_secret(path: Path) -> bytes:
+    """A file that nobody but its owner can read.
+
+    Raises:
+        IdentityError: others can read it, it is somebody else's, or it can't be read.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise IdentityError(
+                    f"{path} can be read by others (mode {stat.S_IMODE(status.st_mode):04o}), so it is not used",
+                    f"Make it yours alone: chmod 600 {path}. If others may have read it, revoke this node and join again",
+                )
+            if status.st_uid != os.geteuid():
+                raise IdentityError(f"{path} belongs to another user, so it is not used", "Run as the user who made it")
+            return file.read(MAX_FILE_BYTES)
+    except OSError as error:
+        raise IdentityError(f"{path} can't be read: {error.strerror}") from error
+
+
+def _read_json(path: Path) -> object:
+    """None where there is no file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> IdentityError:
+    return IdentityError(f"{path} is damaged", "Restore it from a backup, or remove it if there is none")
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (status.st_ino, status.st_size, status.st_mtime_ns)

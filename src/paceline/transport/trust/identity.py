@@ -1,0 +1,86 @@
+"""Who this node is: its key, its certificate, and the CA it trusts. One file, so that they can't disagree."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+from paceline.core.errors import IdentityError, NotTrusted
+from paceline.core.ids import NodeId
+from paceline.transport.trust.certificates import SIGNING, UNREADABLE, FleetRoot, Member, PrivateKey, key_pem
+
+SUFFIX_BYTES = 2
+"""Random part of a node id, so that two machines called `macbook` can be in one fleet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A member's own side of its membership."""
+
+    key: PrivateKey
+    member: Member
+    root: FleetRoot
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.member.node_id
+
+    @property
+    def key_pem(self) -> bytes:
+        return key_pem(self.key)
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return x509.load_der_x509_certificate(self.member.certificate).public_bytes(Encoding.PEM)
+
+    def sign(self, data: bytes) -> bytes:
+        """A signature by this node. What is signed says what it is in its first bytes."""
+        return self.key.sign(data, SIGNING)
+
+    def to_pem(self) -> bytes:
+        """Key, certificate, CA's certificate. A secret: who has it is this node."""
+        return self.key_pem + self.certificate_pem + self.root.pem
+
+    @classmethod
+    def assemble(cls, key: PrivateKey, certificate: bytes, root: FleetRoot, now: float) -> Identity:
+        """From what the CA answered.
+
+        Raises:
+            NotTrusted: the certificate is not the CA's, or for another key.
+        """
+        member = root.member(certificate, now)
+        if member.public_key != key.public_key():
+            raise NotTrusted("The certificate is for another key than this node's", who=member.node_id)
+        return cls(key, member, root)
+
+    @classmethod
+    def from_pem(cls, data: bytes) -> Identity:
+        """What `to_pem` wrote.
+
+        Raises:
+            IdentityError: it is damaged, or the certificate has expired.
+        """
+        again = "Restore the file, or remove it and join again: paceline join TOKEN"
+        try:
+            key = load_pem_private_key(data, None)
+            own, authority = x509.load_pem_x509_certificates(data)
+        except UNREADABLE as error:
+            raise IdentityError("The file of this node's identity is damaged", again) from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise IdentityError("The file of this node's identity holds a key of another kind", again)
+        try:
+            return cls.assemble(key, own.public_bytes(Encoding.DER), FleetRoot(authority), time.time())
+        except NotTrusted as error:
+            raise IdentityError(f"This node's identity can't be used: {error.message}", again) from error
+
+
+def choose_node_id(hostname: str) -> NodeId:
+    """A name for this machine that stays its own: the host's first label and a random suffix."""
+    label = re.sub(r"[^a-z0-9]+", "-", hostname.partition(".")[0].lower()).strip("-")[:40].strip("-") or "node"
+    return NodeId(f"{label}-{secrets.token_hex(SUFFIX_BYTES)}")

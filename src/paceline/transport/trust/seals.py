@@ -1,0 +1,116 @@
+"""Signatures on what travels from hand to hand: a card by its own node, a revocation by the CA.
+
+Whoever passes a card on can't alter it, and a member can't make another's: the certificate must be the CA's, for exactly the card's id, and
+not void. Each kind of thing is signed with its name before it, so that a signature on one is none on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from google.protobuf.message import DecodeError
+
+from paceline.core.errors import GossipRefused, IdentityError, MalformedMessage, NotTrusted, RevokedNode
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
+from paceline.transport.card_codec import read_card, write_card
+from paceline.transport.trust.authority import Authority
+from paceline.transport.trust.certificates import FleetRoot, is_node_id, verifies
+from paceline.transport.trust.identity import Identity
+from paceline.transport.wire import fleet_pb2 as wire
+
+CARD = b"paceline card\0"
+REVOCATION = b"paceline revocation\0"
+MAX_SIGNATURE_BYTES = 80
+MAX_REVOCATION_BYTES = 512
+LATEST = 1 << 40
+"""Seconds since 1970 that no clock shows: 36,812 AD."""
+
+Voids = Callable[[NodeId, int], bool]
+"""Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.revocations.Revocations.voids`."""
+
+
+def sign_card(identity: Identity, card: NodeCard) -> SealedCard:
+    """This node's own card, signed.
+
+    Raises:
+        NotTrusted: the card is another node's.
+    """
+    if card.node_id != identity.node_id:
+        raise NotTrusted(f"{identity.node_id} can't sign a card of {card.node_id}", who=identity.node_id)
+    data = write_card(card)
+    signed = wire.SignedCard(card=data, signature=identity.sign(CARD + data))
+    return SealedCard(card, signed.SerializeToString(deterministic=True), identity.member.certificate, identity.member.issued_at)
+
+
+def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: float, held: bytes = b"") -> SealedCard:
+    """A card that another node signed, once that is certain.
+
+    Args:
+        signed: as it came.
+        root: the fleet's CA.
+        voids: the revocations known.
+        now: Unix seconds.
+        held: the certificate known of the node, for a card that comes without.
+
+    Raises:
+        NotTrusted: the certificate is not this CA's, is another node's than the card's, is void, or the signature does not fit.
+        MalformedMessage: what was signed is no card.
+    """
+    member = root.member(signed.certificate or held, now)
+    if voids(member.node_id, member.issued_at):
+        raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
+    if not member.signed(signed.signature, CARD + signed.card):
+        raise NotTrusted(f"A card was not signed by {member.node_id}, whose certificate it carries", who=member.node_id)
+    card = read_card(signed.card)
+    if card.node_id != member.node_id:
+        raise NotTrusted(f"{member.node_id} signed a card in the name of {card.node_id}", who=member.node_id)
+    sealed = wire.SignedCard(card=signed.card, signature=signed.signature)
+    return SealedCard(card, sealed.SerializeToString(deterministic=True), member.certificate, member.issued_at)
+
+
+def sign_revocation(authority: Authority, revocation: Revocation) -> SealedRevocation:
+    """The CA's word that a node no longer belongs."""
+    data = wire.Revocation(
+        node_id=revocation.node_id, revoked_at_unix=revocation.revoked_at, not_after_unix=revocation.not_after
+    ).SerializeToString(deterministic=True)
+    signed = wire.SignedRevocation(revocation=data, signature=authority.sign(REVOCATION + data))
+    return SealedRevocation(revocation, signed.SerializeToString(deterministic=True))
+
+
+def open_revocation(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRevocation:
+    """A revocation, once it is certain that the CA signed it.
+
+    Raises:
+        NotTrusted: it did not.
+        MalformedMessage: what was signed is no revocation.
+    """
+    if len(signed.revocation) > MAX_REVOCATION_BYTES or len(signed.signature) > MAX_SIGNATURE_BYTES:
+        raise MalformedMessage("A revocation is longer than any of ours")
+    if not verifies(root.public_key, signed.signature, REVOCATION + signed.revocation):
+        raise NotTrusted("A revocation was not signed by this fleet's CA", who="CA")
+    try:
+        said = wire.Revocation.FromString(signed.revocation)
+    except DecodeError as error:
+        raise MalformedMessage("A revocation's bytes are not a Revocation") from error
+    if not is_node_id(said.node_id) or not 0 <= said.not_after_unix < LATEST:
+        raise MalformedMessage("A revocation names no node or no time")
+    sealed = wire.SignedRevocation(revocation=signed.revocation, signature=signed.signature)
+    return SealedRevocation(
+        Revocation(NodeId(said.node_id), said.revoked_at_unix, said.not_after_unix), sealed.SerializeToString(deterministic=True)
+    )
+
+
+def open_revocations(kept: Iterable[bytes], root: FleetRoot) -> tuple[SealedRevocation, ...]:
+    """Revocations as they were kept on disk.
+
+    Raises:
+        IdentityError: one is damaged, or another CA's.
+    """
+    try:
+        return tuple(open_revocation(wire.SignedRevocation.FromString(data), root) for data in kept)
+    except (DecodeError, NotTrusted, GossipRefused) as error:
+        raise IdentityError(
+            "The revocations kept on this machine are damaged",
+            "Remove revocations.json from the fleet's folder: other nodes still know them",
+        ) from error

@@ -1,0 +1,101 @@
+"""Names those whom TLS turned away.
+
+gRPC refuses a handshake inside its core, and tells Python neither that it did nor whom. What Python does learn is that a handshake begins,
+which connections a port has at that moment (they are file descriptors of this process), and whose call arrives. A connection that ends
+without a call was refused, or left by itself: a member calls as soon as it is connected. Its address goes into the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from urllib.parse import unquote
+
+from paceline.transport.trust.addresses import join_host
+from paceline.transport.trust.refusals import Refusals
+
+Remote = tuple[str, int]
+MAX_WATCHED = 1024
+
+
+class StrangerWatch:
+    """Watches one port. Made and used on the event loop; only `connection` comes from gRPC's threads.
+
+    Args:
+        refusals: the log.
+        look_s: how often connections without a call are looked at, while there are any.
+    """
+
+    def __init__(self, refusals: Refusals, look_s: float = 1.0) -> None:
+        self._refusals, self._look_s = refusals, look_s
+        self._loop = asyncio.get_running_loop()
+        self._port: int | None = None
+        self._silent: set[Remote] = set()
+        self._known: set[Remote] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, port: int) -> None:
+        """Start, once the port is known."""
+        self._port = port
+
+    def connection(self) -> None:
+        """A handshake begins. Called in a thread of gRPC's."""
+        if self._port is None:
+            return
+        remotes = connections(self._port)
+        try:
+            self._loop.call_soon_threadsafe(self._arrived, remotes)
+        except RuntimeError:
+            return  # the loop has ended: nobody is served any more
+
+    def caller(self, peer: str) -> None:
+        """A call came from `peer` (ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5)."""
+        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+        remote = (host.strip("[]").partition("%")[0], int(port) if port.isdigit() else 0)
+        self._silent.discard(remote)
+        if len(self._known) < MAX_WATCHED:
+            self._known.add(remote)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._port = None
+
+    def _arrived(self, remotes: set[Remote]) -> None:
+        self._known &= remotes
+        for remote in remotes - self._known:
+            if len(self._silent) < MAX_WATCHED:
+                self._silent.add(remote)
+        if self._silent and self._timer is None:
+            self._timer = self._loop.call_later(self._look_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._port is None:
+            return
+        gone = self._silent - connections(self._port)
+        for host, port in sorted(gone):
+            self._silent.discard((host, port))
+            self._refusals.note(join_host(host, port), "it showed no certificate of this fleet, or left without a call")
+        if self._silent:
+            self._timer = self._loop.call_later(self._look_s, self._look)
+
+
+def connections(port: int) -> set[Remote]:
+    """The far ends of this process's connections to a port it serves."""
+    found: set[Remote] = set()
+    for name in os.listdir("/dev/fd"):  # noqa: PTH208 - numbers are wanted, not paths
+        try:
+            end = socket.socket(fileno=int(name))
+        except (OSError, ValueError):
+            continue  # no socket, or closed meanwhile
+        try:
+            if end.family in {socket.AF_INET, socket.AF_INET6} and end.getsockname()[1] == port:
+                host, remote = end.getpeername()[:2]
+                found.add((host.removeprefix("::ffff:").partition("%")[0], remote))
+        except OSError:
+            continue  # listening, or closed meanwhile
+        finally:
+            end.detach()
+    return found

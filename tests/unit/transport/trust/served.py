@@ -1,0 +1,113 @@
+"""A real gRPC server with a node's credentials and guard, and callers of several kinds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from paceline.testing.fleets import TestFleet, sealed_card
+from paceline.transport.trust.certificates import NODE_NAME
+from paceline.transport.trust.credentials import channel_credentials, server_credentials
+from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.strangers import StrangerWatch
+from paceline.transport.wire import fleet_pb2 as wire
+
+ECHO, COUNT, TALK, SINK = "/test/Echo", "/test/Count", "/test/Talk", "/test/Sink"
+SOON_S = 20.0
+
+
+class Services(grpc.GenericRpcHandler):
+    """One method of each shape, and GetNodeCapability."""
+
+    def __init__(self, guard: PeerGuard, identity: Identity) -> None:
+        self.guard, self.identity = guard, identity
+        self.cancelled = asyncio.Event()
+
+    def service(self, details):
+        match details.method:
+            case "/test/Echo":
+                return grpc.unary_unary_rpc_method_handler(self.echo)
+            case "/test/Count":
+                return grpc.unary_stream_rpc_method_handler(self.count)
+            case "/test/Talk":
+                return grpc.stream_stream_rpc_method_handler(self.talk)
+            case "/test/Sink":
+                return grpc.stream_unary_rpc_method_handler(self.sink)
+            case "/paceline.v1.CapabilityService/GetNodeCapability":
+                return grpc.unary_unary_rpc_method_handler(
+                    self.card, wire.GetNodeCapabilityRequest.FromString, wire.GetNodeCapabilityResponse.SerializeToString
+                )
+        return None
+
+    async def echo(self, request, context):
+        return self.guard.peer(context).node_id.encode() + b":" + request
+
+    async def count(self, request, context):
+        """Two messages at once, then silence."""
+        yield b"1"
+        yield b"2"
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def talk(self, requests, context):
+        async for request in requests:
+            await context.write(request)
+
+    async def sink(self, requests, context):
+        total = 0
+        async for request in requests:
+            total += len(request)
+        return str(total).encode()
+
+    async def card(self, request, context):
+        sealed = sealed_card(self.identity)
+        signed = wire.SignedCard.FromString(sealed.sealed)
+        signed.certificate = sealed.certificate
+        return wire.GetNodeCapabilityResponse(card=wire.PassedCard(card=signed))
+
+
+@dataclass(slots=True)
+class Served:
+    """The server of one node."""
+
+    fleet: TestFleet
+    identity: Identity
+    guard: PeerGuard
+    services: Services
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def channel(self, caller: Identity, name: str = NODE_NAME) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(self.address, channel_credentials(caller), [("grpc.ssl_target_name_override", name)])
+
+
+@asynccontextmanager
+async def served(fleet: TestFleet, name: str = "server-1") -> AsyncIterator[Served]:
+    identity = fleet.member(name)
+    refusals = Refusals()
+    watch = StrangerWatch(refusals, look_s=0.02)
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch.caller)
+    server = grpc.aio.server(interceptors=[guard])
+    services = Services(guard, identity)
+    server.add_generic_rpc_handlers((services,))
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(identity, watch.connection))
+    watch.watch(port)
+    await server.start()
+    try:
+        yield Served(fleet, identity, guard, services, port)
+    finally:
+        watch.close()
+        await server.stop(None)
