@@ -10,17 +10,20 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest
 from paceline.store.faults import damaged
+from paceline.store.template_sandbox import BoundedSandbox
+
+MAX_TEMPLATE_CHARS: Final = 1 << 20
+"""The longest templates have some ten thousand."""
 
 
 class ChatTemplate:
@@ -38,20 +41,21 @@ class ChatTemplate:
         Raises:
             ModelFileError: the template does not compile.
         """
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise damaged(path, f"its chat template has {len(source)} characters")
 
         def strftime_now(form: str) -> str:
             return datetime.fromtimestamp(clock.wall()).astimezone().strftime(form)
 
         self.source = source
         self.special_tokens: Mapping[str, str] = dict(special_tokens)
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
+        environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+        environment.filters["tojson"] = environment.counted(_to_json)
         helpers = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
         try:
             self._template = environment.from_string(source, globals=helpers)
-        except (jinja2.TemplateError, RecursionError) as error:
+            self._environment = environment
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise damaged(path, f"its chat template does not compile ({error})") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -61,9 +65,10 @@ class ChatTemplate:
             InvalidRequest: the template refuses the messages, or trips over them.
         """
         chat = [_plain(message) for message in messages]
+        self._environment.begin()
         try:
             return self._template.render(messages=chat, add_generation_prompt=True, tools=None, **self.special_tokens)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        except Exception as error:  # a template is somebody's program: it may raise anything
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}",
                 "Give each message a role and a text content, in the order the model knows (system, user, assistant, ...)",
