@@ -47,7 +47,7 @@ class EngineHost:
         self._sent = 0
         self._taken = 0
         self._has_work = False
-        self._stats = EngineStats()
+        self._stats = engine.stats()
         self._progressed_s = clock.monotonic()
         self._died: str | None = None
         self._closed = False

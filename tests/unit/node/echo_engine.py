@@ -80,7 +80,7 @@ class EchoEngine:
         return chunks
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self._live), steps=self._steps)
+        return EngineStats(running=len(self._live), blocks_total=4, steps=self._steps)
 
     def check_invariants(self) -> None:
         assert not self._live

@@ -46,6 +46,13 @@ async def drain(stream: ChunkStream) -> list[GenerationChunk]:
     return [chunk async for item in stream for chunk in item]
 
 
+def test_the_engines_numbers_are_known_before_its_first_step() -> None:
+    engine = EchoEngine()
+    with closing(host_of(engine)) as host:
+        assert host.stats() == engine.stats()
+        assert host.stats().blocks_total == 4
+
+
 def test_every_sequence_gets_its_tokens_in_order_and_the_stream_ends() -> None:
     with closing(host_of(EchoEngine())) as host:
 
