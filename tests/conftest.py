@@ -49,13 +49,13 @@ def bundled_gguf() -> Path:
 
 @pytest.fixture
 def start_paceline() -> Iterator[Start]:
-    """Start `paceline ARGS` as a real process, with pipes; killed at the end if it still runs."""
+    """Start `paceline ARGS` as a real process, with pipes (or another `stdin`); killed at the end if it still runs."""
     running: list[subprocess.Popen[str]] = []
 
-    def start(*args: str, **environment: str) -> subprocess.Popen[str]:
+    def start(*args: str, stdin: int = subprocess.PIPE, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "paceline", *args],
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

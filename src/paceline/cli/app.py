@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from paceline import __version__
 from paceline.backends.table import Kernels
-from paceline.cli.faults import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, report
+from paceline.cli.faults import EXIT_FAILED, EXIT_USER, report
+from paceline.cli.terminal import discard
 from paceline.core.errors import PacelineError, UserError
 from paceline.core.model import WeightsFormat
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
@@ -26,12 +28,12 @@ Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a fol
 Weights = Annotated[WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: nearest to the file's.")]
 KvTokens = Annotated[int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.")]
 Context = Annotated[int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
-Device = Annotated[Kernels | None, typer.Option("--device", "-d", help="Kernels to use. Default: the fastest that apply.")]
+Device = Annotated[
+    Kernels | None,
+    typer.Option("--device", "-d", metavar="<kernels>", help=f"{', '.join(Kernels)}. Default: the fastest that apply."),
+]
 Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.")]
 MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
-ApiKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", show_envvar=True, help="Asked of every client when set.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 
 
@@ -41,7 +43,7 @@ def up(
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.")] = 8000,
     host: Annotated[str, typer.Option("--host", help="Anything but loopback needs an API key.")] = "127.0.0.1",
     weights: Weights = None,
-    api_key: ApiKey = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="Asked of every client when set.")] = None,
     kv_tokens: KvTokens = None,
     device: Device = None,
     threads: Threads = None,
@@ -69,9 +71,9 @@ def chat(
     device: Device = None,
     threads: Threads = None,
     context: Context = None,
-    api_key: ApiKey = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="The endpoint's, with --url.")] = None,
 ) -> None:
-    """Talk to a model: in this terminal alone, or at an endpoint."""
+    """Talk to a model, loaded here or at an endpoint. Input from a pipe or a file is one message, answered once."""
     from paceline.cli.chat import run_chat
 
     settings = NodeSettings(model or DEFAULT_MODEL, weights, context=context, device=device, threads=threads, max_running=1)
@@ -120,17 +122,29 @@ def bench(
 @app.command()
 def version() -> None:
     """Print the version."""
-    from paceline import __version__
-
     typer.echo(__version__)
 
 
-def main() -> None:
-    """Entry point: errors a person can fix are one message and exit code 2, never a traceback."""
-    # Tracebacks and progress of a piped run must not wait in a buffer for a process that is killed.
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")] = False,
+) -> None:
+    """Options of no command."""
+
+
+def run() -> None:
+    """Run the command asked for. Errors a person can fix are one message and exit code 2, never a traceback."""
+    # Tracebacks and progress of a piped run must not wait in a buffer for a process that is killed; and a terminal that can't show
+    # a character shows another.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+            stream.reconfigure(line_buffering=True, errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
         app()
     except UserError as error:
@@ -139,5 +153,6 @@ def main() -> None:
     except PacelineError as error:
         report(error)
         sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        discard(sys.stdout)
+        sys.exit(EXIT_FAILED)

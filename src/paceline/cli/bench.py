@@ -10,6 +10,7 @@ from rich.table import Table
 
 from paceline.cli.faults import EXIT_INTERRUPTED
 from paceline.cli.interrupts import interrupts_end_now
+from paceline.cli.terminal import Terminal, counted
 from paceline.core.errors import ConfigError
 from paceline.node.bench import BenchPlan, BenchReport, run_bench
 from paceline.node.settings import NodeSettings
@@ -30,23 +31,26 @@ def run_benchmark(settings: NodeSettings, *, prompt_tokens: int, answer_tokens: 
     except ValueError:
         raise ConfigError(f"--concurrency {concurrency!r} is not a list of numbers", "Write it like 1,4,16.") from None
     plan = BenchPlan(prompt_tokens, answer_tokens, counts, rounds=rounds)
-    console = Console(highlight=False, stderr=True)
+    console = Terminal(stderr=True)
     with interrupts_end_now(EXIT_INTERRUPTED), console.status("starting") as status:
-        report = run_bench(settings, plan, status.update)
+        # A spinner on a terminal; elsewhere a line for each run, so that a minute of measuring is not a minute of silence.
+        tell = status.update if console.is_terminal else lambda run: console.print(run, markup=False)
+        report = run_bench(settings, plan, tell)
     if as_json:
         json.dump(report.as_json(), sys.stdout, indent=2)
         print()
     else:
-        show(Console(highlight=False), report)
+        show(Terminal(), report)
 
 
 def show(console: Console, report: BenchReport) -> None:
     """Print a report for a person."""
     plan = report.plan
-    console.print(f"{report.model}, {report.weights} weights, {report.threads} threads, medians of {plan.rounds} rounds", markup=False)
+    over = f"medians of {plan.rounds} rounds" if plan.rounds > 1 else "one round"
+    console.print(f"{report.model}, {report.weights} weights, {counted(report.threads, 'thread')}, {over}", markup=False)
     if report.load_average > BUSY:
         console.print(
-            f"note: other programs were running (load average {report.load_average:.1f}); the numbers are too low", style="yellow"
+            f"note: other programs were running (load average {report.load_average:.1f}): this machine can do better", style="yellow"
         )
     console.print(f"prefill of {plan.prefill_tokens} tokens: {report.prefill_per_s:.0f} tokens/s", markup=False)
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -1,12 +1,13 @@
 """`paceline chat`: a conversation in the terminal, with a model loaded here or at an endpoint.
 
-Ctrl-C during an answer ends the answer; at the prompt it ends the chat.
+Ctrl-C during an answer ends the answer; at the prompt it ends the chat. Where standard input is no terminal, all of it is one message:
+the answer alone goes to standard output, and an answer that fails or is interrupted is an exit code.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,19 +16,20 @@ from rich.console import Console
 
 from paceline.cli.endpoint import Endpoint
 from paceline.cli.faults import EXIT_OK, report
+from paceline.cli.terminal import Terminal
 from paceline.core.errors import PacelineError, UserError
 from paceline.node.settings import NodeSettings
 
 HELP = """\
   /reset   forget the conversation
-  /quit    leave (also Ctrl-D)
+  /quit    leave (also Ctrl-D, or Ctrl-C here)
   /help    this
 A line that ends in \\ goes on in the next. Three double quotes open a text of many lines, and three more close it.
 Ctrl-C during an answer stops the answer."""
 FENCE = '"""'
 
 Message = dict[str, str]
-Say = Callable[[list[Message]], Iterator[str]]
+Say = Callable[[list[Message]], Generator[str]]
 
 
 def run_chat(
@@ -43,38 +45,52 @@ def run_chat(
     """Converse until the person leaves.
 
     Raises:
-        UserError: the endpoint or the model can't be used.
+        UserError: the endpoint or the model can't be used, or the one message that was piped in can't be answered.
     """
-    console = Console(highlight=False)
+    piped = None if sys.stdin.isatty() else _all_input()
+
+    def converse(name: str, say: Say) -> None:
+        opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        if piped is None:
+            _converse(Terminal(), name, opening, say)
+        else:
+            _write(say([*opening, {"role": "user", "content": piped}]))
+            print()
+
     if url is not None:
         with Endpoint(url, api_key) as endpoint:
             name = model or next(iter(endpoint.models()), "")
             if not name:
                 raise UserError(f"{url} serves no model", "Name one with --model.")
-            _converse(console, name, system, lambda messages: endpoint.say(name, messages, temperature=temperature, seed=seed))
+            converse(name, lambda messages: endpoint.say(name, messages, temperature=temperature, seed=seed))
         return
     from paceline.cli.interrupts import end_now
     from paceline.cli.up import load
     from paceline.node.local_chat import LocalChat
 
-    node = load(settings, console)
+    node = load(settings, Terminal(stderr=True))
     try:
         with LocalChat(node.host, node.model) as local:
-            _converse(console, node.model.name, system, lambda messages: local.say(messages, temperature=temperature, seed=seed))
+            converse(node.model.name, lambda messages: local.say(messages, temperature=temperature, seed=seed))
     finally:
         node.close()
     end_now(EXIT_OK)
 
 
-def _converse(console: Console, name: str, system: str | None, say: Say) -> None:
-    if sys.stdin.isatty():
-        _enable_line_editing()
-        console.print(f"Chatting with {name}. /help says how, /quit leaves.", style="dim", markup=False)
-    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+def _all_input() -> str:
+    text = sys.stdin.read()
+    if not text.strip():
+        raise UserError("There is no message on standard input", "Pipe one in, or start the chat in a terminal.")
+    return text
+
+
+def _converse(console: Console, name: str, opening: list[Message], say: Say) -> None:
+    _enable_line_editing()
+    console.print(f"Chatting with {name}. /help says how, /quit leaves.", style="dim", markup=False)
     messages = list(opening)
     while True:
         try:
-            text = read_message(input, prompt=">>> " if sys.stdin.isatty() else "")
+            text = read_message(input, prompt=">>> ")
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
@@ -100,20 +116,25 @@ def _converse(console: Console, name: str, system: str | None, say: Say) -> None
 def _answer(console: Console, say: Say, messages: list[Message]) -> str:
     parts: list[str] = []
     try:
-        with closing(say(messages)) as texts:  # pyright: ignore[reportArgumentType] - both speakers are generators
-            for text in texts:
-                parts.append(text)
-                # Not through rich: a model's text is written as it comes, unwrapped and unstyled.
-                sys.stdout.write(text)
-                sys.stdout.flush()
+        _write(say(messages), parts.append)
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/]", end="")
     except PacelineError as error:
-        console.print()
+        if parts:
+            console.print()
         report(error)
         return ""
     console.print("\n")
     return "".join(parts)
+
+
+def _write(texts: Generator[str], keep: Callable[[str], object] = lambda _: None) -> None:
+    """Write an answer as it comes: not through rich, so unwrapped and unstyled."""
+    with closing(texts):
+        for text in texts:
+            keep(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 def read_message(read: Callable[[str], str], prompt: str) -> str:

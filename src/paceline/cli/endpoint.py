@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
@@ -11,6 +11,11 @@ from typing import Any, Self
 import httpx
 
 from paceline.core.errors import UserError
+
+_HINTS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "Give the endpoint's key with --api-key or PACELINE_API_KEY.",
+    HTTPStatus.NOT_FOUND: "Check --url and --model.",
+}
 
 
 class EndpointError(UserError):
@@ -24,13 +29,13 @@ class Endpoint:
         """Prepare to talk; nothing is sent yet.
 
         Args:
-            url: with or without `/v1` at its end.
+            url: with or without `http://` before it and `/v1` at its end.
             api_key: sent as a bearer token.
 
         Raises:
             EndpointError: the URL is malformed.
         """
-        self._url = url.rstrip("/")
+        self._url = (url if "://" in url else f"http://{url}").rstrip("/")
         if not self._url.endswith("/v1"):
             self._url += "/v1"
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -70,8 +75,8 @@ class Endpoint:
         temperature: float,
         seed: int | None,
         max_tokens: int | None = None,
-    ) -> Iterator[str]:
-        """Stream the answer's text. Closing the iterator hangs up, which ends the generation.
+    ) -> Generator[str]:
+        """Stream the answer's text. Closing the generator hangs up, which ends the generation.
 
         Raises:
             EndpointError: it can't be reached, refused, or the answer broke off.
@@ -88,21 +93,27 @@ class Endpoint:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
 
-    def _texts(self, response: httpx.Response) -> Iterator[str]:
+    def _texts(self, response: httpx.Response) -> Generator[str]:
         for line in response.iter_lines():
             if not line.startswith("data: "):
                 continue
             data = line.removeprefix("data: ")
             if data == "[DONE]":
                 return
+            text = self._text(data)
+            if text:
+                yield text
+        raise EndpointError("the answer broke off before its end", "Try again.")
+
+    def _text(self, data: str) -> str:
+        """The text an event of a stream brings; empty where it brings something else."""
+        try:
             event: dict[str, Any] = json.loads(data)
             if "error" in event:
-                raise EndpointError(str(event["error"].get("message", "the endpoint failed")))
-            for choice in event.get("choices", []):
-                text = choice.get("delta", {}).get("content")
-                if text:
-                    yield text
-        raise EndpointError("the answer broke off before its end", "Try again.")
+                raise EndpointError(f"{self._url} failed: {event['error']['message']}", "Try again.")
+            return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EndpointError(f"{self._url} does not stream as an OpenAI endpoint does: {data[:80]}", "Check the URL.") from error
 
     def _check(self, response: httpx.Response) -> None:
         if not response.is_error:
@@ -111,8 +122,7 @@ class Endpoint:
             message = str(response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
             message = response.reason_phrase
-        hint = "Give the endpoint's key with --api-key or PACELINE_API_KEY." if response.status_code == HTTPStatus.UNAUTHORIZED else ""
-        raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", hint)
+        raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", _HINTS.get(response.status_code, ""))
 
     def _unreachable(self, error: Exception) -> EndpointError:
         return EndpointError(f"Cannot reach {self._url}: {error}", "Start one with `paceline up`, or correct --url.")

@@ -14,15 +14,17 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NoReturn
 
-SHOW_CURSOR = "\033[?25h"
+AS_FOUND = b"\r\033[2K\033[?25h"
+"""A line without the bar or spinner that was drawn on it, and the cursor they hid."""
 
 
 def end_now(code: int) -> NoReturn:
     """End the process where it stands, with the terminal as it was found."""
-    if sys.stdout.isatty():
-        sys.stdout.write(SHOW_CURSOR)  # a progress bar hides it
     sys.stdout.flush()
     sys.stderr.flush()
+    # Past sys.stdout: a bar that is still alive stands in for it, and would draw itself once more.
+    if (terminal := next(filter(os.isatty, (1, 2)), None)) is not None:
+        os.write(terminal, AS_FOUND)
     os._exit(code)
 
 

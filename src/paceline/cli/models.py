@@ -6,22 +6,23 @@ import json
 import sys
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from paceline.backends.memory import human
+from paceline.cli.terminal import Terminal
 from paceline.store.catalog import list_models
 from paceline.store.home import Home
 
 
 def run_models(*, as_json: bool) -> None:
     """Print a table, or JSON: a list of objects with the fields of `LocalModel`."""
-    models = list_models(Home.from_environment())
+    home = Home.from_environment()
+    models = list_models(home)
     if as_json:
         json.dump([{**asdict(model), "path": str(model.path)} for model in models], sys.stdout, indent=2)
         print()
         return
-    console = Console(highlight=False)
+    console = Terminal()
     if not models:
         console.print("No models here yet. `paceline pull org/name` gets one.")
         return
@@ -29,6 +30,11 @@ def run_models(*, as_json: bool) -> None:
     for heading in ("name", "size", "format", "family", "context"):
         table.add_column(heading, justify="right" if heading in {"size", "context"} else "left", overflow="fold")
     for model in models:
-        sizes = (human(model.nbytes), model.format, model.family, str(model.context))
-        table.add_row(model.name, *(sizes if model.problem is None else ("", f"damaged: {model.problem}", "", "")))
+        if model.problem is None:
+            table.add_row(model.name, human(model.nbytes), model.format, model.family, str(model.context))
     console.print(table)
+    unusable = [model for model in models if model.problem is not None]
+    for model in unusable:
+        console.print(f"{model.name} can't be used: {model.problem}", markup=False, soft_wrap=True, style="yellow")
+    if unusable:
+        console.print(f"Pull again to repair; to forget one, delete its folder under {home.models}", markup=False, soft_wrap=True)

@@ -1,28 +1,58 @@
-"""Progress of something counted in bytes: a bar on a terminal, a line at the end elsewhere."""
+"""Progress of something counted in bytes: a bar on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.console import Console, RenderableType
+from rich.filesize import pick_unit_and_suffix
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+
+class _WhileCounting(ProgressColumn):
+    """A column that has something to say only while bytes are counted: neither before their number is known, nor once all are there."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Task) -> RenderableType:
+        return "" if task.total is None else self._column(task)
+
+
+class _Speed(ProgressColumn):
+    """In the binary units of the sizes beside it."""
+
+    def render(self, task: Task) -> Text:
+        if not task.speed:
+            return Text()
+        unit, suffix = pick_unit_and_suffix(int(task.speed), ["bytes", "KiB", "MiB", "GiB"], 1024)
+        return Text(f"{task.speed / unit:.1f} {suffix}/s", style="progress.data.speed")
 
 
 @contextmanager
-def byte_bar(console: Console, label: str) -> Generator[Callable[[int, int], None]]:
+def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[int, int], None]]:
     """Show a bar while the block runs.
+
+    Args:
+        console: where.
+        label: what is being done.
+        after: what is being done once all bytes are there; a full bar that stands still would look stuck.
 
     Yields:
         A function of (bytes done, bytes in all), to be called as often as one likes, from any thread.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    counting = (DownloadColumn(binary_units=True), _Speed(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *map(_WhileCounting, counting))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total or None)
+        counted = progress.add_task(label, total=None)
+        uncounted = progress.add_task(after, total=None, visible=False)
+
+        def show(done: int, total: int) -> None:
+            full = 0 < total <= done
+            progress.update(counted, completed=done, total=total or None, visible=not full)
+            progress.update(uncounted, visible=full)
+
+        yield show

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+import shlex
 
 from paceline.backends.memory import human
 from paceline.cli.progress import byte_bar
+from paceline.cli.terminal import Terminal, own_command
 from paceline.store.home import Home
 from paceline.store.pull import PullProgress, pull
 
@@ -16,16 +17,21 @@ def run_pull(ref: str) -> None:
     Raises:
         UserError: it can't be found, finished, or run.
     """
-    console = Console(highlight=False)
+    console = Terminal()
+    home = Home.from_environment()
+    if not console.is_terminal:
+        console.print(f"Pulling {ref}", markup=False, soft_wrap=True)
     try:
-        with byte_bar(console, f"Pulling {ref}") as show:
+        with byte_bar(console, f"Pulling {ref}", "Checking it") as show:
 
             def progress(news: PullProgress) -> None:
                 show(news.done_bytes, news.total_bytes)
 
-            model = pull(ref, Home.from_environment(), progress)
+            model = pull(ref, home, progress)
     except KeyboardInterrupt:
         console.print("Interrupted. What was fetched is kept: pull again to go on from there.")
         raise
     console.print(f"{model.name}: {human(model.nbytes)}, {model.format}, {model.family}, context {model.context}", markup=False)
-    console.print(f"Try: paceline up --model {model.name}", markup=False)
+    if not model.path.is_relative_to(home.root):
+        console.print(f"It is used where it lies, not copied: {model.path}", markup=False, soft_wrap=True)
+    console.print(f"Try: {own_command()} up --model {shlex.quote(model.name)}", markup=False, soft_wrap=True)

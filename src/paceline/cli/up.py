@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
-import shutil
+import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from rich.console import Console
 from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_OK
 from paceline.cli.interrupts import end_now, interrupts_end_now
 from paceline.cli.progress import byte_bar
+from paceline.cli.terminal import Terminal, own_command
 from paceline.node.settings import NodeSettings
 from paceline.server.settings import ServerSettings, check_bind
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 ORDERLY_S = 1.8
 """Longest an orderly stop may take; after it the process ends as it does at a second Ctrl-C."""
-QUESTION = "In one sentence: why do cyclists ride in a paceline?"
+QUESTION = "In one sentence: why is teamwork good?"
+"""One that the bundled model, which is very small, answers well."""
 
 
 def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None, greet: bool) -> NoReturn:
@@ -45,7 +46,7 @@ def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None,
     from paceline.server.serve import bind, serve
 
     bind(host, port).close()
-    console = Console(highlight=False)
+    console = Terminal()
     node = load(settings, console)
     try:
         app = create_app(node.host, ServerSettings(api_key=api_key))
@@ -55,9 +56,11 @@ def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None,
             _on_signals(stop, console)
 
             def ready(url: str) -> None:
-                _announce(console, node, url, api_key)
-                if greet:
-                    threading.Thread(target=_greet, args=(console, url, node.model.name, api_key), daemon=True).start()
+                reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+                others = "" if reach == url else ", and at this machine's other addresses"
+                console.print(f"\n[bold green]Ready[/] at [bold]{reach}/v1[/]{others} (Ctrl-C stops)", soft_wrap=True)
+                # In a thread: what is asked first is asked through the endpoint, on the loop that calls this.
+                threading.Thread(target=_welcome, args=(console, node.model.name, reach, api_key, greet), daemon=True).start()
 
             await serve(app, host, port, stop=stop, on_ready=ready)
 
@@ -73,14 +76,13 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     """Build a node with a progress bar. Ctrl-C meanwhile ends the process at once."""
     began_s = time.perf_counter()
     if not console.is_terminal:
-        console.print(f"Loading {settings.model}", markup=False)
-    with interrupts_end_now(EXIT_INTERRUPTED):
+        console.print(f"Loading {settings.model}", markup=False, soft_wrap=True)
+    with interrupts_end_now(EXIT_INTERRUPTED), byte_bar(console, f"Loading {settings.model}", "Preparing kernels") as progress:
         from paceline.node.build import build_node, must_compile
 
         if must_compile():
             console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)
-        with byte_bar(console, f"Loading {settings.model}") as progress:
-            node = build_node(settings, progress)
+        node = build_node(settings, progress)
     for note in node.notes:
         console.print(f"[yellow]note:[/] {note}")
     # Nothing that was loaded dies before the process does: the collector need not look at it again.
@@ -97,7 +99,7 @@ def _on_signals(stop: asyncio.Event, console: Console) -> None:
         if stop.is_set():
             end_now(code)
         stop.set()
-        console.print("\nStopping (again to end at once)")
+        console.print("\nStopping (Ctrl-C again ends at once)")
         late = threading.Timer(ORDERLY_S, end_now, (EXIT_OK,))
         late.daemon = True
         late.start()
@@ -114,26 +116,22 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _announce(console: Console, node: BuiltNode, url: str, api_key: str | None) -> None:
-    reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    key = " -H 'Authorization: Bearer '\"$PACELINE_API_KEY\"" if api_key else ""
-    console.print(f"\n[bold green]Ready[/] at [bold]{url}/v1[/] (Ctrl-C stops)\nTry:")
-    body = f'{{"model": "{node.model.name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+def _welcome(console: Console, model: str, url: str, api_key: str | None, greet: bool) -> None:
+    """Say what to try, last of all."""
+    if greet:
+        _greet(console, url, model, api_key)
+    body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100, "temperature": 0}
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
+    key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if api_key else ""
     console.print(
-        f"  curl {reach}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n  {_own_command()} chat --url {reach}/v1\n",
+        "Try:" if not api_key or api_key == os.environ.get("PACELINE_API_KEY") else "Try, with the key in PACELINE_API_KEY:",
+        f"  {curl}{key} -d {shlex.quote(json.dumps(body))}",
+        f"  {own_command()} chat --url {url}",
+        sep="\n",
+        end="\n\n",
         markup=False,
         soft_wrap=True,
     )
-
-
-def _own_command() -> str:
-    """What to type for `paceline`, here: inside an environment that is not activated, a path."""
-    if shutil.which("paceline") is not None:
-        return "paceline"
-    script = Path(sys.argv[0])
-    if script.name != "paceline":
-        return f"{sys.executable} -m paceline"
-    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
 def _greet(console: Console, url: str, model: str, api_key: str | None) -> None:
@@ -141,7 +139,7 @@ def _greet(console: Console, url: str, model: str, api_key: str | None) -> None:
 
     console.print(f"> {QUESTION}", style="dim", markup=False)
     try:
-        with Endpoint(f"{url}/v1", api_key) as endpoint:
+        with Endpoint(url, api_key) as endpoint:
             for text in endpoint.say(model, [{"role": "user", "content": QUESTION}], temperature=0.0, seed=None, max_tokens=80):
                 console.print(text, end="", markup=False, soft_wrap=True)
         console.print("\n")

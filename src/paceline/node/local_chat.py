@@ -39,7 +39,7 @@ class LocalChat:
         room = self._model.max_context - len(prompt)
         if room < 1:
             raise ContextOverflow(
-                f"The conversation has outgrown the context of {self._model.max_context} tokens", "Begin anew with /reset."
+                f"The conversation has outgrown the context of {self._model.max_context} tokens", "Shorten it, or begin anew with /reset."
             )
         sampling = SamplingParams(temperature=temperature, seed=seed)
         request = GenerationRequest(RequestId(f"chat-{uuid4().hex}"), prompt, room, sampling)

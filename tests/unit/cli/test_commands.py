@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 
-def paceline(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
+def paceline(*args: str, message: str = "Hi.", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "paceline", *args],
         capture_output=True,
         text=True,
+        input=message,
         timeout=170,
         env={**os.environ, "COLUMNS": "200", **environment},
         check=False,
     )
+
+
+@contextmanager
+def served(status: int, body: bytes) -> Generator[str]:
+    """An endpoint, at the address given, that answers everything alike."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing: tests don't chatter."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def assert_user_error(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -36,6 +68,7 @@ def test_version_and_help() -> None:
     from paceline import __version__
 
     assert paceline("version").stdout.strip() == __version__
+    assert paceline("--version").stdout.strip() == __version__
     shown = paceline("--help")
     assert shown.returncode == 0
     for command in ("up", "chat", "pull", "models", "bench", "version"):
@@ -44,8 +77,23 @@ def test_version_and_help() -> None:
 
 @pytest.mark.parametrize("heavy", ["numpy", "numba", "torch", "fastapi", "uvicorn", "httpx", "huggingface_hub", "pydantic"])
 def test_the_command_line_imports_nothing_heavy(heavy: str) -> None:
-    code = f"import sys, paceline.cli; sys.exit({heavy!r} in sys.modules)"
+    code = f"import sys, paceline.cli.app; sys.exit({heavy!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_an_interrupt_while_the_command_line_itself_is_imported_is_no_traceback() -> None:
+    code = """
+import sys
+from paceline.cli import main
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_wrong_flag_names_the_near_ones() -> None:
@@ -118,7 +166,27 @@ def test_pull_registers_a_file(tmp_path: Path, bundled_gguf: Path) -> None:
     mine.symlink_to(bundled_gguf)
     done = paceline("pull", str(mine), PACELINE_HOME=home)
     assert done.returncode == 0, done.stderr
+    assert str(mine) in done.stdout
     assert "mine" in {model["name"] for model in json.loads(paceline("models", "--json", PACELINE_HOME=home).stdout)}
+
+
+def test_what_pull_says_to_try_survives_a_shell(tmp_path: Path, bundled_gguf: Path) -> None:
+    mine = tmp_path / "it's mine.gguf"
+    mine.symlink_to(bundled_gguf)
+    done = paceline("pull", str(mine), PACELINE_HOME=str(tmp_path / "home"))
+    (tried,) = [line for line in done.stdout.splitlines() if line.startswith("Try: ")]
+    assert shlex.split(tried)[-3:] == ["up", "--model", "it's mine"]
+
+
+def test_a_model_that_went_away_is_named_with_its_problem(tmp_path: Path, bundled_gguf: Path) -> None:
+    home, mine = str(tmp_path / "home"), tmp_path / "mine.gguf"
+    mine.symlink_to(bundled_gguf)
+    assert paceline("pull", str(mine), PACELINE_HOME=home).returncode == 0
+    mine.unlink()
+    done = paceline("models", PACELINE_HOME=home, COLUMNS="80")
+    assert done.returncode == 0
+    assert f"mine can't be used: {mine} can't be read: No such file or directory\n" in done.stdout
+    assert str(Path(home) / "models") in done.stdout
 
 
 def test_pull_of_nothing_is_an_error(tmp_path: Path) -> None:
@@ -133,12 +201,31 @@ def test_chat_with_an_endpoint_that_is_not_there() -> None:
     assert_user_error(paceline("chat", "--url", url), url, "paceline up")
 
 
+@pytest.mark.parametrize("form", ["{}", "http://{}", "http://{}/v1/"])
+def test_an_endpoint_is_named_with_or_without_scheme_and_version(form: str) -> None:
+    with served(404, b'{"error": {"message": "nothing here"}}') as address:
+        assert_user_error(paceline("chat", "--url", form.format(address)), f"http://{address}/v1 refused (404): nothing here", "--url")
+
+
+@pytest.mark.parametrize("event", [b"{broken", b"[]", b'{"choices": 1}', b'{"error": "odd"}', b'{"choices": [{"delta": 5}]}'])
+def test_an_endpoint_that_streams_nonsense_is_an_error(event: bytes) -> None:
+    with served(200, b"data: " + event + b"\n\n") as address:
+        assert_user_error(paceline("chat", "--url", address, "--model", "m"), address, "Check the URL")
+
+
+def test_a_chat_without_a_message_is_refused_before_anything_is_loaded() -> None:
+    done = paceline("chat", "--model", "no-such-model", message=" \n")
+    assert_user_error(done, "no message on standard input")
+
+
 def test_bench_measures_what_was_asked() -> None:
     done = paceline("bench", "--prompt", "8", "--answer", "4", "--concurrency", "1,2", "--rounds", "1", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [row["concurrency"] for row in report["rows"]] == [1, 2]
     assert all(row["total_decode_per_s"] > 0 for row in report["rows"])
+    # Where no spinner turns, what is going on is still said.
+    assert "round 1 of 1: 2 at once" in done.stderr
 
 
 def test_bench_of_nonsense_is_refused() -> None:

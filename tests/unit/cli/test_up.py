@@ -1,9 +1,10 @@
-"""`paceline up` and `paceline chat` with the bundled model: a real process, a real socket, real signals."""
+"""`paceline up` with the bundled model: a real process, a real socket, real signals."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -31,6 +32,17 @@ def wait_ready(process: subprocess.Popen[str]) -> str:
         if found:
             return found[1]
     pytest.fail(f"ended before it was ready: {''.join(seen)}{process.communicate()[1]}")
+
+
+def until(process: subprocess.Popen[str], end: str) -> list[str]:
+    """The lines up to the one that has `end` in it."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if end in line:
+            return lines
+    pytest.fail(f"ended before {end!r}: {''.join(lines)}")
 
 
 def ask(url: str, key: str | None = None, **fields: Any) -> Iterator[bytes]:
@@ -97,55 +109,44 @@ def test_a_key_is_asked_for(start_paceline: Start) -> None:
         next(ask(url))
     assert b"usage" in b"".join(ask(url, "secret", max_tokens=2))
     chat = start_paceline("chat", "--url", url)
-    assert chat.wait(LOAD_S) == 2
-    assert "--api-key" in chat.communicate()[1]
+    assert "--api-key" in chat.communicate("Hi.", timeout=LOAD_S)[1]
+    assert chat.returncode == 2
 
 
-def test_greet_answers_through_the_endpoint(start_paceline: Start) -> None:
+def test_greet_answers_through_the_endpoint_and_then_says_what_to_try(start_paceline: Start) -> None:
     process = start_paceline("up", *SMALL, "--greet")
-    wait_ready(process)
+    url = wait_ready(process)
+    question, answer, _, heading, curl, chat = until(process, "chat --url")
+    assert question.startswith("> ")
+    assert answer.strip()
+    assert heading == "Try:\n"
+    assert chat.strip().endswith(f"paceline chat --url {url}")
+    # What is said to try has an end, and is what a shell would run.
+    command = shlex.split(curl)
+    assert command[:2] == ["curl", f"{url}/v1/chat/completions"]
+    body = json.loads(command[command.index("-d") + 1])
+    (tried,) = [json.loads(line) for line in ask(url, **body)]
+    assert tried["usage"]["completion_tokens"] <= 100
+
+
+def test_what_to_try_names_the_key_that_was_given(start_paceline: Start) -> None:
+    given = start_paceline("up", *SMALL, "--host", "0.0.0.0", "--api-key", "se cret")
+    # Where 0.0.0.0 is listened to, the address that is shown is one that can be connected to.
+    assert wait_ready(given).startswith("http://127.0.0.1:")
+    tries = "".join(until(given, "chat --url"))
+    assert "se cret" not in tries
+    assert "Try, with the key in PACELINE_API_KEY:" in tries
+    assert "Bearer $PACELINE_API_KEY" in tries
+
+
+def test_a_server_whose_output_nobody_reads_goes_on(start_paceline: Start) -> None:
+    process = start_paceline("up", *SMALL, "--greet")
+    url = wait_ready(process)
     assert process.stdout is not None
-    lines = iter(process.stdout)
-    while not next(lines).startswith("> "):
-        pass
-    assert next(lines).strip()
-
-
-def test_chat_remembers_resets_and_says_what_a_command_is(start_paceline: Start) -> None:
-    process = start_paceline("chat", "--context", "512", "--temperature", "0")
-    typed = "/help\n/nonsense\nSay hi.\n/reset\nSay \\\nhi.\n/quit\nnever read\n"
-    out, err = process.communicate(typed, timeout=LOAD_S)
-    assert process.returncode == 0, err
-    assert "/reset" in out
-    assert "There is no /nonsense" in out
-    assert "Forgotten." in out
-    before, after = out.split("Forgotten.")
-    assert before.partition("lists what there is.")[2].strip()
-    assert after.strip()
-
-
-def test_chat_at_an_endpoint_gives_the_same_bytes_as_alone(start_paceline: Start) -> None:
-    typed = "Name three colours.\nAnd one more.\n"
-    alone = start_paceline("chat", "--context", "512", "--temperature", "0").communicate(typed, timeout=LOAD_S)[0]
-    url = wait_ready(start_paceline("up", *SMALL))
-    there, err = start_paceline("chat", "--url", url, "--temperature", "0").communicate(typed, timeout=LOAD_S)
-    assert err == ""
-    assert there.strip()
-    # Alone, what was loaded is said first.
-    assert re.sub(r"^(Loading|First start|Loaded).*\n", "", alone, flags=re.MULTILINE).strip() == there.strip()
-
-
-def test_an_interrupt_during_an_answer_ends_the_answer_and_not_the_chat(start_paceline: Start) -> None:
-    process = start_paceline("chat", "--context", "4096", "--temperature", "0")
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("Write a very long poem with one hundred verses about the sea.\n")
-    process.stdin.flush()
-    while not process.stdout.readline().startswith("Loaded"):
-        pass
-    process.stdout.read(1)
+    process.stdout.close()
+    (answer,) = [json.loads(line) for line in ask(url, max_tokens=100, ignore_eos=True)]
+    assert answer["usage"]["completion_tokens"] == 100
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate("/reset\n/quit\n", timeout=LOAD_S)
-    assert process.returncode == 0, err
-    assert "(stopped)" in out
-    assert "Forgotten." in out
+    assert process.wait(ORDERLY_S) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
