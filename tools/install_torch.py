@@ -50,7 +50,7 @@ def main() -> int:
     spec = os.environ.get("TORCH_SPEC", pinned())
     if (have := installed()) is not None and spec in {f"torch=={have}", f"torch=={have.partition('+')[0]}"}:
         return 0
-    print(f"Installing {spec}", flush=True)
+    print(f"Installing {spec} (the largest download)", flush=True)
     commands = attempts(spec)
     for command in commands:
         if command[2] == "uv":
