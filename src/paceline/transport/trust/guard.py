@@ -84,11 +84,6 @@ class PeerGuard(_Interceptor):
             raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
         return member
 
-    @property
-    def open_calls(self) -> int:
-        """RPCs under way."""
-        return len(self._calls)
-
     def revoked(self, node_id: NodeId, not_after: int) -> None:
         """Cancel the RPCs of a node whose certificates issued up to `not_after` were voided."""
         for call in list(self._calls):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,7 +14,7 @@ import grpc.aio
 from paceline.testing.fleets import TestFleet, sealed_card
 from paceline.transport.trust.certificates import NODE_NAME
 from paceline.transport.trust.credentials import channel_credentials, server_credentials
-from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.trust.guard import Context, PeerGuard
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.strangers import StrangerWatch
@@ -29,8 +30,9 @@ class Services(grpc.GenericRpcHandler):
     def __init__(self, guard: PeerGuard, identity: Identity) -> None:
         self.guard, self.identity = guard, identity
         self.cancelled = asyncio.Event()
+        self.sinking = asyncio.Event()
 
-    def service(self, details):
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
         match details.method:
             case "/test/Echo":
                 return grpc.unary_unary_rpc_method_handler(self.echo)
@@ -46,10 +48,10 @@ class Services(grpc.GenericRpcHandler):
                 )
         return None
 
-    async def echo(self, request, context):
+    async def echo(self, request: bytes, context: Context) -> bytes:
         return self.guard.peer(context).node_id.encode() + b":" + request
 
-    async def count(self, request, context):
+    async def count(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         """Two messages at once, then silence."""
         yield b"1"
         yield b"2"
@@ -59,17 +61,18 @@ class Services(grpc.GenericRpcHandler):
             self.cancelled.set()
             raise
 
-    async def talk(self, requests, context):
+    async def talk(self, requests: AsyncIterator[bytes], context: Context) -> None:
         async for request in requests:
             await context.write(request)
 
-    async def sink(self, requests, context):
+    async def sink(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
         total = 0
         async for request in requests:
             total += len(request)
+            self.sinking.set()
         return str(total).encode()
 
-    async def card(self, request, context):
+    async def card(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
         sealed = sealed_card(self.identity)
         signed = wire.SignedCard.FromString(sealed.sealed)
         signed.certificate = sealed.certificate

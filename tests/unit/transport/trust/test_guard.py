@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import Awaitable
 from dataclasses import replace
 
 import grpc
 import grpc.aio
 import pytest
+from tests.unit.transport.trust.logs import logged
+from tests.unit.transport.trust.served import COUNT, ECHO, SINK, SOON_S, TALK, served
 
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.testing.fleets import TestFleet
 from paceline.transport.trust.certificates import NODE_NAME
-from paceline.transport.trust.credentials import channel_credentials, check_callable, meet
-from tests.unit.transport.trust.served import COUNT, ECHO, SINK, SOON_S, TALK, served
+from paceline.transport.trust.credentials import check_callable, meet
 
 
-async def refused(call) -> grpc.aio.AioRpcError:
+async def refused(call: Awaitable[object]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value
@@ -62,7 +64,7 @@ def test_only_the_node_meant_can_answer(fleet: TestFleet) -> None:
     asyncio.run(main())
 
 
-def test_strangers_are_turned_away_and_named(fleet: TestFleet, log) -> None:
+def test_strangers_are_turned_away_and_named(fleet: TestFleet) -> None:
     """Without a certificate; with another fleet's; with no TLS at all."""
 
     async def main() -> None:
@@ -71,13 +73,13 @@ def test_strangers_are_turned_away_and_named(fleet: TestFleet, log) -> None:
         forged = grpc.ssl_channel_credentials(fleet.authority.root.pem, foreign.key_pem, foreign.certificate_pem)
         options = [("grpc.ssl_target_name_override", NODE_NAME)]
         async with served(fleet) as server:
-            with log() as lines:
+            with logged() as lines:
                 for credentials in (nothing, forged):
                     async with grpc.aio.secure_channel(server.address, credentials, options) as channel:
                         error = await refused(channel.unary_unary(ECHO)(b"", timeout=SOON_S))
                     assert error.code() is grpc.StatusCode.UNAVAILABLE
                 await lines.line("refused 127.0.0.1:", "no certificate of this fleet")
-            with log() as lines:
+            with logged() as lines:
                 plain = socket.create_connection(("127.0.0.1", server.port))
                 own = plain.getsockname()[1]
                 plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -85,7 +87,7 @@ def test_strangers_are_turned_away_and_named(fleet: TestFleet, log) -> None:
                 plain.close()
                 await lines.line(f"refused 127.0.0.1:{own}:", "no certificate of this fleet")
             # A member that calls is not taken for a stranger.
-            with log() as lines:
+            with logged() as lines:
                 async with server.channel(fleet.member("alice-1")) as channel:
                     await channel.unary_unary(ECHO)(b"", timeout=SOON_S)
                 plain = socket.create_connection(("127.0.0.1", server.port))
@@ -110,7 +112,7 @@ def test_a_server_of_another_fleet_is_not_believed(fleet: TestFleet) -> None:
 
 
 @pytest.mark.parametrize("shape", ["unary", "generator", "writer", "sink"])
-def test_an_open_rpc_of_a_revoked_node_is_cancelled(fleet: TestFleet, log, shape: str) -> None:
+def test_an_open_rpc_of_a_revoked_node_is_cancelled(fleet: TestFleet, shape: str) -> None:
     async def main() -> None:
         async with served(fleet) as server:
             alice, bob = fleet.member("alice-1"), fleet.member("bob-1")
@@ -128,11 +130,11 @@ def test_an_open_rpc_of_a_revoked_node_is_cancelled(fleet: TestFleet, log, shape
                     case "sink":
                         call = channel.stream_unary(SINK)(timeout=SOON_S)
                         await call.write(b"x")
-                        await server_has(server, 2)
+                        await server.services.sinking.wait()
                     case _:
                         assert await channel.unary_unary(ECHO)(b"", timeout=SOON_S)
                         call = None
-                with log() as lines:
+                with logged() as lines:
                     sealed = fleet.revoke("alice-1")
                     server.guard.revoked(NodeId("alice-1"), sealed.revocation.not_after)
                     if call is not None:
@@ -152,12 +154,6 @@ def test_an_open_rpc_of_a_revoked_node_is_cancelled(fleet: TestFleet, log, shape
                 assert await other.unary_unary(ECHO)(b"", timeout=SOON_S) == b"bob-1:"
 
     asyncio.run(main())
-
-
-async def server_has(server, count: int) -> None:
-    async with asyncio.timeout(SOON_S):
-        while server.guard.open_calls < count:
-            await asyncio.sleep(0)
 
 
 def test_one_who_joined_anew_after_being_revoked_belongs(fleet: TestFleet) -> None:
