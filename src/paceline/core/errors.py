@@ -8,12 +8,12 @@ PacelineError
 |   |-- UnsupportedModel      a model family or tensor type Paceline does not run
 |   |-- OutOfMemory           a model or a context larger than this machine's memory
 |   |-- DownloadError         a pull that could not be finished
+|   |   `-- FetchInProgress   somebody else on this machine is fetching the same model
 |   |-- MembershipError       init, join, token, revoke or ca can't be done on this machine as it stands
 |   |-- IdentityError         a key or a certificate on disk is missing, open to others, or damaged
 |   |-- TokenError            a text that is no join token
 |   |-- JoinRefused           the machine that was asked does not let this one in
 |   |-- Unreachable           another machine answers at none of its addresses
-|   |   `-- FetchInProgress   somebody else on this machine is fetching the same model
 |   `-- PlacementError        no machine of the fleet can run what was asked; `constraint` says for want of what
 |       `-- ImpossiblePin     a machine or a range of layers was pinned that can't be had
 |-- RequestError              a request that can't be served as asked (HTTP 4xx)
@@ -22,6 +22,7 @@ PacelineError
 |   |-- UnknownModel          the model named is not served here
 |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
 |-- FleetError                something between the machines of a fleet
+|   |-- NodeUnreachable       a member that can't be reached, or no longer
 |   |-- NotTrusted            a certificate, card or revocation that does not prove what it says; `who` names the party
 |   |   `-- RevokedNode       a certificate that the CA has voided
 |   |-- WeightsError          weights that don't come from another node

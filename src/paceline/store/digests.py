@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.core.manifest import combined_digest
 from paceline.store.faults import unreadable
 from paceline.store.home import Home, identity_key, read_json_object, write_cache
 
@@ -58,9 +59,4 @@ class DigestCache:
 
 def digest_of_files(cache: DigestCache, files: Iterable[Path]) -> str:
     """One digest for a model of several files: equal when names and bytes are. A single file's own digest stands for it."""
-    ordered = sorted(files, key=lambda path: path.name)
-    digests = [cache.sha256(path) for path in ordered]
-    if len(ordered) == 1:
-        return digests[0]
-    lines = "".join(f"{path.name}\0{digest}\n" for path, digest in zip(ordered, digests, strict=True))
-    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+    return combined_digest([(path.name, cache.sha256(path)) for path in files])

@@ -62,10 +62,15 @@ def fetch(client: httpx.Client, file: HubFile, target: Path, advance: Advance, s
             f"{file.name} arrived with the wrong checksum, twice", "The hub or something on the way changes the file; try again later"
         ) from error
     except OSError as error:
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        what, first = ("the disk is full", "Free some space") if full else (error.strerror or str(error), "Check PACELINE_HOME")
-        raise DownloadError(f"{file.name} can't be written to {part.parent}: {what}", _go_on(first)) from error
+        raise can_not_write(file.name, part.parent, error) from error
     return part
+
+
+def can_not_write(what: str, folder: Path, error: OSError) -> DownloadError:
+    """The disk does not take what was fetched."""
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+    why, first = ("the disk is full", "Free some space") if full else (error.strerror or str(error), "Check PACELINE_HOME")
+    return DownloadError(f"{what} can't be written to {folder}: {why}", _go_on(first))
 
 
 def verify(path: Path, file: HubFile) -> bool:

@@ -9,7 +9,7 @@ Shapes: N outputs (rows), K inputs (columns), G = K / 32 groups, B bytes of a ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.model import ModelSpec
 from paceline.core.weights import GROUP, DenseTensor, GroupedTensor, StoredTensor
 from paceline.store.digests import DigestCache
 from paceline.store.faults import damaged, unsupported
@@ -51,8 +52,13 @@ class GgufWeights(TensorFiles):
         self.header: Final = headers[0]
         stored = {name: at for header in headers for name, at in header.tensors.items()}
         spec = spec_from_gguf(replace(self.header, tensors=stored), _rope_factors(stored.get(_ROPE_FREQS)))
-        super().__init__(spec, dict(_renamed(stored.values())), [header.path for header in headers], digests)
+        super().__init__(spec, dict(_renamed(stored.values(), spec)), [header.path for header in headers], digests)
+        self._rope_freqs = {_ROPE_FREQS: stored[_ROPE_FREQS]} if _ROPE_FREQS in stored else {}
         self._permuted_heads = {"q_proj.weight": spec.n_heads, "k_proj.weight": spec.n_kv_heads} if spec.model_type == "llama" else {}
+
+    @property
+    def places(self) -> Mapping[str, StoredAt]:
+        return {**super().places, **self._rope_freqs}
 
     def _decode(self, name: str, at: StoredAt, raw: Bytes) -> StoredTensor:
         heads = self._permuted_heads.get(name.rpartition(".self_attn.")[2])
@@ -84,14 +90,19 @@ def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
     return GgufWeights([first, *(read_header(part) for part in rest)], digests)
 
 
-def _renamed(stored: Iterable[StoredAt]) -> Iterator[tuple[str, StoredAt]]:
-    """Tensors under Hugging Face's names; those it has no name for keep their own. Stacked experts come apart."""
+def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str, StoredAt]]:
+    """Tensors under Hugging Face's names; those it has no name for keep their own.
+
+    Stacked experts come apart where the spec knows of them: a file may say that a tensor of any size is a stack of any height.
+    """
+    n_experts = 0 if spec.moe is None else spec.moe.n_experts
+    layers = set(map(str, range(spec.n_layers)))
     for at in stored:
         stem, _, kind = at.name.rpartition(".")
         layer, _, part = stem.removeprefix("blk.").partition(".") if stem.startswith("blk.") else ("", "", "")
         if stem in _GLOBAL:
             yield f"{_GLOBAL[stem]}.{kind}", at
-        elif part in _EXPERTS and len(at.shape) == 3:
+        elif part in _EXPERTS and len(at.shape) == 3 and at.shape[0] == n_experts and layer in layers:
             nbytes = at.nbytes // at.shape[0]
             for expert in range(at.shape[0]):
                 slice_ = replace(at, shape=at.shape[1:], offset=at.offset + expert * nbytes, nbytes=nbytes)

@@ -11,10 +11,12 @@ from paceline.core.errors import ModelNotFound, UnsupportedModel
 
 _SPLIT: Final = re.compile(r"^(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$", re.IGNORECASE)
 _REF: Final = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?(:(?P<selector>[^:]+))?$")
-_BESIDE: Final = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
-)  # fmt: skip
 INDEX: Final = "model.safetensors.index.json"
+BESIDE: Final = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
+    INDEX,
+)  # fmt: skip
+"""What lies beside safetensors and is part of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +105,4 @@ def choose_files(where: str, names: Sequence[str], selector: str | None) -> list
         weights = {INDEX, *(name for name in safetensors if not name.startswith("consolidated"))}
     else:
         weights = {"model.safetensors"} if "model.safetensors" in safetensors else safetensors
-    return sorted(weights | top.intersection(_BESIDE))
+    return sorted(weights | top.intersection(BESIDE))

@@ -125,6 +125,11 @@ class TensorFiles:
             weight[at.type.name] = weight.get(at.type.name, 0) + at.nbytes
         return max(weight, key=weight.__getitem__)
 
+    @property
+    def places(self) -> Mapping[str, StoredAt]:
+        """Where every tensor lies that is read of these files, on opening or later. Those with Hugging Face's names are the model's."""
+        return self._tensors
+
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
 

@@ -138,15 +138,12 @@ class DescribeWeightsResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    MODEL_ID_FIELD_NUMBER: _builtins.int
+    EXAMINED_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_TO_EXAMINE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
-    EXAMINED_BYTES_FIELD_NUMBER: _builtins.int
-    BYTES_TO_EXAMINE_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
-    model_id: _builtins.str
-    """In the first part after those that only say how far the callee is."""
     examined_bytes: _builtins.int
     """A first description reads the model's files whole. Until it is there the callee says how far it is, about once a second."""
     bytes_to_examine: _builtins.int
@@ -161,17 +158,16 @@ class DescribeWeightsResponse(_message.Message):
     def __init__(
         self,
         *,
-        model_id: _builtins.str = ...,
+        examined_bytes: _builtins.int = ...,
+        bytes_to_examine: _builtins.int = ...,
         files: _abc.Iterable[Global___WeightsFile] | None = ...,
         pieces: _abc.Iterable[Global___PieceDigests] | None = ...,
         tensors: Global___TensorIndex | None = ...,
-        examined_bytes: _builtins.int = ...,
-        bytes_to_examine: _builtins.int = ...,
         complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_to_examine", b"bytes_to_examine", "complete", b"complete", "examined_bytes", b"examined_bytes", "files", b"files", "model_id", b"model_id", "pieces", b"pieces", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_to_examine", b"bytes_to_examine", "complete", b"complete", "examined_bytes", b"examined_bytes", "files", b"files", "pieces", b"pieces", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

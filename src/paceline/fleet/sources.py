@@ -1,0 +1,68 @@
+"""Which node to fetch a model's weights from, as a fleet's cards say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.core.errors import ModelNotFound
+from paceline.core.ids import NodeId
+from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.machines import DIGEST_DIGITS, Links, live_cards
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSource:
+    """A node that has all of a model."""
+
+    node_id: NodeId
+    addresses: tuple[str, ...]
+    """host:port, the best first."""
+    model_id: str
+    digest: str
+    size_bytes: int
+
+
+def weights_sources(own: NodeId, view: Iterable[NodeCard], model: str, prefer: NodeId | None = None) -> tuple[WeightsSource, ...]:
+    """Other nodes that have the whole model and stay, over the best link first. All have one digest, so one may go on where another stopped.
+
+    Args:
+        own: who asks.
+        view: live cards.
+        model: its id in any case (of `org/name`, any GGUF file in it), or at least twelve digits of its digest.
+        prefer: who comes first all the same: a plan may have named it.
+
+    Raises:
+        ModelNotFound: the fleet has different models of that name.
+    """
+    cards = live_cards(view)
+    whole = [(card, offer) for card in cards.values() for offer in card.models if offer.role is Role.VERIFIER and offer.digest]
+    digests = {offer.digest: offer.model_id for _, offer in whole if _is_named(offer, model)}
+    if len(digests) > 1:
+        listed = ", ".join(f"{name} {digest[:DIGEST_DIGITS]}" for digest, name in sorted(digests.items()))
+        raise ModelNotFound(f"the fleet has different models called {model[:200]!r}: {listed}", "Name one by its digest")
+    links = Links(cards)
+    found: dict[NodeId, tuple[tuple[bool, float, float, NodeId], WeightsSource]] = {}
+    for card, offer in whole:
+        if card.node_id == own or offer.digest not in digests or not card.addresses:
+            continue
+        link = links.between(own, card.node_id)
+        rank = (card.node_id != prefer, 0.0 if link is None else -link.bytes_per_s, 0.0 if link is None else link.rtt_s, card.node_id)
+        found[card.node_id] = (
+            rank,
+            WeightsSource(card.node_id, _addresses(cards.get(own), card), offer.model_id, offer.digest, offer.size_bytes),
+        )
+    return tuple(source for _, source in sorted(found.values(), key=lambda pair: pair[0]))
+
+
+def _addresses(own: NodeCard | None, card: NodeCard) -> tuple[str, ...]:
+    """The address that was measured best first, then the others as the node lists them."""
+    best = [link.address for link in (own.links if own is not None else ()) if link.to == card.node_id and link.address in card.addresses]
+    return tuple(dict.fromkeys([*best, *card.addresses]))
+
+
+def _is_named(offer: ModelOffer, model: str) -> bool:
+    asked, name = model.lower(), offer.model_id.lower()
+    if asked in {name, name.partition(":")[0]}:
+        return True
+    return len(asked) >= DIGEST_DIGITS and offer.digest.startswith(asked)

@@ -1,0 +1,209 @@
+"""Brings a model, or some of its layers, from other nodes to this one.
+
+Sources are asked in turn. One that goes away is followed by the next, which sends what is still missing; one that sends wrong bytes is
+asked no more. What arrived stays on disk, whatever happens, and the next fetch goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from paceline.core.errors import DownloadError, SourceLost, WeightsError, WrongBytes
+from paceline.core.manifest import ModelManifest, ModelPart, PieceRun, pieces_needed
+from paceline.fleet.sources import WeightsSource
+from paceline.store.catalog import LocalModel, describe, find_whole
+from paceline.store.home import Home
+from paceline.store.partial import covers
+from paceline.store.pull import Progress, PullProgress
+from paceline.store.staging import Staging, staged
+from paceline.transport.weights_client import WeightsClient
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+Dial = Callable[[WeightsSource, str], AbstractAsyncContextManager["grpc.aio.Channel"]]
+"""Opens a channel to one address of a node, on which nobody else can answer."""
+Result = TypeVar("Result")
+End = Callable[[Staging, Sequence[PieceRun], Callable[[int], None]], Result]
+
+ROUNDS: Final = 3
+"""Times in a row that all sources may bring nothing. Raising it waits longer for nodes that are away."""
+_WAIT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What is fetched, and by which means."""
+
+    sources: Sequence[WeightsSource]
+    """Who has it, the best first; all of one digest. At least one."""
+    dial: Dial
+    home: Home
+    progress: Progress
+    """Told after every piece; called in any thread."""
+    announce: Callable[[str], None]
+    """Told in words who sends, and who did not go on."""
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+async def fetch_model(fetch: Fetch) -> LocalModel:
+    """Bring a whole model here; afterwards it is like a pulled one. Layers that are here already are not fetched again.
+
+    Raises:
+        DownloadError: no source could finish it, or the disk does not take it; what arrived is kept.
+        FetchInProgress: somebody else on this machine is at it.
+        ModelFileError, UnsupportedModel: what came can't be run here.
+        ConfigError: the model's name can't be had here.
+    """
+    here = await in_thread(partial(find_whole, fetch.sources[0].digest, fetch.home))
+    if here is not None:
+        return await in_thread(partial(describe, here[0], fetch.home))
+    return await _from_any(fetch, None, lambda staging, _, checked: staging.finish(checked))
+
+
+async def fetch_part(fetch: Fetch, part: ModelPart) -> None:
+    """Bring some layers of a model here; `store.partial.open_part` opens them.
+
+    Raises:
+        DownloadError, FetchInProgress, ModelFileError, UnsupportedModel, ConfigError: as `fetch_model`.
+    """
+    digest = fetch.sources[0].digest
+    if await in_thread(partial(covers, digest, part, fetch.home)):
+        return
+    await _from_any(fetch, part, lambda staging, needed, _: staging.seal(needed))
+    if not await in_thread(partial(covers, digest, part, fetch.home)):
+        raise DownloadError("the layers that came are not the ones that were described", "Fetch them from another node")
+
+
+async def in_thread(work: Callable[[], Result], give_up: Callable[[], None] | None = None) -> Result:
+    """Run what blocks, apart from the loop. Cancelled, it still waits for the thread: nothing may be closed under it.
+
+    Args:
+        work: what to run.
+        give_up: tells `work` to end soon.
+    """
+    task = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    finally:
+        if not task.done():
+            if give_up is not None:
+                give_up()
+            await asyncio.wait({task})
+            task.exception()
+
+
+class _GivenUp(Exception):
+    """Ends a thread whose caller was cancelled."""
+
+
+class _Tally:
+    """Bytes that are here, of those needed."""
+
+    def __init__(self, fetch: Fetch, manifest: ModelManifest, needed: Sequence[PieceRun]) -> None:
+        self._progress: Final = fetch.progress
+        self._manifest: Final = manifest
+        self._total: Final = sum(manifest.files[run.file].piece_size(piece) for run in needed for piece in range(run.first, run.stop))
+        self._here = 0
+        self.gained = 0
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Who tells more from now on is ended."""
+        self._stopped = True
+
+    def found(self, n: int) -> None:
+        self._show("", n)
+
+    def checked(self, n: int) -> None:  # noqa: ARG002  (a whole bar stays whole)
+        self._show("", self._total)
+
+    def arrived(self, file: int, n: int) -> None:
+        self.gained += n
+        self._show(self._manifest.files[file].name, self._here + n)
+
+    def _show(self, file: str, here: int) -> None:
+        if self._stopped:
+            raise _GivenUp
+        self._here = here
+        self._progress(PullProgress(file, here, self._total))
+
+
+async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result]) -> Result:
+    """Ask one source after the other until the model is here."""
+    faults: dict[str, WeightsError] = {}
+    left, idle = list(fetch.sources), 0
+    while left and idle < ROUNDS:
+        if faults:
+            await fetch.sleep(_WAIT_S)
+        idle += 1
+        for source in list(left):
+            gained: list[int] = []
+            try:
+                return await _from_one(fetch, source, part, end, gained)
+            except WrongBytes as error:
+                left.remove(source)
+                faults[source.node_id] = error
+            except SourceLost as error:
+                faults[source.node_id] = error
+            fetch.announce(f"{source.node_id} did not go on: {faults[source.node_id].message}")
+            idle = 0 if sum(gained) else idle
+    told = "; ".join(f"{node}: {fault.message}" for node, fault in faults.items())
+    raise DownloadError(
+        f"no node of the fleet could give all of {fetch.sources[0].model_id} ({told})",
+        "What arrived is kept: run the same command again to go on from there",
+    ) from list(faults.values())[-1]
+
+
+async def _from_one(fetch: Fetch, source: WeightsSource, part: ModelPart | None, end: End[Result], gained: list[int]) -> Result:
+    """Ask one source, at one address after the other until one answers."""
+    *others, last = source.addresses
+    for address in others:
+        try:
+            async with fetch.dial(source, address) as channel:
+                return await _over(channel, fetch, source, part, end, gained)
+        except SourceLost:
+            if sum(gained):
+                raise
+    async with fetch.dial(source, last) as channel:
+        return await _over(channel, fetch, source, part, end, gained)
+
+
+async def _over(
+    channel: grpc.aio.Channel, fetch: Fetch, source: WeightsSource, part: ModelPart | None, end: End[Result], gained: list[int]
+) -> Result:
+    client = WeightsClient(channel, source.node_id)
+    manifest = await client.describe(source.digest, lambda _done, _total: None)
+    needed = pieces_needed(manifest, part)
+    with staged(source.model_id, manifest, fetch.home) as staging:
+        fetch.announce(f"{source.model_id} comes from {source.node_id}")
+        tally = _Tally(fetch, manifest, needed)
+        lacking = await in_thread(partial(staging.missing, needed, tally.found), tally.stop)
+        try:
+            await _receive(client, manifest, lacking, staging, tally)
+        finally:
+            gained.append(tally.gained)
+        return await in_thread(partial(end, staging, needed, tally.checked), tally.stop)
+
+
+async def _receive(client: WeightsClient, manifest: ModelManifest, lacking: Sequence[PieceRun], staging: Staging, tally: _Tally) -> None:
+    """Take pieces in, each written while the next one is on its way."""
+    writing: asyncio.Task[None] | None = None
+    try:
+        async with aclosing(client.fetch(manifest, lacking)) as pieces:
+            async for piece in pieces:
+                if writing is not None:
+                    await writing
+                writing = asyncio.create_task(in_thread(partial(staging.write, piece.file, piece.piece, piece.data)))
+                tally.arrived(piece.file, len(piece.data))
+        if writing is not None:
+            await writing
+    finally:
+        if writing is not None and not writing.done():
+            await asyncio.wait({writing})
+            writing.exception()

@@ -1,0 +1,191 @@
+"""Models of which this machine has only some layers: `partial/<digest>/`, files of full size with holes, and a note of what is no hole.
+
+The files have their own names and places, so the readers of whole models open them; what is in a hole is refused here, never read as
+zeros. Which layers are there follows from the files' own tables, not from what anybody said of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from paceline.core.errors import ModelNotFound
+from paceline.core.files import write_file
+from paceline.core.manifest import PIECE, ModelPart, is_sha256
+from paceline.core.model import LayerRange, ModelSpec
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
+from paceline.store.catalog import PART, find_whole, open_weights
+from paceline.store.digests import DigestCache
+from paceline.store.faults import damaged
+from paceline.store.home import Home, read_json_object
+from paceline.store.selection import gguf_models
+from paceline.store.tensor_files import StoredAt, TensorFiles
+
+Runs = tuple[tuple[int, int], ...]
+"""Pieces [first, stop) of one file: in order, apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartNote:
+    """What `part.json` says."""
+
+    name: str
+    held: Mapping[str, Runs]
+    """By file name: what was checked and may be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """Layers of a model on this machine, as a list shows them."""
+
+    name: str
+    digest: str
+    path: Path
+    layers: tuple[LayerRange, ...]
+    n_layers: int
+    edges: bool
+    nbytes: int
+
+
+class PartWeights:
+    """The tensors of a model that are here. A `WeightSource` for what runs some of its layers."""
+
+    def __init__(self, weights: TensorFiles, digest: str, held: Mapping[Path, Runs]) -> None:
+        self._weights: Final = weights
+        self._digest: Final = digest
+        self._names: Final = frozenset(name for name, at in weights.places.items() if _all_held(held.get(at.path, ()), at))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the whole model."""
+        return self._weights.spec
+
+    @property
+    def digest(self) -> str:
+        """Of the whole model."""
+        return self._digest
+
+    @property
+    def layers(self) -> tuple[LayerRange, ...]:
+        """Those that are here with all their tensors."""
+        missing = {name for name in tensor_shapes(self.spec) if name not in self._names}
+        found: list[LayerRange] = []
+        for layer in range(self.spec.n_layers):
+            prefix = f"model.layers.{layer}."
+            if any(name.startswith(prefix) for name in missing):
+                continue
+            if found and found[-1].stop == layer:
+                found[-1] = LayerRange(found[-1].start, layer + 1)
+            else:
+                found.append(LayerRange(layer, layer + 1))
+        return tuple(found)
+
+    @property
+    def edges(self) -> bool:
+        return {EMBEDDING, FINAL_NORM, *(() if self.spec.tied_head else (HEAD,))} <= self._names
+
+    def holds(self, part: ModelPart) -> bool:
+        return all(name in self._names for name in tensor_shapes(self.spec) if part.needs(name))
+
+    def names(self) -> Iterable[str]:
+        return self._names
+
+    def nbytes(self, name: str) -> int:
+        return self._weights.nbytes(name)
+
+    def read(self, name: str) -> StoredTensor:
+        """One tensor.
+
+        Raises:
+            ModelFileError: it is not among those that are here.
+        """
+        if name not in self._names:
+            raise damaged(self._weights.files[0], f"tensor {name} was never fetched")
+        return self._weights.read(name)
+
+
+def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:
+    """The weights of a part of a model: from the whole model where it is here, else from what was fetched of it.
+
+    Raises:
+        ModelNotFound: they are not here.
+        ModelFileError: the files are damaged.
+    """
+    whole = find_whole(digest, home)
+    if whole is not None:
+        return whole[1]
+    found = _open(home.partial / digest, home) if is_sha256(digest) else None
+    if found is None or not found.holds(part):
+        which = f"layers {part.layers.start} to {part.layers.stop - 1} of the model with digest {digest[:12]}"
+        raise ModelNotFound(f"{which} are not on this machine", "Fetch them from a node that has them")
+    return found
+
+
+def covers(digest: str, part: ModelPart, home: Home) -> bool:
+    """Whether `open_part` would find it.
+
+    Raises:
+        ModelFileError: the files are damaged.
+    """
+    try:
+        open_part(digest, part, home)
+    except ModelNotFound:
+        return False
+    return True
+
+
+def list_parts(home: Home) -> list[HeldPart]:
+    """Models of which only layers are here, by name. What is only on its way is left out."""
+    found: list[HeldPart] = []
+    for note_path in sorted(home.partial.glob(f"*/{PART}")):
+        folder, note = note_path.parent, read_note(note_path.parent)
+        weights = _open(folder, home)
+        if note is not None and weights is not None and (weights.layers or weights.edges):
+            nbytes = PIECE * sum(stop - first for runs in note.held.values() for first, stop in runs)
+            layers, n_layers = weights.layers, weights.spec.n_layers
+            found.append(HeldPart(note.name, folder.name, folder, layers, n_layers, weights.edges, nbytes))
+    return sorted(found, key=lambda part: part.name.lower())
+
+
+def read_note(folder: Path) -> PartNote | None:
+    """What a folder under `partial/` holds; None where nothing was noted yet."""
+    fields = read_json_object(folder / PART) or {}
+    name, held = fields.get("name"), fields.get("held")
+    if not isinstance(name, str) or not isinstance(held, dict):
+        return None
+    return PartNote(name, {str(file): _runs(runs) for file, runs in cast("dict[Any, Any]", held).items()})
+
+
+def write_note(folder: Path, note: PartNote) -> None:
+    """Say what a folder holds.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    write_file(folder / PART, json.dumps({"name": note.name, "held": note.held}).encode(), durable=True)
+
+
+def _open(folder: Path, home: Home) -> PartWeights | None:
+    note = read_note(folder)
+    if note is None or not any(note.held.values()):
+        return None
+    models = gguf_models(note.held)
+    weights = open_weights(folder / next(iter(models)) if models else folder, DigestCache(home))
+    return PartWeights(weights, folder.name, {folder / name: runs for name, runs in note.held.items()})
+
+
+def _all_held(held: Runs, at: StoredAt) -> bool:
+    """Whether every piece a tensor lies in is held."""
+    first, stop = at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE)
+    return any(run_first <= first and stop <= run_stop for run_first, run_stop in held)
+
+
+def _runs(value: object) -> Runs:
+    """Runs from JSON; a damaged note holds nothing."""
+    try:
+        return tuple((int(first), int(stop)) for first, stop in cast("list[list[int]]", value))
+    except (TypeError, ValueError):
+        return ()

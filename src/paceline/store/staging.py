@@ -1,0 +1,260 @@
+"""A model on its way here from another node: files of full size under `partial/<digest>/`, filled piece by piece.
+
+What lies there is never believed: a piece counts as fetched when its bytes hash to what the description says, so a fetch that was
+killed at any byte goes on with all that arrived. `seal` notes that layers are there; `finish` checks whole files and makes the model a
+pulled one. One process at a time may do this for one model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from paceline.core.errors import ConfigError, WrongBytes
+from paceline.core.manifest import PIECE, FileEntry, ModelManifest, PieceRun, manifest_digest
+from paceline.store import hub
+from paceline.store.catalog import MANIFEST, LocalModel, describe, locations, open_model
+from paceline.store.download import can_not_write
+from paceline.store.home import Home, read_json_object
+from paceline.store.locks import only_one
+from paceline.store.partial import PartNote, Runs, read_note, write_note
+from paceline.store.pieces import FileSums, remember_sums
+from paceline.store.pull import check_space, write_manifest
+from paceline.store.selection import BESIDE, gguf_models
+
+_LONGEST_NAME: Final = 200
+_ZEROS: Final = bytes(PIECE)
+_ZEROS_SHA256: Final = hashlib.sha256(_ZEROS).digest()
+
+
+@contextlib.contextmanager
+def staged(name: str, manifest: ModelManifest, home: Home) -> Generator[Staging]:
+    """Begin to fetch a model, or go on with it.
+
+    Args:
+        name: what it will be called here.
+        manifest: what its source says of it.
+        home: where it goes.
+
+    Raises:
+        FetchInProgress: somebody else on this machine is at it.
+        WrongBytes: the description is not of the model its digest names, or has files that no model has.
+        ConfigError: the name can't be had.
+        DownloadError: the disk does not take it.
+    """
+    _check_files(manifest)
+    _check_name(name, home)
+    folder = home.partial / manifest.digest
+    with only_one(home.partial / f"{manifest.digest}.lock", name):
+        staging = Staging(name, manifest, home, folder)
+        try:
+            yield staging
+        except OSError as error:
+            raise can_not_write(name, folder, error) from error
+        finally:
+            staging.close()
+
+
+class Staging:
+    """The files of one model that is being fetched. Made by `staged`; one thread at a time."""
+
+    def __init__(self, name: str, manifest: ModelManifest, home: Home, folder: Path) -> None:
+        self._name: Final = name
+        self._manifest: Final = manifest
+        self._home: Final = home
+        self._folder: Final = folder
+        self._open: Final[dict[int, BinaryIO]] = {}
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def missing(self, needed: Sequence[PieceRun], examined: Callable[[int], None]) -> list[PieceRun]:
+        """Which of these pieces are not here yet. Those that seem to be are read and checked.
+
+        Args:
+            needed: as `pieces_needed` gives them.
+            examined: told the bytes that are here, as they are found.
+
+        Raises:
+            DownloadError: the disk is too small for the rest.
+        """
+        lacking: list[PieceRun] = []
+        here = 0
+        for run in needed:
+            entry, found = self._manifest.files[run.file], self._handle(run.file)
+            for piece in range(run.first, run.stop):
+                found.seek(piece * PIECE)
+                data = found.read(entry.piece_size(piece))
+                if _is_piece(data, entry, piece):
+                    here += len(data)
+                    examined(here)
+                elif lacking and lacking[-1].file == run.file and lacking[-1].stop == piece:
+                    lacking[-1] = PieceRun(run.file, lacking[-1].first, piece + 1)
+                else:
+                    lacking.append(PieceRun(run.file, piece, piece + 1))
+        check_space(self._name, self._folder, sum(self._manifest.files[run.file].piece_size(p) for run in lacking for p in _pieces(run)))
+        self._unseal(lacking)
+        return lacking
+
+    def write(self, file: int, piece: int, data: bytes) -> None:
+        """Keep a piece that arrived.
+
+        Raises:
+            WrongBytes: it is not what was described; nothing is written.
+            OSError: the disk does not take it.
+        """
+        entry = self._manifest.files[file]
+        if not _is_piece(data, entry, piece):
+            raise WrongBytes(f"piece {piece} of {entry.name} has another checksum than was described")
+        out = self._handle(file)
+        out.seek(piece * PIECE)
+        left = memoryview(data)
+        while left:
+            left = left[out.write(left) :]
+
+    def seal(self, needed: Sequence[PieceRun]) -> None:
+        """Note that these pieces are here, checked, so that what they hold may be opened."""
+        self._flush()
+        note = read_note(self._folder)
+        held = {} if note is None else note.held
+        entries = self._manifest.files
+        gained = {entry.name: [(r.first, r.stop) for r in needed if r.file == at] for at, entry in enumerate(entries)}
+        write_note(self._folder, PartNote(self._name, {name: _joined([*held.get(name, ()), *runs]) for name, runs in gained.items()}))
+
+    def finish(self, checked: Callable[[int], None]) -> LocalModel:
+        """Check the files whole and list the model like a pulled one.
+
+        Args:
+            checked: told the bytes of a file that were checked.
+
+        Raises:
+            WrongBytes: a file is not the one whose digest was promised, though each piece is: its description lied. The file is removed.
+            ModelFileError, UnsupportedModel: what came is no model that runs here.
+        """
+        self._flush()
+        self.close()
+        for entry in self._manifest.files:
+            path = self._folder / entry.name
+            digest = _sha256(path, checked)
+            if digest != entry.sha256:
+                path.unlink()
+                raise WrongBytes(f"{entry.name} has the SHA-256 {digest[:12]}..., {entry.sha256[:12]}... was promised")
+        folder = _model_folder(self._name, self._home)
+        for entry in self._manifest.files:
+            _place(self._folder / entry.name, folder / entry.name)
+            # Another node that asks this one next gets it without its being read once more.
+            remember_sums(folder / entry.name, FileSums(entry.size, entry.sha256, entry.pieces), self._home)
+        first = next(iter(gguf_models(entry.name for entry in self._manifest.files)), None)
+        path = folder if first is None else folder / first
+        open_model(str(path), self._home)
+        write_manifest(folder, {}, {entry.name: {"size": entry.size, "sha256": entry.sha256} for entry in self._manifest.files})
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return describe(next(location for location in locations(self._home) if location.path == path), self._home)
+
+    def _handle(self, file: int) -> BinaryIO:
+        """The file, open, of the size it will have."""
+        opened = self._open.get(file)
+        if opened is None:
+            entry = self._manifest.files[file]
+            path = self._folder / entry.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            opened = self._open[file] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+            if path.stat().st_size != entry.size:
+                opened.truncate(entry.size)
+        return opened
+
+    def _flush(self) -> None:
+        for file in range(len(self._manifest.files)):
+            os.fsync(self._handle(file).fileno())
+
+    def _unseal(self, lacking: Sequence[PieceRun]) -> None:
+        """What is about to be written anew may not be opened meanwhile."""
+        note = read_note(self._folder)
+        if note is None:
+            return
+        gone = {(self._manifest.files[run.file].name, piece) for run in lacking for piece in _pieces(run)}
+        kept = {
+            name: _joined((p, p + 1) for first, stop in runs for p in range(first, stop) if (name, p) not in gone)
+            for name, runs in note.held.items()
+        }
+        if kept != note.held:
+            write_note(self._folder, PartNote(note.name, kept))
+
+
+def _pieces(run: PieceRun) -> range:
+    return range(run.first, run.stop)
+
+
+def _sha256(path: Path, checked: Callable[[int], None]) -> str:
+    whole = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(PIECE):
+            whole.update(data)
+            checked(len(data))
+    return whole.hexdigest()
+
+
+def _is_piece(data: bytes, entry: FileEntry, piece: int) -> bool:
+    if len(data) != entry.piece_size(piece):
+        return False
+    # A hole is seen at the speed of memory.
+    digest = _ZEROS_SHA256 if data == _ZEROS else hashlib.sha256(data).digest()
+    return digest == entry.piece_sha256(piece)
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    joined: list[tuple[int, int]] = []
+    for first, stop in sorted(runs):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        else:
+            joined.append((first, stop))
+    return tuple(joined)
+
+
+def _check_files(manifest: ModelManifest) -> None:
+    """Nothing but a model's own files is written, and only under names of such files."""
+    names = [entry.name for entry in manifest.files]
+    for entry in manifest.files:
+        weights = entry.name.lower().endswith((".gguf", ".safetensors"))
+        if not hub.is_safe(entry.name) or len(entry.name) > _LONGEST_NAME or not (weights or entry.name in BESIDE):
+            raise WrongBytes(f"the description has a file called {entry.name[:200]!r}, which is not one of a model's")
+        if weights and not entry.in_digest:
+            raise WrongBytes(f"the description leaves {entry.name} out of the digest")
+    if len({name.lower() for name in names}) != len(names):
+        raise WrongBytes("the description has two files of one name")
+    if manifest_digest(manifest.files) != manifest.digest:
+        raise WrongBytes(f"the files described are not those of the model with digest {manifest.digest[:12]}")
+
+
+def _check_name(name: str, home: Home) -> None:
+    folder = name.partition(":")[0]
+    if not hub.is_safe(folder) or folder.startswith(".") or len(folder) > _LONGEST_NAME:
+        raise ConfigError(f"{name[:200]!r} can't be a model's name", "Pull it by its digest from a node that calls it something else")
+    elsewhere = (read_json_object(_model_folder(name, home) / MANIFEST) or {}).get("path")
+    if elsewhere is not None:
+        raise ConfigError(f"the name {folder!r} is taken by {elsewhere}", "Remove that model from the list first")
+
+
+def _model_folder(name: str, home: Home) -> Path:
+    return home.models / name.partition(":")[0]
+
+
+def _place(staged_file: Path, target: Path) -> None:
+    """Put a checked file in place. It stays in staging too until the model is listed, so that no moment loses it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    linked = target.with_name(f".{target.name}.new")
+    linked.unlink(missing_ok=True)
+    try:
+        linked.hardlink_to(staged_file)
+    except OSError:  # a disk without links
+        staged_file.replace(target)
+    else:
+        linked.replace(target)

@@ -1,0 +1,118 @@
+"""Asks one node for weights. Every wait is bounded; what comes is what was asked for, in that order, or an error.
+
+Whether bytes are right is for whoever keeps them to say: the description has their checksums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NoReturn, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from paceline.core.errors import SourceLost, WrongBytes
+from paceline.core.manifest import ModelManifest, PieceRun
+from paceline.transport.weights_codec import Description
+from paceline.transport.weights_servicer import MAX_RANGES
+from paceline.transport.wire import weights_pb2 as wire
+from paceline.transport.wire import weights_pb2_grpc
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+_WHY: Final = {
+    grpc.StatusCode.NOT_FOUND: "it does not have this model",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "it gives weights to as many others as it will",
+    grpc.StatusCode.UNIMPLEMENTED: "it gives no weights",
+    grpc.StatusCode.DATA_LOSS: "its file of the model changed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece as it came."""
+
+    file: int
+    piece: int
+    data: bytes
+
+
+class WeightsClient:
+    """One node's weights.
+
+    Args:
+        channel: to the node; stays the caller's.
+        who: the node's name, for errors.
+        idle_s: longest wait for the next message. Raising it holds on longer to a node that went silent.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, who: str, *, idle_s: float = 20.0) -> None:
+        self._stub: Final = weights_pb2_grpc.WeightsServiceStub(channel)
+        self._who: Final = who
+        self._idle_s: Final = idle_s
+
+    async def describe(self, digest: str, examined: Callable[[int, int], None]) -> ModelManifest:
+        """What the node's model with this digest is made of.
+
+        Args:
+            digest: hex SHA-256.
+            examined: told (bytes, of bytes) while the node reads its files to describe them.
+
+        Raises:
+            SourceLost: the node can't be reached, or does not have it.
+            WrongBytes: what it says contradicts itself.
+        """
+        description = Description(digest)
+        call = self._stub.DescribeWeights(wire.DescribeWeightsRequest(digest=digest))
+        try:
+            while (part := await self._next(call)) is not None:
+                if part.bytes_to_examine:
+                    examined(part.examined_bytes, part.bytes_to_examine)
+                description.add(part)
+                if part.complete:
+                    return description.manifest()
+        finally:
+            call.cancel()
+        raise SourceLost(f"{self._who} stopped in the middle of its description")
+
+    async def fetch(self, manifest: ModelManifest, runs: Sequence[PieceRun]) -> AsyncGenerator[Piece]:
+        """Pieces, in the order asked for. Close it (`contextlib.aclosing`) when leaving early.
+
+        Raises:
+            SourceLost: the node went away, or has them no more.
+            WrongBytes: it sends other pieces than those asked for.
+        """
+        for first in range(0, len(runs), MAX_RANGES):
+            some = runs[first : first + MAX_RANGES]
+            ranges = [wire.PieceRange(file=run.file, first=run.first, count=len(run)) for run in some]
+            call = self._stub.FetchPieces(wire.FetchPiecesRequest(digest=manifest.digest, ranges=ranges))
+            try:
+                for run in some:
+                    for piece in range(run.first, run.stop):
+                        got = await self._next(call)
+                        if got is None:
+                            raise SourceLost(f"{self._who} stopped before it had sent everything")
+                        if (got.file, got.piece) != (run.file, piece) or len(got.data) != manifest.files[run.file].piece_size(piece):
+                            raise WrongBytes(f"{self._who} sends another piece than the one asked for")
+                        yield Piece(run.file, piece, got.data)
+            finally:
+                call.cancel()
+
+    async def _next(self, call: grpc.aio.UnaryStreamCall[Request, Response]) -> Response | None:
+        """The next message; None at the end."""
+        try:
+            got = await asyncio.wait_for(call.read(), self._idle_s)
+        except TimeoutError as error:
+            raise SourceLost(f"{self._who} has sent nothing for {self._idle_s:g} s") from error
+        except grpc.aio.AioRpcError as error:
+            self._lost(error)
+        # The other thing that read() returns is its mark for the end, which the stubs don't name.
+        return cast("Response", got) if isinstance(got, Message) else None
+
+    def _lost(self, error: grpc.aio.AioRpcError) -> NoReturn:
+        why = _WHY.get(error.code(), f"{error.code().name}: {error.details()}")
+        raise SourceLost(f"{self._who} can't give the weights: {why}") from error

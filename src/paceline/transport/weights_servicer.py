@@ -1,0 +1,142 @@
+"""Gives weights to other nodes: descriptions and pieces, of models in this machine's catalog and of nothing else.
+
+Disks are read in threads. A stream holds at most two pieces in memory (one on its way, one read ahead), and only so many streams are served
+at once; whoever comes then is told to try elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import ModelFileError, ModelNotFound
+from paceline.core.manifest import ModelManifest, is_sha256
+from paceline.transport.weights_codec import parts
+from paceline.transport.wire import weights_pb2 as wire
+from paceline.transport.wire import weights_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+MAX_RANGES: Final = 4096
+_HEARTBEAT_S: Final = 1.0
+
+FetchContext = grpc.aio.ServicerContext[wire.FetchPiecesRequest, wire.FetchPiecesResponse]
+DescribeContext = grpc.aio.ServicerContext[wire.DescribeWeightsRequest, wire.DescribeWeightsResponse]
+
+
+class WeightsLibrary(Protocol):
+    """Where weights come from. Both methods block and may be called from any thread."""
+
+    def describe(self, digest: str, examined: Callable[[int, int], None]) -> ModelManifest:
+        """Raises ModelNotFound or ModelFileError, and what `examined` raises."""
+        ...
+
+    def read(self, digest: str, file: int, piece: int) -> bytes:
+        """Raises ModelNotFound or ModelFileError."""
+        ...
+
+
+class _CallerLeft(Exception):
+    """Nobody waits for the description any more."""
+
+
+class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
+    """Serves `library`.
+
+    Args:
+        library: what may be given away.
+        streams: calls served at once. Raising it serves more nodes at a time and each of them slower; the disk and the link are shared.
+    """
+
+    def __init__(self, library: WeightsLibrary, *, streams: int = 4) -> None:
+        self._library: Final = library
+        self._free = streams
+
+    # grpc.aio takes coroutines that write as well as generators; a cancelled coroutine ends at once, a generator when it is collected.
+    async def DescribeWeights(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: wire.DescribeWeightsRequest, context: DescribeContext
+    ) -> None:
+        await self._check(request.digest, context)
+        self._free -= 1
+        so_far, left = (0, 0), False
+
+        def examined(done: int, total: int) -> None:
+            nonlocal so_far
+            so_far = (done, total)
+            if left:
+                raise _CallerLeft
+
+        task = asyncio.create_task(asyncio.to_thread(self._library.describe, request.digest, examined))
+        try:
+            while not (await asyncio.wait({task}, timeout=_HEARTBEAT_S))[0]:
+                await context.write(wire.DescribeWeightsResponse(examined_bytes=so_far[0], bytes_to_examine=so_far[1]))
+            for part in parts(task.result()):
+                await context.write(part)
+        except (ModelNotFound, ModelFileError) as error:
+            await _refuse(context, error)
+        finally:
+            left = True
+            await _ended(task)
+            self._free += 1
+
+    async def FetchPieces(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: wire.FetchPiecesRequest, context: FetchContext
+    ) -> None:
+        await self._check(request.digest, context)
+        if len(request.ranges) > MAX_RANGES:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.ranges)} ranges are more than {MAX_RANGES}")
+        self._free -= 1
+        wanted = _pieces(request)
+        ahead = self._read(request.digest, next(wanted, None))
+        try:
+            while ahead is not None:
+                got = await asyncio.shield(ahead)
+                ahead = self._read(request.digest, next(wanted, None))
+                await context.write(got)
+        except (ModelNotFound, ModelFileError) as error:
+            await _refuse(context, error)
+        finally:
+            if ahead is not None:
+                await _ended(ahead)
+            self._free += 1
+
+    def _read(self, digest: str, place: tuple[int, int] | None) -> asyncio.Task[wire.FetchPiecesResponse] | None:
+        if place is None:
+            return None
+
+        def read() -> wire.FetchPiecesResponse:
+            return wire.FetchPiecesResponse(file=place[0], piece=place[1], data=self._library.read(digest, *place))
+
+        return asyncio.create_task(asyncio.to_thread(read))
+
+    async def _check(self, digest: str, context: FetchContext | DescribeContext) -> None:
+        if not is_sha256(digest):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a model is asked for by its digest, 64 hexadecimal digits")
+        if self._free <= 0:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives weights to as many others as it will")
+
+
+def _pieces(request: wire.FetchPiecesRequest) -> Iterator[tuple[int, int]]:
+    for run in request.ranges:
+        for piece in range(run.first, run.first + run.count):
+            yield run.file, piece
+
+
+async def _refuse(context: FetchContext | DescribeContext, error: ModelNotFound | ModelFileError) -> NoReturn:
+    """Say no. What a file is called here is nobody else's business."""
+    if isinstance(error, ModelNotFound):
+        await context.abort(grpc.StatusCode.NOT_FOUND, error.message)
+    logger.warning("weights can't be given: %s", error)
+    await context.abort(grpc.StatusCode.DATA_LOSS, "the model's files are not what they were when they were described")
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Wait for a thread that was started; what became of it does not matter any more."""
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
