@@ -1,0 +1,273 @@
+"""Which ways to other nodes to measure, when, and which is best: a machine often has Wi-Fi beside a cable.
+
+Law: only nodes that may share a plan measure each other, one measurement at a time. A way is measured in full when it is new, again when it
+degrades (its round trip doubles, or its bandwidth halves, twice in a row against the smoothed figure), and now and then. Between these, the
+way in use is pinged. The best is the one with the highest (bandwidth, then shortest round trip); another must be clearly better to take
+its place. What a card shows has two digits and keeps them (`fleet.figures`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.ids import NodeId
+from paceline.fleet.card import Link
+from paceline.fleet.figures import settled, two_digits
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """Times in seconds, sizes in bytes."""
+
+    ping_s: float = 10.0
+    """The way in use is pinged this often. Raising it: a link that degraded is noticed later."""
+    full_s: float = 600.0
+    """Every way is measured in full this often. Raising it: a cable plugged in again is used later; lowering it: more traffic."""
+    retry_s: float = 5.0
+    """A way that failed is tried again after this, then after twice that, and so on."""
+    most_retry_s: float = 300.0
+    """But at least this often. Raising it: a way that comes back is noticed later."""
+    timeout_s: float = 5.0
+    """One measurement may take so long. Raising it: a dead way holds up the others for longer."""
+    payload_bytes: int = 1 << 20
+    """Of a full measurement. Raising it: steadier figures for fast links, and more seconds for slow ones."""
+    spread_s: float = 1.0
+    """First measurements are spread over so long, so that nodes that start together don't measure each other's measuring."""
+    most_peers: int = 64
+    """Nodes that are measured at most. Raising it: more traffic in a large fleet."""
+
+
+SMOOTHING = 0.25
+"""Weight of a new figure in the smoothed one. Raising it: figures follow faster, and tremble more."""
+DEGRADED = 2.0
+"""By this factor a figure must be worse to count as degraded."""
+IN_A_ROW = 2
+"""Bad figures, or failures, that count: one alone is a hiccup."""
+BETTER_BANDWIDTH, BETTER_RTT = 1.25, 0.8
+"""What another way's bandwidth, or at no less bandwidth its round trip, must be of the present one's to take its place."""
+LEAST_RISE_S = 0.5e-3
+"""A round trip that rose by less has not degraded, whatever the factor: a busy scheduler does that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Measure a way, and hand back what came of it: `LinkWatch.measured(id, ...)` or `LinkWatch.failed(id, ...)`."""
+
+    id: int
+    node_id: NodeId
+    """Who must answer."""
+    address: str
+    payload_bytes: int
+    """To send and to ask for, for bandwidth; 0: a ping will do."""
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class _Way:
+    """One address of one peer."""
+
+    address: str
+    due_s: float
+    """When it wants to be measured in full."""
+    rtt_s: float = 0.0
+    bytes_per_s: float = 0.0
+    """Smoothed; 0: never measured."""
+    worse: int = 0
+    """Bad figures in a row."""
+    failures: int = 0
+    """In a row."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.bytes_per_s > 0 and self.failures < IN_A_ROW
+
+    @property
+    def rank(self) -> tuple[float, float, str]:
+        """Best last."""
+        return (two_digits(self.bytes_per_s), -self.rtt_s, self.address)
+
+
+@dataclass(slots=True)
+class _Peer:
+    ways: dict[str, _Way] = field(default_factory=dict[str, _Way])
+    best: str = ""
+    ping_due_s: float = 0.0
+    shown: Link | None = None
+
+
+class LinkWatch:
+    """The links of one node. All randomness is `rng`'s, all time its callers'."""
+
+    def __init__(self, rng: random.Random, times: LinkTimes | None = None) -> None:
+        self._rng, self._times = rng, times or LinkTimes()
+        self._peers: dict[NodeId, _Peer] = {}
+        self._asked: Measure | None = None
+        self._asked_s = 0.0
+        self._ids = 0
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """For the card: the best way to each peer that was measured."""
+        return tuple(peer.shown for _, peer in sorted(self._peers.items()) if peer.shown is not None)
+
+    def set_peers(self, peers: Mapping[NodeId, Sequence[str]], now: float) -> None:
+        """The nodes to measure, and where: `fleet.reach` says who and which. Those already known keep their figures."""
+        kept = sorted(peers)[: self._times.most_peers]
+        for node_id in self._peers.keys() - set(kept):
+            del self._peers[node_id]
+        for node_id in kept:
+            peer = self._peers.setdefault(node_id, _Peer())
+            for address in peer.ways.keys() - set(peers[node_id]):
+                del peer.ways[address]
+            for address in peers[node_id]:
+                if address not in peer.ways:
+                    peer.ways[address] = _Way(address, now + self._rng.uniform(0.0, self._times.spread_s))
+            self._choose(node_id, peer)
+
+    def tick(self, now: float) -> list[Measure]:
+        """What is due: at most one measurement, and none while one is under way."""
+        if self._asked is not None:
+            if now < self._asked_s + 2 * self._times.timeout_s:
+                return []
+            self.failed(self._asked.id, now)  # nobody answered for it: its asker is gone
+        full = min(((way.due_s, node_id, way.address) for node_id, peer in self._peers.items() for way in peer.ways.values()), default=None)
+        ping = min(((peer.ping_due_s, node_id, peer.best) for node_id, peer in self._peers.items() if peer.best), default=None)
+        due = full if full is not None and full[0] <= now else ping
+        if due is None or due[0] > now:
+            return []
+        self._ids += 1
+        payload = self._times.payload_bytes if due is full else 0
+        self._asked = Measure(self._ids, due[1], due[2], payload, self._times.timeout_s)
+        self._asked_s = now
+        return [self._asked]
+
+    def next_due_s(self) -> float | None:
+        """When to tick next; None: nothing is watched."""
+        if self._asked is not None:
+            return self._asked_s + 2 * self._times.timeout_s
+        dues = [way.due_s for peer in self._peers.values() for way in peer.ways.values()]
+        dues += [peer.ping_due_s for peer in self._peers.values() if peer.best]
+        return min(dues, default=None)
+
+    def measured(self, measure_id: int, now: float, rtt_s: float, bytes_per_s: float | None = None) -> bool:
+        """A measurement came out. True where the links that a card shows have changed.
+
+        Args:
+            measure_id: of the `Measure`.
+            now: when.
+            rtt_s: the shortest round trip seen.
+            bytes_per_s: None: it was a ping.
+        """
+        if not 0 <= rtt_s < 1e6 or not 0 < (1 if bytes_per_s is None else bytes_per_s) < 1e15:
+            return self.failed(measure_id, now)  # no measurement has such figures
+        asked = self._take(measure_id)
+        if asked is None:
+            return False
+        peer, way = self._find(asked.node_id, asked.address)
+        if peer is None or way is None:
+            return False
+        peer.ping_due_s = now + self._apart(self._times.ping_s)
+        if bytes_per_s is None:
+            way.failures = 0
+            return self.observed(asked.node_id, asked.address, now, rtt_s=rtt_s)
+        fresh = way.worse >= IN_A_ROW or not way.is_known
+        way.rtt_s = rtt_s if fresh else _smooth(way.rtt_s, rtt_s)
+        way.bytes_per_s = bytes_per_s if fresh else _smooth(way.bytes_per_s, bytes_per_s)
+        way.worse = way.failures = 0
+        way.due_s = now + self._apart(self._times.full_s)
+        return self._choose(asked.node_id, peer)
+
+    def failed(self, measure_id: int, now: float) -> bool:
+        """A measurement came to nothing. True where the links that a card shows have changed."""
+        asked = self._take(measure_id)
+        if asked is None:
+            return False
+        peer, way = self._find(asked.node_id, asked.address)
+        if peer is None or way is None:
+            return False
+        wait_s = min(self._times.retry_s * 2 ** min(way.failures, 20), self._times.most_retry_s)
+        way.failures += 1
+        way.due_s = now + self._apart(wait_s)
+        peer.ping_due_s = now + self._apart(self._times.ping_s)
+        if way.failures >= IN_A_ROW:
+            self._measure_anew(peer, now, but=way.address)
+        return self._choose(asked.node_id, peer)
+
+    def observed(self, node_id: NodeId, address: str, now: float, *, rtt_s: float | None = None, bytes_per_s: float | None = None) -> bool:
+        """What other traffic took on a way, for nothing. True where the links that a card shows have changed."""
+        peer, way = self._find(node_id, address)
+        if peer is None or way is None or not way.is_known:
+            return False
+        slower = rtt_s is not None and rtt_s > max(DEGRADED * way.rtt_s, way.rtt_s + LEAST_RISE_S)
+        thinner = bytes_per_s is not None and bytes_per_s < way.bytes_per_s / DEGRADED
+        if slower or thinner:
+            way.worse += 1
+            if way.worse == IN_A_ROW:
+                self._measure_anew(peer, now)
+            return False
+        way.worse = 0
+        if rtt_s is not None and rtt_s >= 0:
+            way.rtt_s = _smooth(way.rtt_s, rtt_s)
+        if bytes_per_s is not None and bytes_per_s > 0:
+            # Traffic that did not fill the way says how much it carries at least.
+            way.bytes_per_s = max(way.bytes_per_s, _smooth(way.bytes_per_s, bytes_per_s))
+        return self._choose(node_id, peer)
+
+    # ------------------------------------------------------------------------------------------------------------------- inside
+
+    def _find(self, node_id: NodeId, address: str) -> tuple[_Peer | None, _Way | None]:
+        peer = self._peers.get(node_id)
+        return peer, None if peer is None else peer.ways.get(address)
+
+    def _take(self, measure_id: int) -> Measure | None:
+        """The measurement under way, which ends. None for one that ended before."""
+        asked = self._asked
+        if asked is None or asked.id != measure_id:
+            return None
+        self._asked = None
+        return asked
+
+    def _measure_anew(self, peer: _Peer, now: float, but: str = "") -> None:
+        """All ways to a peer: the one in use degraded, so another may be best."""
+        for way in peer.ways.values():
+            if way.address != but and way.failures < IN_A_ROW:
+                way.due_s = min(way.due_s, now)
+
+    def _apart(self, seconds: float) -> float:
+        return seconds * self._rng.uniform(0.9, 1.1)
+
+    def _choose(self, node_id: NodeId, peer: _Peer) -> bool:
+        """Keep the present way unless another is clearly better, and show the best. True where that changed."""
+        best = peer.ways.get(peer.best)
+        if best is None or not best.is_known:
+            best = None
+        top = max((way for way in peer.ways.values() if way.is_known), key=lambda way: way.rank, default=None)
+        if top is not None and (best is None or _is_clearly_better(top, best)):
+            best = top
+        before = peer.shown
+        if best is None:
+            peer.best, peer.shown = "", None
+            return before is not None
+        peer.best = best.address
+        old = before if before is not None and before.address == best.address else Link(node_id, best.address, 0.0, 0.0)
+        peer.shown = Link(node_id, best.address, settled(best.rtt_s, old.rtt_s), settled(best.bytes_per_s, old.bytes_per_s))
+        return peer.shown != before
+
+
+def _is_clearly_better(other: _Way, present: _Way) -> bool:
+    """Each step raises (bandwidth, -rtt), so that no three ways can take turns."""
+    if other.bytes_per_s >= BETTER_BANDWIDTH * present.bytes_per_s:
+        return True
+    return other.bytes_per_s >= present.bytes_per_s and other.rtt_s <= BETTER_RTT * present.rtt_s
+
+
+def _smooth(old: float, new: float) -> float:
+    return old + SMOOTHING * (new - old)
+
+
+def figures(pings_s: Iterable[float], transfer_bytes: int, transfer_s: float) -> tuple[float, float]:
+    """(round trip in seconds, bytes a second) from the round trips of some empty calls and that of one with so many bytes in all."""
+    rtt_s = min(pings_s)
+    return rtt_s, transfer_bytes / max(transfer_s - rtt_s, 1e-6)
