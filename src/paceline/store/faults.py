@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
+
+LONGEST: Final = 500
+"""Characters of a reason that are shown."""
 
 
 def damaged(path: Path, reason: str) -> ModelFileError:
     """The file at `path` can't be what it claims to be."""
-    return ModelFileError(f"{path} is not a usable model file: {reason}", "Delete it and get it again (`paceline pull`)")
+    return ModelFileError(f"{path} is not a usable model file: {_shown(reason)}", "Delete it and get it again (`paceline pull`)")
 
 
 def unsupported(path: Path, reason: str) -> UnsupportedModel:
     """The file at `path` is whole, but Paceline does not run what is in it."""
-    return UnsupportedModel(f"{path}: {reason}", "Paceline runs Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models")
+    return UnsupportedModel(f"{path}: {_shown(reason)}", "Paceline runs Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models")
 
 
 def unreadable(path: Path, error: OSError) -> ModelFileError:
     """The operating system would not give the file's bytes."""
     return ModelFileError(f"{path} can't be read: {error.strerror or error}", "Check that it exists and that you may read it")
+
+
+def _shown(reason: str) -> str:
+    """Reasons quote files: what a terminal would obey, and what no screen holds, is not for printing."""
+    quoted = reason if len(reason) <= LONGEST else f"{reason[:LONGEST]}..."
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in quoted)

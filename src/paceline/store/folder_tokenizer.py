@@ -10,15 +10,15 @@ from paceline.core.errors import ModelFileError
 from paceline.store.chat_template import ChatTemplate
 from paceline.store.faults import damaged, unreadable
 from paceline.store.json_object import JsonObject, load_object
-from paceline.store.tokenizer import ModelTokenizer
+from paceline.store.tokenizer import ModelTokenizer, is_library_failure
 
 TOKENIZER: Final = "tokenizer.json"
 _TEMPLATE: Final = "chat_template.jinja"
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-def tokenizer_from_folder(folder: Path, clock: Clock) -> ModelTokenizer:
-    """The tokenizer of a model folder.
+def tokenizer_from_folder(folder: Path, clock: Clock, rows: int | None = None) -> ModelTokenizer:
+    """The tokenizer of a model folder, whose embedding has so many rows.
 
     Raises:
         ModelFileError: there is none, or it is damaged.
@@ -31,10 +31,14 @@ def tokenizer_from_folder(folder: Path, clock: Clock) -> ModelTokenizer:
         raise ModelFileError(f"{folder} has no {TOKENIZER}", "Put the model's tokenizer.json beside its weights")
     try:
         encoder = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:
+        if not is_library_failure(error):
+            raise
         raise damaged(path, f"it is not a tokenizer ({error})") from error
     encoder.no_truncation()
     encoder.no_padding()
+    if getattr(encoder.model, "dropout", None):
+        encoder.model.dropout = None  # a file as it was trained with: the same text would give other tokens each time
     settings = _optional(folder / "tokenizer_config.json")
     special = {name: token for name in _NAMED if (token := _content(settings, name)) is not None}
     ends = _optional(folder / "generation_config.json").integers("eos_token_id")
@@ -43,7 +47,7 @@ def tokenizer_from_folder(folder: Path, clock: Clock) -> ModelTokenizer:
     ids = frozenset(ends if named_end is None else [*ends, named_end])
     source = _template_source(folder, settings)
     template = None if source is None else ChatTemplate(folder, source, special, clock)
-    return ModelTokenizer(path, encoder, ids, template)
+    return ModelTokenizer(path, encoder, ids, template, rows)
 
 
 def _optional(path: Path) -> JsonObject:

@@ -109,9 +109,11 @@ def _rope(header: GgufHeader, arch: str, head_dim: int, factors: Sequence[float]
         return RopeSpec(theta, linear_factor=linear)
     if not theta > 0 or head_dim <= 0:
         raise damaged(header.path, f"its rope base is {theta}, its head size {head_dim}")
+    if len(factors) != head_dim // 2:
+        raise damaged(header.path, f"it has {len(factors)} rope factors (rope_freqs.weight) for heads of {head_dim}")
     rope = RopeSpec(theta, llama3=(max(factors), _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT))
     with np.errstate(all="ignore"):  # a damaged factor makes any number
         expected = inverse_frequencies(RopeSpec(theta), head_dim) / inverse_frequencies(rope, head_dim)
-    if len(expected) != len(factors) or not np.allclose(expected, factors, rtol=1e-4, atol=0) or linear != 1.0:
+    if not np.allclose(expected, factors, rtol=1e-4, atol=0) or linear != 1.0:
         raise unsupported(header.path, "its rope factors (rope_freqs.weight) are not those of Llama 3.1")
     return rope

@@ -52,8 +52,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def tokenizer_from_gguf(header: GgufHeader, home: Home, clock: Clock) -> ModelTokenizer:
-    """The tokenizer a GGUF file carries.
+def tokenizer_from_gguf(header: GgufHeader, home: Home, clock: Clock, rows: int | None = None) -> ModelTokenizer:
+    """The tokenizer a GGUF file carries, whose embedding has so many rows.
 
     Raises:
         ModelFileError: the file has none, or a damaged one.
@@ -70,7 +70,7 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, clock: Clock) -> ModelTo
     source = header.text("tokenizer.chat_template")
     template = None if source is None else ChatTemplate(header.path, source, special, clock)
     ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template)
+    return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows)
 
 
 def build_encoder(header: GgufHeader) -> Encoder:

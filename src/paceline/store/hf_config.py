@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
@@ -119,7 +120,7 @@ def _rope(config: JsonObject) -> RopeSpec:
                 raise damaged(config.path, "original_max_position_embeddings of its rope scaling is missing")
             factors = (_needed_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
             factor, low, high = factors
-            if not (factor > 0 and 0 < low < high and context > 0):
+            if not (0 < factor < math.inf and 0 < low < high < math.inf and context > 0):
                 raise damaged(config.path, "the factors of its rope scaling contradict one another")
             return RopeSpec(theta, llama3=(factor, low, high, context))
         case _:

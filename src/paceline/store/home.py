@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.errors import ConfigError
 from paceline.core.files import write_file
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,12 @@ class Home:
 
     @classmethod
     def from_environment(cls) -> Home:
-        """The folder `PACELINE_HOME` names, else `~/.paceline`."""
-        named = os.environ.get("PACELINE_HOME")
-        return cls(Path(named).expanduser().absolute() if named else Path.home() / ".paceline")
+        """The folder `PACELINE_HOME` names, else `~/.paceline`.
+
+        Raises:
+            ConfigError: it names the home of somebody the system does not know.
+        """
+        return cls(expanded(Path(os.environ.get("PACELINE_HOME") or "~/.paceline")).absolute())
 
     @property
     def models(self) -> Path:
@@ -61,6 +65,18 @@ class Home:
     @property
     def fleet(self) -> Path:
         return self.root / "fleet"
+
+
+def expanded(path: Path) -> Path:
+    """A path with the `~` or `~somebody` it begins with resolved.
+
+    Raises:
+        ConfigError: the system knows no such home.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: this system knows no home folder by that name", "Write the whole path, or set HOME") from error
 
 
 def write_cache(path: Path, data: bytes) -> None:

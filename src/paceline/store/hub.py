@@ -100,7 +100,7 @@ def _listing(address: str, ref: HubRef, body: Any) -> HubListing:
 
 
 def _file(address: str, ref: HubRef, commit: str, entry: dict[str, Any]) -> HubFile | None:
-    """One file; None where its name would leave the folder, or where the hub says too little to check what it sends."""
+    """One file; None where its name would leave the folder or command a terminal, or where the hub says too little to check what it sends."""
     name, large = entry.get("rfilename"), entry.get("lfs")
     lfs = cast("dict[str, Any]", large) if isinstance(large, dict) else {}
     size, digest, blob = lfs.get("size", entry.get("size")), lfs.get("sha256", lfs.get("oid")), entry.get("blobId")
@@ -112,10 +112,12 @@ def _file(address: str, ref: HubRef, commit: str, entry: dict[str, Any]) -> HubF
         checksum = Checksum("sha1", blob.lower())
     else:
         return None
+    if not checksum.hex.isascii() or not checksum.hex.isalnum():
+        return None  # a part of it becomes a file's name
     return HubFile(name, size, checksum, f"{address}/{ref.repo}/resolve/{commit}/{quote(name)}")
 
 
 def is_safe(name: str) -> bool:
     """A relative path that stays in its folder, on every operating system."""
     parts = name.split("/")
-    return not any(part in {"", ".", ".."} for part in parts) and not any(char in name for char in '\\:\0*?"<>|')
+    return name.isprintable() and not any(part in {"", ".", ".."} for part in parts) and not any(char in name for char in '\\:*?"<>|')

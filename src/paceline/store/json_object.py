@@ -90,6 +90,8 @@ def load_object(path: Path) -> JsonObject:
         ModelFileError: it can't be read, is not JSON, or not an object.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise damaged(path, "it is not a file")  # a pipe or a device may never end
         if path.stat().st_size > MAX_JSON_BYTES:
             raise damaged(path, f"it is longer than {MAX_JSON_BYTES >> 20} MiB")
         data = path.read_bytes()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from paceline.core.model import ModelSpec
 from paceline.core.weights import HEAD, Shape, tensor_shapes
 from paceline.store.faults import damaged, unsupported
+
+MAX_LAYERS: Final = 4096
+MAX_EXPERTS: Final = 1 << 17
+"""In all layers together, five times the largest models'. Each has tensors that are named one by one before any file is believed."""
 
 
 def check_tensors(path: Path, spec: ModelSpec, found: Mapping[str, Shape]) -> None:
@@ -45,11 +51,14 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
     for name, size in sizes.items():
         if not 0 < size < 1 << 31:
             raise damaged(path, f"its configuration says {name} = {size}")
-    if spec.n_layers > 4096 or (spec.moe is not None and spec.moe.n_experts > 4096):
-        raise damaged(path, f"its configuration says {spec.n_layers} layers")
+    n_experts = 1 if spec.moe is None else spec.moe.n_experts
+    if spec.n_layers > MAX_LAYERS or spec.n_layers * n_experts > MAX_EXPERTS:
+        experts = "" if spec.moe is None else f" of {n_experts} experts"
+        raise damaged(path, f"its configuration says {spec.n_layers} layers{experts}")
     if spec.n_heads % spec.n_kv_heads or spec.head_dim % 2:
         raise damaged(path, f"{spec.n_heads} heads, {spec.n_kv_heads} KV heads and head size {spec.head_dim} don't go together")
     if spec.moe is not None and spec.moe.top_k > spec.moe.n_experts:
         raise damaged(path, f"its configuration uses {spec.moe.top_k} of {spec.moe.n_experts} experts")
-    if not (spec.rope.theta > 0 and spec.rms_eps >= 0 and spec.rope.linear_factor > 0):
-        raise damaged(path, f"its rope base is {spec.rope.theta} and its norm's epsilon {spec.rms_eps}")
+    if not (0 < spec.rope.theta < math.inf and 0 <= spec.rms_eps < math.inf and 0 < spec.rope.linear_factor < math.inf):
+        scaling = f", its rope's factor {spec.rope.linear_factor}" if spec.rope.linear_factor != 1 else ""
+        raise damaged(path, f"its rope base is {spec.rope.theta} and its norm's epsilon {spec.rms_eps}{scaling}")

@@ -84,10 +84,12 @@ def read_head(path: Path) -> Iterator[StoredAt]:
         UnsupportedModel: a tensor's type is not F32, F16 or BF16.
     """
     try:
-        size = path.stat().st_size
+        size = path.stat().st_size if path.is_file() or not path.exists() else 0
+        if size < 10:  # also a pipe or a device, whose opening may never end
+            raise damaged(path, f"{size} bytes are too few for a safetensors file")
         with path.open("rb", buffering=0) as file:
             n = int.from_bytes(file.read(8), "little")
-            if size < 10 or n > min(size - 8, MAX_HEAD_BYTES):
+            if n > min(size - 8, MAX_HEAD_BYTES):
                 raise damaged(path, f"it is truncated: its table should have {n} bytes, the file has {size}")
             head = file.read(n)
     except OSError as error:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline.core.errors import InvalidRequest
 from paceline.store.chat_template import ChatTemplate
-from paceline.store.faults import unsupported
+from paceline.store.faults import damaged, unsupported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Encoder
@@ -29,7 +29,9 @@ END_TOKENS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"
 class ModelTokenizer:
     """A `core.text.Tokenizer`. Safe to call from several threads."""
 
-    def __init__(self, path: Path, encoder: Encoder, eos_ids: frozenset[int], template: ChatTemplate | None) -> None:
+    def __init__(
+        self, path: Path, encoder: Encoder, eos_ids: frozenset[int], template: ChatTemplate | None, rows: int | None = None
+    ) -> None:
         """Wrap an encoder.
 
         Args:
@@ -37,19 +39,26 @@ class ModelTokenizer:
             encoder: of the `tokenizers` library; becomes this object's own.
             eos_ids: tokens the model's files name as ends; those of `END_TOKENS` it has are added.
             template: None for a model without one.
+            rows: of the model's embedding; tokens beyond them (some files add a padding token that was never trained) can't be run.
 
         Raises:
             UnsupportedModel: the vocabulary is of a kind whose bytes are not known.
+            ModelFileError: it can't encode a word.
         """
         self._encoder = encoder
         self.template = template
         self._lock = threading.Lock()
         self._added: Final = encoder.get_added_tokens_decoder()
-        self._size: Final = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
+        size = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
+        self._size: Final = size if rows is None else min(size, rows)
         ends = {i for i, token in self._added.items() if token.special and token.content in END_TOKENS}
-        self._eos_ids: Final = frozenset(eos_ids | ends)
+        self._eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self._size)
         self._byte_level: Final = _is_byte_level(path, encoder)
         self._bytes: dict[int, bytes] = {}
+        try:
+            self.encode("a word")
+        except InvalidRequest as error:
+            raise damaged(path, error.message) from error
 
     @property
     def size(self) -> int:
@@ -66,7 +75,7 @@ class ModelTokenizer:
         are plain text; without, they are parsed and nothing is added: that is for rendered chats.
 
         Raises:
-            InvalidRequest: the text holds lone surrogates, which are no characters.
+            InvalidRequest: the text holds lone surrogates, which are no characters, or the model's tokenizer fails on it.
         """
         try:
             text.encode()
@@ -75,7 +84,12 @@ class ModelTokenizer:
         # The switch belongs to the encoder, not to the call.
         with self._lock:
             self._encoder.encode_special_tokens = add_special
-            return self._encoder.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+            try:
+                return self._encoder.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+            except BaseException as error:
+                if not is_library_failure(error):
+                    raise
+                raise InvalidRequest(f"the model's tokenizer fails on this text ({error})", "Get the model's files again") from error
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text; empty for special tokens and for ids beyond the vocabulary (padding of the head)."""
@@ -113,6 +127,11 @@ class ModelTokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return token.replace(SPACE_MARK, " ").encode()
+
+
+def is_library_failure(error: BaseException) -> bool:
+    """Whether the `tokenizers` library gave up: it raises nothing narrower than Exception, and its panics are not even that."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @cache
