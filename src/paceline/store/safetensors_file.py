@@ -84,9 +84,11 @@ def read_head(path: Path) -> Iterator[StoredAt]:
         UnsupportedModel: a tensor's type is not F32, F16 or BF16.
     """
     try:
-        size = path.stat().st_size if path.is_file() or not path.exists() else 0
-        if size < 10:  # also a pipe or a device, whose opening may never end
-            raise damaged(path, f"{size} bytes are too few for a safetensors file")
+        if path.exists() and not path.is_file():
+            raise damaged(path, "it is not a file")  # opening a pipe may never end
+        size = path.stat().st_size
+        if size < 10:
+            raise damaged(path, f"it is truncated: it has {size} bytes")
         with path.open("rb", buffering=0) as file:
             n = int.from_bytes(file.read(8), "little")
             if n > min(size - 8, MAX_HEAD_BYTES):
