@@ -23,6 +23,7 @@ from paceline.store.download import fetch, part_of, verify
 from paceline.store.hf_config import spec_from_config
 from paceline.store.home import Home, read_json_object
 from paceline.store.json_object import load_object
+from paceline.store.locks import only_one
 from paceline.store.selection import HubRef, choose_files, is_path, parse_ref
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def pull(
     Raises:
         ModelNotFound: no such repository, file or path.
         DownloadError: it could not be finished; what was fetched is kept and the next pull goes on from there.
+        FetchInProgress: the same is being pulled already.
         ModelFileError, UnsupportedModel: what came can't be run; said before the weights are fetched, where that can be known.
         ConfigError: the files can't be kept under `home`.
     """
@@ -69,7 +71,8 @@ def pull(
     address = hub.endpoint() if endpoint is None else endpoint.rstrip("/")
     with httpx.Client(headers=headers, timeout=httpx.Timeout(30.0), follow_redirects=True) as client:
         listing = hub.list_repo(client, address, hub_ref)
-        return _pull_listed(client, hub_ref, listing, home, progress, sleep)
+        with only_one(home.partial / f"{hub_ref.folder.replace('/', '--')}.lock", hub_ref.folder):
+            return _pull_listed(client, hub_ref, listing, home, progress, sleep)
 
 
 def _is_local(ref: str, hub_ref: HubRef, home: Home) -> bool:
@@ -115,7 +118,9 @@ def _pull_listed(
             arrived.append((file, part))
         done += file.size
         advance(file.size)
-    # All renames at the end, so that a pull of a newer revision that breaks off leaves the older model whole.
+    # All renames at the end, so that a pull of a newer revision that breaks off leaves the older model whole. Between the first rename
+    # and the new manifest it is neither, and must not be listed should this process end there.
+    _unlist(folder, [file.name for file, _ in arrived])
     for file, part in arrived:
         try:
             part.replace(folder / file.name)
@@ -182,6 +187,14 @@ def write_manifest(folder: Path, about: dict[str, object], files: dict[str, dict
     known = before.get("files")
     kept = known if isinstance(known, dict) else {}
     _write(path, {**before, **about, "files": {**kept, **files}})
+
+
+def _unlist(folder: Path, names: list[str]) -> None:
+    """Take files out of the manifest: they are about to change."""
+    entry = read_json_object(folder / MANIFEST) or {}
+    known = entry.get("files")
+    if isinstance(known, dict) and not known.keys().isdisjoint(names):
+        _write(folder / MANIFEST, {**entry, "files": {name: about for name, about in known.items() if name not in names}})
 
 
 def _write(path: Path, entry: dict[str, object]) -> None:

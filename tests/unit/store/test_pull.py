@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from paceline.core.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound, UnsupportedModel
+from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, ModelNotFound, UnsupportedModel
 from paceline.store import download, hub
 from paceline.store.catalog import MANIFEST, list_models, open_model
 from paceline.store.digests import DigestCache
@@ -331,7 +331,9 @@ def test_a_hub_that_talks_nonsense(server: Hub, pull_tiny: Any, body: Any) -> No
 
 
 def test_names_that_leave_the_folder_are_never_written(server: Hub, pull_tiny: Any, home: Home) -> None:
-    server.files |= {"../../escape.gguf": b"x", "/abs.gguf": b"x", "a\\b.gguf": b"x"}
+    server.files |= {"../../escape.gguf": b"x", "/abs.gguf": b"x", "a\\b.gguf": b"x", "\x1b[2J.gguf": b"x"}
+    server.listed = server.listing()
+    server.listed["siblings"].append({"rfilename": "c.gguf", "size": 1, "lfs": {"sha256": "../../escape", "size": 1}})
     assert pull_tiny().name == "org/tiny"
     assert not list(home.root.parent.rglob("escape.gguf"))
 
@@ -392,6 +394,40 @@ def test_a_newer_revision_that_breaks_off_leaves_the_older_whole(
     server.cuts = []
     assert pull_tiny().digest != digest
     assert open_model("org/tiny", home).spec.rope.theta == 20000.0
+
+
+def test_a_pull_that_ends_between_two_renames_leaves_no_mixture(
+    server: Hub, pull_tiny: Any, make_folder: Any, gguf_model: Any, home: Home, tmp_path: Path
+) -> None:
+    older, newer = make_folder(tmp_path / "older"), make_folder(tmp_path / "newer", gguf_model(seed=1).tensors, rope_theta=20000.0)
+    server.files = {file.name: file.read_bytes() for file in older.iterdir()}
+    pull_tiny()
+    in_the_way = home.models / "org/tiny" / "model.safetensors"
+    kept = in_the_way.read_bytes()
+    in_the_way.unlink()
+    (in_the_way / "something").mkdir(parents=True)
+    server.files = {file.name: file.read_bytes() for file in newer.iterdir()}
+    with pytest.raises(DownloadError, match="can't be renamed"):
+        pull_tiny()
+    shutil.rmtree(in_the_way)
+    in_the_way.write_bytes(kept)  # the older weights under the newer configuration
+    assert [model.name for model in list_models(home)] == ["smollm2-135m"]
+    assert pull_tiny().name == "org/tiny"
+    assert open_model("org/tiny", home).spec.rope.theta == 20000.0
+
+
+def test_two_pulls_of_one_model_do_not_meet(server: Hub, home: Home, waits: list[float]) -> None:
+    met: list[str] = []
+
+    def pull_again(step: PullProgress) -> None:
+        with pytest.raises(FetchInProgress, match="org/tiny is being fetched already") as caught:
+            pull("org/tiny", home, lambda step: None, endpoint=server.address, sleep=waits.append)
+        met.append(caught.value.hint)
+
+    pull("org/tiny", home, pull_again, endpoint=server.address, sleep=waits.append)
+    assert met
+    assert pull("org/tiny", home, lambda step: None, endpoint=server.address, sleep=waits.append).name == "org/tiny"
+    assert not list(home.partial.iterdir())
 
 
 def test_what_is_on_disk_is_verified_and_registered(gguf_model: Any, make_folder: Any, tmp_path: Path, home: Home) -> None:
