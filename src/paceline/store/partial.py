@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from paceline.core.errors import ModelNotFound
+from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError
 from paceline.core.files import write_file
 from paceline.core.manifest import PIECE, ModelPart, is_sha256
 from paceline.core.model import LayerRange, ModelSpec
@@ -48,6 +48,8 @@ class HeldPart:
     n_layers: int
     edges: bool
     nbytes: int
+    problem: str | None = None
+    """Why it can't be opened."""
 
 
 class PartWeights:
@@ -125,28 +127,29 @@ def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:
 
 
 def covers(digest: str, part: ModelPart, home: Home) -> bool:
-    """Whether `open_part` would find it.
-
-    Raises:
-        ModelFileError: the files are damaged.
-    """
+    """Whether `open_part` would open it. What is damaged is fetched again as if it were not there."""
     try:
         open_part(digest, part, home)
-    except ModelNotFound:
+    except (ModelNotFound, ModelFileError):
         return False
     return True
 
 
 def list_parts(home: Home) -> list[HeldPart]:
-    """Models of which only layers are here, by name. What is only on its way is left out."""
+    """Models of which only layers are here, by name; damaged ones with their problem. What is only on its way is left out."""
     found: list[HeldPart] = []
     for note_path in sorted(home.partial.glob(f"*/{PART}")):
         folder, note = note_path.parent, read_note(note_path.parent)
-        weights = _open(folder, home)
-        if note is not None and weights is not None and (weights.layers or weights.edges):
-            nbytes = PIECE * sum(stop - first for runs in note.held.values() for first, stop in runs)
-            layers, n_layers = weights.layers, weights.spec.n_layers
-            found.append(HeldPart(note.name, folder.name, folder, layers, n_layers, weights.edges, nbytes))
+        if note is None:
+            continue
+        nbytes = PIECE * sum(stop - first for runs in note.held.values() for first, stop in runs)
+        try:
+            weights = _open(folder, home)
+        except PacelineError as error:
+            found.append(HeldPart(note.name, folder.name, folder, (), 0, edges=False, nbytes=nbytes, problem=error.message))
+            continue
+        if weights is not None and (weights.layers or weights.edges):
+            found.append(HeldPart(note.name, folder.name, folder, weights.layers, weights.spec.n_layers, weights.edges, nbytes))
     return sorted(found, key=lambda part: part.name.lower())
 
 
