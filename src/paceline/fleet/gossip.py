@@ -8,7 +8,7 @@ calls (`Call` -> `on_reply` or `on_failure`), checks signatures before anything 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
@@ -87,8 +87,10 @@ class Gossip:
         self._last_round = float("-inf")
         self._next_stamp = 0.0
         self._ahead = 0
-        """Greatest version of this node's own id that others hold above its own."""
+        """Lowest version above all that others hold of this node's own id."""
         self._next_adoption = float("-inf")
+        self._news = True
+        """Whether something but stamps was learnt since the last round."""
 
     # ---------------------------------------------------------------------------------------------------------------- own card
 
@@ -129,7 +131,7 @@ class Gossip:
     @property
     def next_tick(self) -> float | None:
         """When `tick` has something to do, in monotonic seconds; None before the first `announce`."""
-        return self._next_round
+        return None if self._next_round is None else min(self._next_round, self._registry.soonest)
 
     def tick(self, now: float) -> tuple[Effect, ...]:
         """Drop what expired, stamp this node's card, start exchanges. Early calls do little; late ones make up for nothing."""
@@ -141,8 +143,9 @@ class Gossip:
         if now >= self._next_stamp - self._preset.exchange_s / 2 and not own.card.leaving:
             effects += self._stamp(now)
         self._exchanges = {id_: exchange for id_, exchange in self._exchanges.items() if now < exchange.until}
-        members = {live.card.node_id: live.card.addresses for live in self._registry.snapshot(now) if live.card.node_id != self.own}
-        for peer in self._peers.choose(members, self._preset.fanout, now):
+        fanout = self._preset.fanout_news if self._news else self._preset.fanout
+        self._news = False
+        for peer in self._peers.choose(self._registry.members, fanout, now):
             effects += (self._call(peer, 1, self._opening(), now),)
         spread = self._preset.exchange_s * self._preset.jitter
         self._last_round = now
@@ -175,6 +178,8 @@ class Gossip:
         if peer == self.own:
             self._peers.is_self(exchange.peer.addresses)
             return ()
+        if exchange.peer.node_id is None:
+            self._peers.is_at(peer, exchange.peer.addresses)
         effects = self._sweep(now)
         effects += self._merge(reply.revocations, reply.cards, reply.stamps, peer, now)
         most = self._preset.bounds.max_cards
@@ -205,6 +210,11 @@ class Gossip:
     def view(self, now: float) -> FleetView:
         """The fleet as this node sees it."""
         return FleetView(self.own, self._registry.snapshot(now), self._clashes.clashes(now), self._revocations.ids)
+
+    @property
+    def members(self) -> Mapping[NodeId, tuple[str, ...]]:
+        """Addresses of the other nodes that are here, as of the last `tick`."""
+        return self._registry.members
 
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
         """Whether a certificate is revoked: for every RPC and open stream."""
@@ -260,12 +270,13 @@ class Gossip:
         if own is None or own.card.version >= self._ahead or now < self._next_adoption:
             return ()
         self._next_adoption = now + self._preset.exchange_s
-        return (Reseal(self._ahead, "others hold a newer card of this node, from an earlier life or another process"),)
+        return (Reseal(self._ahead - 1, "others hold a newer card of this node, from an earlier life or another process"),)
 
     def _merge_revocations(self, revocations: Iterable[SealedRevocation]) -> tuple[Effect, ...]:
         new = self._revocations.merge(revocations)
         if not new:
             return ()
+        self._news = True
         for card in self._registry.drop_revoked():
             self._peers.forget(card.node_id)
         for sealed in new:
@@ -301,14 +312,17 @@ class Gossip:
             case Merged.FULL:
                 return (Ignored(peer, card.node_id, f"there are {self._preset.bounds.max_nodes} nodes already"),)
             case Merged.OWN_AHEAD:
-                self._ahead = max(self._ahead, card.version)
+                self._ahead = max(self._ahead, card.version + 1)
                 clash = self._clashed(card, now) if self._clashes.see(card, now) else ()
                 return (*clash, *self._adopt(now))
             case Merged.LEFT:
+                self._news = True
                 self._peers.forget(card.node_id)
                 return (Left(card.node_id),)
             case Merged.NEW | Merged.NEWER | Merged.RESTARTED:
+                self._news = True
                 self._peers.forget(card.node_id)
+                self._peers.is_at(card.node_id, card.addresses)
                 news: Effect = {Merged.NEW: Appeared, Merged.NEWER: Changed, Merged.RESTARTED: Restarted}[merged](card)
                 clash = self._clashed(card, now) if self._clashes.see(card, now) else ()
                 return (news, *clash)

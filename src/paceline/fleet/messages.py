@@ -5,13 +5,13 @@ checked there before they become `SealedCard` and `SealedRevocation`, stamps are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.fleet.card import SealedCard, SealedRevocation
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """What somebody holds of one node. Greater (version, beat) is newer."""
+class Digest(NamedTuple):
+    """What somebody holds of one node. Greater (version, beat) is newer. A tuple, so that sets of a thousand compare quickly."""
 
     key: int
     """`stamps.node_key` of the node's id."""
@@ -20,8 +20,7 @@ class Digest:
     beat: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """Card `version` of a node still holds: proof number `beat`."""
 
     key: int
@@ -50,7 +49,7 @@ class PassedCard:
 class Request:
     """ExchangeCapabilities, asked. Revocations are merged before everything else."""
 
-    digests: tuple[Digest, ...] | None = None
+    digests: frozenset[Digest] | None = None
     """Everything the caller holds; None: it only hands over what was wanted of it."""
     stamps: tuple[Stamp, ...] = ()
     cards: tuple[PassedCard, ...] = ()

@@ -33,6 +33,8 @@ class Peers:
         self._rng, self._remember_lost_s = rng, remember_lost_s
         self._turn: list[NodeId] = []
         self._seeds: dict[str, None] = {}
+        self._owners: dict[str, NodeId] = {}
+        """Who answers at a seed, once that is known."""
         self._own_addresses: set[str] = set()
         self._lost: dict[NodeId, tuple[tuple[str, ...], float]] = {}
         self._stray_turn = 0
@@ -43,8 +45,16 @@ class Peers:
             return False
         self._seeds[address] = None
         if len(self._seeds) > MAX_STRAYS:
-            del self._seeds[next(iter(self._seeds))]
+            oldest = next(iter(self._seeds))
+            del self._seeds[oldest]
+            self._owners.pop(oldest, None)
         return True
+
+    def is_at(self, node_id: NodeId, addresses: Iterable[str]) -> None:
+        """A node lists these addresses, or answered there: a seed among them need not be called while that node is a member."""
+        for address in addresses:
+            if address in self._seeds:
+                self._owners[address] = node_id
 
     def is_self(self, addresses: Iterable[str]) -> None:
         """These lead to this very node: never call them."""
@@ -64,7 +74,7 @@ class Peers:
         self._lost.pop(node_id, None)
 
     def choose(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:
-        """The next `count` members (addresses by id, without this node), and a stray."""
+        """The next `count` members (addresses by id, without this node), and a stray; more strays where there are fewer members."""
         chosen: list[Peer] = []
         while len(chosen) < min(count, len(members)):
             if not self._turn:
@@ -73,13 +83,11 @@ class Peers:
             node_id = self._turn.pop()
             if node_id in members and all(peer.node_id != node_id for peer in chosen):
                 chosen.append(Peer(members[node_id], node_id))
-        return (*chosen, *self._stray(members, now))
+        return (*chosen, *self._take_strays(members, max(1, count - len(chosen)), now))
 
-    def _stray(self, members: dict[NodeId, tuple[str, ...]], now: float) -> tuple[Peer, ...]:
-        listed = {address for addresses in members.values() for address in addresses}
-        strays = [Peer((address,)) for address in self._seeds if address not in listed]
+    def _take_strays(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:
+        strays = [Peer((address,)) for address in self._seeds if self._owners.get(address) not in members]
         strays += [Peer(addresses, node_id) for node_id, (addresses, since) in self._lost.items() if now - since <= self._remember_lost_s]
-        if not strays:
-            return ()
-        self._stray_turn += 1
-        return (strays[self._stray_turn % len(strays)],)
+        taken = tuple(strays[(self._stray_turn + place) % len(strays)] for place in range(min(count, len(strays))))
+        self._stray_turn += len(taken)
+        return taken

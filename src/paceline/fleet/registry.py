@@ -15,7 +15,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard
 from paceline.fleet.messages import Digest, PassedCard, Stamp
 from paceline.fleet.revocations import Revocations
-from paceline.fleet.stamps import StampChain, holds, node_key
+from paceline.fleet.stamps import StampChain, holds, node_key, salt
 from paceline.fleet.view import LiveCard
 
 
@@ -44,7 +44,7 @@ class Merged(Enum):
     OWN = auto()
     """This node's own id, and not newer than what it announced."""
     OWN_AHEAD = auto()
-    """This node's own id in a version above what it announced: an earlier life, or another process."""
+    """This node's own id in a version above what it announced (or another card of the same): an earlier life, or another process."""
 
 
 @dataclass(slots=True)
@@ -58,20 +58,23 @@ class Entry:
     """As far as ages told; never later than `first_seen`."""
     first_seen: float
     """When this very (version, beat) came."""
+    expires_at: float
 
     @property
     def rank(self) -> tuple[int, int]:
         return self.digest.version, self.digest.beat
 
-    @property
-    def expires_at(self) -> float:
-        return self.stamped_at + self.sealed.card.ttl_s
+    def freshen(self, stamped_at: float) -> None:
+        """The same stamp by a quicker way: younger, but never younger than its first sight."""
+        self.stamped_at = max(self.stamped_at, min(stamped_at, self.first_seen))
+        self.expires_at = self.stamped_at + self.sealed.card.ttl_s
 
     def passed(self, now: float, *, with_certificate: bool) -> PassedCard:
         return PassedCard(self.sealed, self.digest.beat, self.proof, now - self.stamped_at, with_certificate)
 
     def stamp(self, now: float) -> Stamp:
-        return Stamp(self.digest.key, self.digest.version, self.digest.beat, self.proof, now - self.stamped_at)
+        key, version, beat = self.digest
+        return Stamp(key, version, beat, self.proof, now - self.stamped_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +103,14 @@ class CardRegistry:
         self._revocations = revocations
         self._max_nodes = max_nodes
         self._entries: dict[int, Entry] = {}
+        self._digests: set[Digest] = set()
+        """Of the entries."""
+        self.members: dict[NodeId, tuple[str, ...]] = {}
+        """Addresses of the other nodes that are here."""
         self._floors: dict[int, tuple[int, int]] = {}
         self._lacking: set[int] = set()
-        self._soonest = float("inf")
-        """No card expires before this."""
+        self.soonest = float("inf")
+        """No card of another node expires before this."""
 
     # ---------------------------------------------------------------------------------------------------------------- own card
 
@@ -120,7 +127,7 @@ class CardRegistry:
             raise ValueError(f"{self.own} announces a card of {sealed.card.node_id}")
         if last is not None and sealed.card.version <= last.card.version:
             raise ValueError(f"version {sealed.card.version} is not above {last.card.version}")
-        self._entries[self.own_key] = _entry(self.own_key, PassedCard(sealed), now)
+        self._hold(_entry(self.own_key, PassedCard(sealed), now))
 
     def restamp(self, chain: StampChain, now: float) -> bool:
         """Stamp this node's own card. False where the chain is another card's or has no stamp left: the node must sign a new card."""
@@ -128,7 +135,7 @@ class CardRegistry:
         version, beat = held.rank
         if chain.version != version or beat >= chain.length:
             return False
-        self._entries[self.own_key] = _entry(self.own_key, PassedCard(held.sealed, beat + 1, chain.proof(beat + 1)), now)
+        self._hold(_entry(self.own_key, PassedCard(held.sealed, beat + 1, chain.proof(beat + 1)), now))
         return True
 
     # ------------------------------------------------------------------------------------------------------------------- merge
@@ -137,25 +144,24 @@ class CardRegistry:
         """Take a card whose signature was checked, if it is newer than all that is known of its node."""
         card = passed.sealed.card
         key = node_key(card.node_id)
+        self._lacking.discard(key)
         if key == self.own_key:
-            last = self.own_card
-            return Merged.OWN_AHEAD if last is not None and card.version > last.card.version else Merged.OWN
+            return self._own_seen(card)
         if self._revocations.voids(card.node_id, passed.sealed.issued_at):
             return Merged.REVOKED
-        self._lacking.discard(key)
         held = self._live(key, now)
         rank = (card.version, passed.beat)
         if held is not None and (rank, passed.sealed.sealed) == (held.rank, held.sealed.sealed):
-            _freshen(held, now - passed.age_s)
+            held.freshen(now - passed.age_s)
             return Merged.STALE
         if held is not None and (rank, passed.sealed.sealed) < (held.rank, held.sealed.sealed):
             return Merged.STALE
         if held is None and rank <= self._floors.get(key, (0, 0)):
             return Merged.STALE
-        if passed.beat and not holds(
-            card.node_id, card.version, known=card.stamp_anchor, known_beat=0, proof=passed.proof, beat=passed.beat
-        ):
-            return Merged.FORGED
+        if passed.beat:
+            salted = salt(card.node_id, card.version)
+            if not holds(salted, known=card.stamp_anchor, known_beat=0, proof=passed.proof, beat=passed.beat):
+                return Merged.FORGED
         if held is None and len(self._entries) >= self._max_nodes:
             return Merged.FULL
         entry = _entry(key, passed, now)
@@ -163,34 +169,40 @@ class CardRegistry:
             self._forget(key, rank)
             return Merged.EXPIRED
         self._floors.pop(key, None)
-        self._entries[key] = entry
-        self._soonest = min(self._soonest, entry.expires_at)
+        self._hold(entry)
+        if card.leaving:
+            self.members.pop(card.node_id, None)
+        else:
+            self.members[card.node_id] = card.addresses
+        self.soonest = min(self.soonest, entry.expires_at)
         return _change(held, card)
 
     def merge_stamp(self, stamp: Stamp, now: float) -> Merged:
         """Take a stamp, if it is newer and of the card held."""
-        if stamp.key == self.own_key:
-            return Merged.OWN
-        held = self._live(stamp.key, now)
-        if held is None or held.digest.version != stamp.version or stamp.beat < held.digest.beat:
+        key, version, beat, proof, age_s = stamp
+        held = self._entries.get(key)
+        if held is None or held.digest.version != version or beat < held.digest.beat or held.expires_at <= now:
             return Merged.STALE
-        if stamp.beat == held.digest.beat:
-            if stamp.proof == held.proof:
-                _freshen(held, now - stamp.age_s)
+        if beat == held.digest.beat:
+            if proof == held.proof:
+                held.freshen(now - age_s)
             return Merged.STALE
         card = held.sealed.card
-        known = held.proof or card.stamp_anchor
-        if not holds(card.node_id, card.version, known=known, known_beat=held.digest.beat, proof=stamp.proof, beat=stamp.beat):
+        salted, known = salt(card.node_id, version), held.proof or card.stamp_anchor
+        if key == self.own_key or not holds(salted, known=known, known_beat=held.digest.beat, proof=proof, beat=beat):
             # Another process may have made a card of the same version: ask for it.
-            self._lacking.add(stamp.key)
+            self._lacking.add(key)
             return Merged.FORGED
-        stamped_at = now - max(0.0, stamp.age_s)
-        if stamped_at + card.ttl_s <= now:
-            self._forget(stamp.key, (stamp.version, stamp.beat))
+        stamped_at = now - max(0.0, age_s)
+        expires_at = stamped_at + card.ttl_s
+        if expires_at <= now:
+            self._forget(key, (version, beat))
             return Merged.EXPIRED
-        held.digest = Digest(stamp.key, stamp.version, stamp.beat)
-        held.proof, held.stamped_at, held.first_seen = stamp.proof, stamped_at, now
-        self._soonest = min(self._soonest, held.expires_at)
+        self._digests.discard(held.digest)
+        held.digest = Digest(key, version, beat)
+        self._digests.add(held.digest)
+        held.proof, held.stamped_at, held.first_seen, held.expires_at = proof, stamped_at, now, expires_at
+        self.soonest = min(self.soonest, expires_at)
         return Merged.STAMPED
 
     def lacks_certificate(self, node_id: NodeId) -> None:
@@ -201,13 +213,13 @@ class CardRegistry:
 
     def sweep(self, now: float) -> tuple[NodeCard, ...]:
         """Drop what expired; returns those cards (goodbyes too)."""
-        if now < self._soonest:
+        if now < self.soonest:
             return ()
         ended = [key for key, entry in self._entries.items() if key != self.own_key and entry.expires_at <= now]
         cards = tuple(self._entries[key].sealed.card for key in ended)
         for key in ended:
             self._forget(key, self._entries[key].rank)
-        self._soonest = min((entry.expires_at for key, entry in self._entries.items() if key != self.own_key), default=float("inf"))
+        self.soonest = min((entry.expires_at for key, entry in self._entries.items() if key != self.own_key), default=float("inf"))
         return cards
 
     def drop_revoked(self) -> tuple[NodeCard, ...]:
@@ -224,11 +236,11 @@ class CardRegistry:
 
     # ----------------------------------------------------------------------------------------------------------------- reading
 
-    def digests(self) -> tuple[Digest, ...]:
+    def digests(self) -> frozenset[Digest]:
         """Everything held, short. Call `sweep` first: expired cards are not left out here."""
         if self._lacking:
-            return tuple(entry.digest for key, entry in self._entries.items() if key not in self._lacking)
-        return tuple([entry.digest for entry in self._entries.values()])
+            return frozenset(digest for digest in self._digests if digest.key not in self._lacking)
+        return frozenset(self._digests)
 
     def compare(self, theirs: Iterable[Digest], now: float, *, complete: bool, max_cards: int) -> Difference:
         """What to hand over to somebody who holds `theirs`, and what to ask of them. Call `sweep` first.
@@ -239,28 +251,23 @@ class CardRegistry:
             complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
             max_cards: hand over no more.
         """
-        entries, cards, stamps, wanted = self._entries, list[PassedCard](), list[Stamp](), list[Digest]()
-        known: set[int] = set()
-        for digest in theirs:
-            key = digest.key
-            known.add(key)
-            held = entries.get(key)
+        theirs = frozenset(theirs)
+        cards, stamps, wanted = list[PassedCard](), list[Stamp](), list[Digest]()
+        differing = {digest.key: digest for digest in theirs - self._digests}
+        for key, digest in differing.items():
+            held = self._entries.get(key)
             if held is None:
-                if (digest.version, digest.beat) > self._floors.get(key, (0, 0)):
+                if digest[1:] > self._floors.get(key, (0, 0)):
                     wanted.append(Digest(key, 0))
-                continue
-            mine = held.digest
-            if mine.version == digest.version:
-                if mine.beat > digest.beat:
-                    stamps.append(held.stamp(now))
-                elif mine.beat < digest.beat:
-                    wanted.append(mine)
-            elif mine.version > digest.version:
-                cards.append(held.passed(now, with_certificate=digest.version == 0))
+            elif held.digest[1:] < digest[1:]:
+                wanted.append(held.digest)
+            elif held.digest.version == digest.version:
+                stamps.append(held.stamp(now))
             else:
-                wanted.append(mine)
+                cards.append(held.passed(now, with_certificate=digest.version == 0))
         if complete:
-            cards.extend(held.passed(now, with_certificate=True) for key, held in entries.items() if key not in known)
+            unknown = (digest.key for digest in self._digests - theirs if digest.key not in differing)
+            cards.extend(self._entries[key].passed(now, with_certificate=True) for key in unknown)
         return Difference(tuple(cards[:max_cards]), tuple(stamps), tuple(wanted), more=len(cards) > max_cards)
 
     def passed(self, node_id: NodeId, now: float) -> PassedCard | None:
@@ -291,6 +298,12 @@ class CardRegistry:
 
     # ----------------------------------------------------------------------------------------------------------------- private
 
+    def _own_seen(self, card: NodeCard) -> Merged:
+        last = self.own_card
+        if last is None or (card.version, card.instance) == (last.card.version, last.card.instance):
+            return Merged.OWN
+        return Merged.OWN_AHEAD if card.version >= last.card.version else Merged.OWN
+
     def _live(self, key: int, now: float) -> Entry | None:
         held = self._entries.get(key)
         if held is not None and held.expires_at <= now:
@@ -298,9 +311,20 @@ class CardRegistry:
             return None
         return held
 
+    def _hold(self, entry: Entry) -> None:
+        key = entry.digest.key
+        before = self._entries.get(key)
+        if before is not None:
+            self._digests.discard(before.digest)
+        self._entries[key] = entry
+        self._digests.add(entry.digest)
+
     def _forget(self, key: int, rank: tuple[int, int]) -> None:
         """Keep nothing of a node but its floor."""
-        self._entries.pop(key, None)
+        held = self._entries.pop(key, None)
+        if held is not None:
+            self._digests.discard(held.digest)
+            self.members.pop(held.sealed.card.node_id, None)
         self._lacking.discard(key)
         self._floors.pop(key, None)
         self._floors[key] = rank
@@ -310,12 +334,8 @@ class CardRegistry:
 
 def _entry(key: int, passed: PassedCard, now: float) -> Entry:
     stamped_at = now - max(0.0, passed.age_s)
-    return Entry(passed.sealed, Digest(key, passed.sealed.card.version, passed.beat), passed.proof, stamped_at, now)
-
-
-def _freshen(held: Entry, stamped_at: float) -> None:
-    """The same stamp by a quicker way: younger, but never younger than its first sight."""
-    held.stamped_at = max(held.stamped_at, min(stamped_at, held.first_seen))
+    card = passed.sealed.card
+    return Entry(passed.sealed, Digest(key, card.version, passed.beat), passed.proof, stamped_at, now, stamped_at + card.ttl_s)
 
 
 def _change(held: Entry | None, card: NodeCard) -> Merged:

@@ -7,6 +7,7 @@ less than signing a card that did not change). Links are salted with id and vers
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 from paceline.core.ids import NodeId
 
@@ -15,18 +16,21 @@ CHAIN_LENGTH = 256
 LINK_BYTES = 16
 
 
+@lru_cache(4096)
 def node_key(node_id: NodeId) -> int:
     """A node id in 8 bytes, as digests and stamps name it."""
     return int.from_bytes(hashlib.sha256(node_id.encode()).digest()[:8], "little")
 
 
-def _salt(node_id: NodeId, version: int) -> bytes:
+@lru_cache(4096)
+def salt(node_id: NodeId, version: int) -> bytes:
+    """What the links of this one card are hashed with."""
     return hashlib.sha256(b"paceline stamp\0" + node_id.encode() + b"\0" + str(version).encode()).digest()
 
 
-def _hash(salt: bytes, link: bytes, times: int) -> bytes:
+def _hash(salted: bytes, link: bytes, times: int) -> bytes:
     for _ in range(times):
-        link = hashlib.sha256(salt + link).digest()[:LINK_BYTES]
+        link = hashlib.sha256(salted + link).digest()[:LINK_BYTES]
     return link
 
 
@@ -44,10 +48,10 @@ class StampChain:
             raise ValueError(f"a chain's secret has {LINK_BYTES} bytes, not {len(secret)}")
         self.version = version
         self.length = CHAIN_LENGTH
-        salt = _salt(node_id, version)
+        salted = salt(node_id, version)
         links = [secret]
         for _ in range(CHAIN_LENGTH):
-            links.append(_hash(salt, links[-1], 1))
+            links.append(_hash(salted, links[-1], 1))
         self._links = links
 
     @property
@@ -62,8 +66,8 @@ class StampChain:
         return self._links[CHAIN_LENGTH - beat]
 
 
-def holds(node_id: NodeId, version: int, *, known: bytes, known_beat: int, proof: bytes, beat: int) -> bool:
-    """Whether `proof` is the link of number `beat`, given the one of number `known_beat` (0: the anchor)."""
+def holds(salted: bytes, *, known: bytes, known_beat: int, proof: bytes, beat: int) -> bool:
+    """Whether `proof` is the link of number `beat` of a card with this `salt`, given the link of number `known_beat` (0: the anchor)."""
     if not known_beat < beat <= CHAIN_LENGTH or len(proof) != LINK_BYTES or len(known) != LINK_BYTES:
         return False
-    return _hash(_salt(node_id, version), proof, beat - known_beat) == known
+    return _hash(salted, proof, beat - known_beat) == known
