@@ -60,6 +60,11 @@ class FleetFolder:
         return self.root / "peers.json"
 
     @property
+    def host_lock_file(self) -> Path:
+        """Held by the process that keeps the join port."""
+        return self.root / ".join-port"
+
+    @property
     def is_member(self) -> bool:
         return self.identity_file.exists()
 

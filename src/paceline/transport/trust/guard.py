@@ -1,16 +1,16 @@
 """Every RPC is checked as it starts: who calls, by the certificate that TLS verified, and whether it still belongs.
 
 TLS checks a connection once, and a connection may last for days; so revocation is checked here, for each RPC, and RPCs that are open
-when their caller is revoked are cancelled and answered PERMISSION_DENIED. What is refused is named in the log.
+when their caller is revoked are cancelled and answered PERMISSION_DENIED. A caller that takes no answers can't be told so: its connection is
+cut. What is refused is named in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from inspect import isasyncgenfunction
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
@@ -22,8 +22,10 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.transport.trust.certificates import UNREADABLE, FleetRoot, Member
+from paceline.transport.trust.handlers import rewrap
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.seals import Voids
+from paceline.transport.trust.sockets import hang_up, remote_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 if TYPE_CHECKING:
@@ -31,18 +33,54 @@ if TYPE_CHECKING:
 else:
     _Interceptor = grpc.aio.ServerInterceptor  # generic in its stubs only
 
+GRACE_S = 1.0
+"""What a revoked caller is given to take what is on its way to it, before its connection is cut."""
 
-@dataclass(eq=False, slots=True)
+
 class _Call:
-    """An RPC under way."""
+    """An RPC under way, as its handler's context: all that a context has, and sending that can be waited for.
 
-    member: Member
-    task: asyncio.Task[Any]
-    revoked: bool = False
+    gRPC can't answer an RPC with an error while it sends on it; so an RPC is not cancelled in the middle of that, but just after.
+    """
+
+    def __init__(self, context: Context, member: Member, task: asyncio.Task[Any]) -> None:
+        self._context = context
+        self.member, self.task = member, task
+        self.revoked = False
+        self._sending = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        await self._send(self._context.write(message))
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        await self._send(self._context.send_initial_metadata(metadata))
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        self._sending = True
+        await self._context.abort(code, details, trailing_metadata)
+        raise AssertionError("abort raises")
+
+    def cancel(self) -> None:
+        """End it, now or once what is being sent is sent."""
+        self.revoked = True
+        if not self._sending:
+            self.task.cancel()
+
+    async def _send(self, sending: Awaitable[None]) -> None:
+        self._sending = True
+        try:
+            await sending
+        finally:
+            self._sending = False
+        if self.revoked:
+            raise asyncio.CancelledError
 
 
 class PeerGuard(_Interceptor):
-    """The interceptor of a node's gRPC server.
+    """The interceptor of a node's gRPC server. Lives on one event loop.
 
     Args:
         root: the fleet's CA.
@@ -75,7 +113,7 @@ class PeerGuard(_Interceptor):
             try:
                 certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
             except UNREADABLE as error:
-                raise NotTrusted("The caller shows no certificate", who=context.peer()) from error
+                raise NotTrusted("The caller shows no certificate", who="a caller") from error
             if len(self._read) >= self.REMEMBERED:
                 self._read.clear()
             self._read[pem] = certificate
@@ -86,47 +124,36 @@ class PeerGuard(_Interceptor):
 
     def revoked(self, node_id: NodeId, not_after: int) -> None:
         """Cancel the RPCs of a node whose certificates issued up to `not_after` were voided."""
-        for call in list(self._calls):
-            if call.member.node_id == node_id and call.member.issued_at <= not_after and not call.revoked:
-                call.revoked = True
-                call.task.cancel()
+        calls = [call for call in self._calls if call.member.node_id == node_id and call.member.issued_at <= not_after]
+        for call in calls:
+            call.cancel()
+        if calls:
+            asyncio.get_running_loop().call_later(GRACE_S, self._cut, calls)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = cast("grpc.RpcMethodHandler[Any, Any] | None", await continuation(handler_call_details))
-        method = handler_call_details.method
-        if handler is None:  # no such method: gRPC answers that itself, and tells nothing by it
-            return cast("grpc.RpcMethodHandler[Any, Any]", None)
-        make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
-        make, behaviour = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
-            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
-            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
-            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
-        }[handler.request_streaming, handler.response_streaming]
-        guarded = self._generator(behaviour, method) if inspect.isasyncgenfunction(behaviour) else self._coroutine(behaviour, method)
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
+        return rewrap(await continuation(handler_call_details), lambda behaviour: self._guarded(behaviour, handler_call_details.method))
 
-    def _coroutine(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
-        async def guarded(request: Any, context: Context) -> Any:
-            async with self._admitted(context, method):
-                return await behaviour(request, context)
+    def _guarded(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
+        async def one(request: Any, context: Context) -> Any:
+            async with self._admitted(context, method) as call:
+                return await behaviour(request, call)
 
-        return guarded
+        async def many(request: Any, context: Context) -> None:
+            async with (
+                self._admitted(context, method) as call,
+                aclosing(cast("AsyncGenerator[Any]", behaviour(request, call))) as responses,
+            ):
+                async for response in responses:
+                    await call.write(response)
 
-    def _generator(self, behaviour: Any, method: str) -> Callable[[Any, Context], AsyncIterator[Any]]:
-        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with self._admitted(context, method):
-                async for response in behaviour(request, context):
-                    yield response
-
-        return guarded
+        return many if isasyncgenfunction(behaviour) else one
 
     @asynccontextmanager
-    async def _admitted(self, context: Context, method: str) -> AsyncGenerator[None]:
+    async def _admitted(self, context: Context, method: str) -> AsyncGenerator[_Call]:
         """The time of one RPC: entered only by a member that still belongs, left early when it no longer does."""
         try:
             member = self.peer(context)
@@ -136,20 +163,26 @@ class PeerGuard(_Interceptor):
             self._on_caller(context.peer())
         task = asyncio.current_task()
         assert task is not None, "an RPC runs in a task"
-        call = _Call(member, task)
+        call = _Call(context, member, task)
         self._calls.add(call)
         try:
-            yield
+            yield call
         except asyncio.CancelledError:
             if not call.revoked:
                 raise
-            task.uncancel()
+            while task.uncancel():
+                pass
             await self._refuse(context, RevokedNode(f"{member.node_id} was revoked", who=member.node_id), method)
         finally:
             self._calls.discard(call)
 
+    def _cut(self, calls: list[_Call]) -> None:
+        """Cut the connections of RPCs that could not be ended in an orderly way."""
+        for peer in {call.peer() for call in calls if call in self._calls}:
+            hang_up(remote_of(peer))
+
     async def _refuse(self, context: Context, error: NotTrusted, method: str) -> NoReturn:
-        self._refusals.note(f"{error.who} ({context.peer()})", f"{error.message} [{method}]")
+        self._refusals.note(error.who, f"{error.message} [{method}]", at=context.peer())
         status = grpc.StatusCode.PERMISSION_DENIED if isinstance(error, RevokedNode) else grpc.StatusCode.UNAUTHENTICATED
         await context.abort(status, error.message)
         raise AssertionError("abort raises")

@@ -27,6 +27,7 @@ from paceline.transport.trust.seals import open_revocations, sign_revocation
 from paceline.transport.trust.tokens import ID_BYTES, NONCE_BYTES, PROOF_BYTES, SECRET_BYTES, JoinToken, proves
 
 ANOTHER = "Ask for another: paceline token, on the machine where paceline init ran"
+JOIN_PORT = 8155
 KEEP_EXPIRED_S = 7 * 86400
 """So long an expired token is told from one that never was."""
 
@@ -49,12 +50,22 @@ class _Issued:
     at: int
 
 
+@dataclass(slots=True)
+class _State:
+    """What is on disk."""
+
+    tokens: dict[str, _Token]
+    issued: dict[NodeId, _Issued]
+    join_port: int
+
+
 @dataclass(frozen=True, slots=True)
 class JoinAttempt:
     """What a joiner sent."""
 
     request: bytes
-    token_id: bytes
+    token_id: str
+    """Hexadecimal."""
     proof: bytes
     nonce: bytes
 
@@ -82,23 +93,31 @@ class Issuer:
             tuple(addresses), self.authority.root.fingerprint, secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
         )
         with self._folder.locked():
-            tokens, issued = self._load()
-            tokens[token.token_id.hex()] = _Token(token.token_id.hex(), token.secret.hex(), self._clock.wall() + ttl_s, uses, [])
-            self._keep(tokens, issued)
+            state = self._load()
+            state.tokens[token.token_id.hex()] = _Token(token.token_id.hex(), token.secret.hex(), self._clock.wall() + ttl_s, uses, [])
+            self._keep(state)
         return token
 
     def open_until(self) -> float | None:
         """Until when (wall clock) some token may be used; None where none may."""
-        tokens, _ = self._load()
-        return max(
-            (token.expires_at for token in tokens.values() if token.uses_left and token.expires_at > self._clock.wall()), default=None
-        )
+        return max((token.expires_at for token in self._load().tokens.values() if self._is_live(token)), default=None)
 
-    def live(self, token: JoinToken) -> bool:
+    def is_live(self, token: JoinToken) -> bool:
         """Whether a token can still be used."""
-        tokens, _ = self._load()
-        held = tokens.get(token.token_id.hex())
-        return held is not None and held.uses_left > 0 and held.expires_at > self._clock.wall()
+        held = self._load().tokens.get(token.token_id.hex())
+        return held is not None and self._is_live(held)
+
+    @property
+    def join_port(self) -> int:
+        """Where machines join."""
+        return self._load().join_port
+
+    def set_join_port(self, port: int) -> None:
+        """Another port, for tokens from now on."""
+        with self._folder.locked():
+            state = self._load()
+            state.join_port = port
+            self._keep(state)
 
     def admit(self, attempt: JoinAttempt) -> tuple[NodeId, bytes]:
         """Let a machine in: its id and its certificate (DER).
@@ -107,13 +126,13 @@ class Issuer:
             JoinRefused: the token is unknown, expired or spent, the proof is wrong, the nonce was used, or the id is another's.
             NotTrusted: what it sent is no certificate request.
         """
-        if len(attempt.token_id) != ID_BYTES or len(attempt.proof) != PROOF_BYTES or len(attempt.nonce) != NONCE_BYTES:
+        if len(attempt.token_id) != 2 * ID_BYTES or len(attempt.proof) != PROOF_BYTES or len(attempt.nonce) != NONCE_BYTES:
             raise JoinRefused("The join request is not one of this version's", "Use the same version of Paceline on all machines")
         with self._folder.locked():
-            tokens, issued = self._load()
-            token = tokens.get(attempt.token_id.hex())
+            state = self._load()
+            token = state.tokens.get(attempt.token_id)
             # Why a token is refused is told only to those who hold it.
-            if token is None or not proves(attempt.proof, bytes.fromhex(token.secret), attempt.token_id, attempt.request, attempt.nonce):
+            if token is None or not _proves(token, attempt):
                 raise JoinRefused("The token is not known here", ANOTHER)
             if attempt.nonce.hex() in token.nonces:
                 raise JoinRefused("The join request is a replay: it was answered before", "Run paceline join again")
@@ -123,37 +142,39 @@ class Issuer:
                 raise JoinRefused("The token is spent: it was good for a number of machines that have joined", ANOTHER)
             node_id, key = open_request(attempt.request)
             voided_to = self._voided_to(node_id)
-            before = issued.get(node_id)
+            before = state.issued.get(node_id)
             if before is not None and before.key != _digest(key) and before.at > voided_to:
                 raise JoinRefused(f"The id {node_id} is another machine's", "Run paceline join again: it draws another id")
             certificate = self.authority.issue(attempt.request, node_id, self._clock.wall(), after=voided_to)
-            issued[node_id] = _Issued(_digest(key), self.authority.root.member(certificate, self._clock.wall()).issued_at)
+            state.issued[node_id] = self._issued(certificate)
             token.uses_left -= 1
             token.nonces.append(attempt.nonce.hex())
-            self._keep(tokens, issued)
+            self._keep(state)
         return node_id, certificate
 
     def issue_own(self, request: bytes, node_id: NodeId) -> bytes:
         """A certificate for the node that holds the CA."""
-        _, key = open_request(request)
         certificate = self.authority.issue(request, node_id, self._clock.wall())
         with self._folder.locked():
-            tokens, issued = self._load()
-            issued[node_id] = _Issued(_digest(key), self.authority.root.member(certificate, self._clock.wall()).issued_at)
-            self._keep(tokens, issued)
+            state = self._load()
+            state.issued[node_id] = self._issued(certificate)
+            self._keep(state)
         return certificate
 
     def issued(self) -> tuple[NodeId, ...]:
         """Ids that certificates were issued to by this machine."""
-        _, issued = self._load()
-        return tuple(sorted(issued))
+        return tuple(sorted(self._load().issued))
+
+    def issued_at(self, node_id: NodeId) -> int | None:
+        """When a node's last certificate was issued; None where none was, by this machine."""
+        held = self._load().issued.get(node_id)
+        return held.at if held else None
 
     def revoke(self, node_id: NodeId) -> SealedRevocation:
         """Void every certificate of a node. Known to this machine at once; to the others as gossip goes."""
         with self._folder.locked():
-            _, issued = self._load()
+            held = self._load().issued.get(node_id)
             now = int(self._clock.wall())
-            held = issued.get(node_id)
             not_after = max(now, held.at if held else 0, self._voided_to(node_id))
         sealed = sign_revocation(self.authority, Revocation(node_id, now, not_after))
         self._folder.keep_revocations([sealed.sealed])
@@ -164,29 +185,36 @@ class Issuer:
         known = Revocations(open_revocations(self._folder.sealed_revocations(), self.authority.root)).all()
         return max((sealed.revocation.not_after for sealed in known if sealed.revocation.node_id == node_id), default=0)
 
-    def _load(self) -> tuple[dict[str, _Token], dict[NodeId, _Issued]]:
-        state = self._folder.issuer_state()
+    def _is_live(self, token: _Token) -> bool:
+        return token.uses_left > 0 and token.expires_at > self._clock.wall()
+
+    def _issued(self, certificate: bytes) -> _Issued:
+        member = self.authority.root.member(certificate, self._clock.wall())
+        return _Issued(_digest(member.public_key), member.issued_at)
+
+    def _load(self) -> _State:
+        kept = self._folder.issuer_state()
         try:
             tokens = {
                 token_id: _Token(
                     token_id, str(one["secret"]), float(one["expires_at"]), int(one["uses_left"]), list(map(str, one["nonces"]))
                 )
-                for token_id, one in dict[str, Any](state.get("tokens", {})).items()
+                for token_id, one in dict[str, Any](kept.get("tokens", {})).items()
             }
             issued = {
-                NodeId(node_id): _Issued(str(one["key"]), int(one["at"]))
-                for node_id, one in dict[str, Any](state.get("issued", {})).items()
+                NodeId(node_id): _Issued(str(one["key"]), int(one["at"])) for node_id, one in dict[str, Any](kept.get("issued", {})).items()
             }
+            return _State(tokens, issued, int(kept.get("join_port", JOIN_PORT)))
         except (KeyError, TypeError, ValueError) as error:
             raise IdentityError(
                 "The issuer's state (issuer.json) is damaged", "Remove it; tokens handed out so far are void then"
             ) from error
-        return tokens, issued
 
-    def _keep(self, tokens: dict[str, _Token], issued: dict[NodeId, _Issued]) -> None:
+    def _keep(self, state: _State) -> None:
         forget = self._clock.wall() - KEEP_EXPIRED_S
         self._folder.keep_issuer_state(
             {
+                "join_port": state.join_port,
                 "tokens": {
                     token.token_id: {
                         "secret": token.secret,
@@ -194,12 +222,16 @@ class Issuer:
                         "uses_left": token.uses_left,
                         "nonces": token.nonces,
                     }
-                    for token in tokens.values()
+                    for token in state.tokens.values()
                     if token.expires_at > forget
                 },
-                "issued": {node_id: {"key": one.key, "at": one.at} for node_id, one in sorted(issued.items())},
+                "issued": {node_id: {"key": one.key, "at": one.at} for node_id, one in sorted(state.issued.items())},
             }
         )
+
+
+def _proves(token: _Token, attempt: JoinAttempt) -> bool:
+    return proves(attempt.proof, bytes.fromhex(token.secret), bytes.fromhex(token.token_id), attempt.request, attempt.nonce)
 
 
 def check_id(node_id: str, known: tuple[NodeId, ...], own: NodeId) -> NodeId:

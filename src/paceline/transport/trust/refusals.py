@@ -1,13 +1,22 @@
-"""Who was refused, in the log: each party and reason once a minute, however often it knocks, so that a flood fills no disk."""
+"""Who was refused, in the log. A party that keeps knocking gets a few lines a minute, so that a flood fills no disk."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from paceline.core.clock import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Lines:
+    """What a party was granted in its current minute."""
+
+    since: float
+    count: int = 0
 
 
 class Refusals:
@@ -18,26 +27,35 @@ class Refusals:
     """
 
     EVERY_S = 60.0
+    LINES = 8
     REMEMBERED = 256
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._last: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._lines: OrderedDict[str, _Lines] = OrderedDict()
         self.total = 0
         """Refusals since the start, logged or not."""
 
-    def note(self, who: str, why: str) -> None:
-        """Say that `who` (a node id, an address) was refused, and why. Neither may hold a secret."""
+    def note(self, who: str, why: str, *, at: str = "") -> None:
+        """Say that somebody was refused, and why. Nothing here may hold a secret.
+
+        Args:
+            who: a node id that was proved, or an address's host: by this the lines are counted.
+            why: what was wrong.
+            at: more of where, such as a port.
+        """
         self.total += 1
         now = self._clock.monotonic()
-        last = self._last.get((who, why))
-        if last is not None and now - last < self.EVERY_S:
-            return
-        self._last[who, why] = now
-        self._last.move_to_end((who, why))
-        if len(self._last) > self.REMEMBERED:
-            self._last.popitem(last=False)
-        logger.warning("refused %s: %s", _printable(who), _printable(why))
+        lines = self._lines.get(who)
+        if lines is None or now - lines.since >= self.EVERY_S:
+            lines = self._lines[who] = _Lines(now)
+            if len(self._lines) > self.REMEMBERED:
+                self._lines.popitem(last=False)
+        self._lines.move_to_end(who)
+        lines.count += 1
+        if lines.count <= self.LINES:
+            last = " (no more of this for a minute)" if lines.count == self.LINES else ""
+            logger.warning("refused %s: %s%s", _printable(f"{who} ({at})" if at else who), _printable(why), last)
 
 
 def _printable(text: str) -> str:

@@ -8,14 +8,10 @@ without a call was refused, or left by itself: a member calls as soon as it is c
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-from urllib.parse import unquote
 
-from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.sockets import Remote, connections, remote_of
 
-Remote = tuple[str, int]
 MAX_WATCHED = 1024
 
 
@@ -51,8 +47,7 @@ class StrangerWatch:
 
     def caller(self, peer: str) -> None:
         """A call came from `peer` (ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5)."""
-        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-        remote = (host.strip("[]").partition("%")[0], int(port) if port.isdigit() else 0)
+        remote = remote_of(peer)
         self._silent.discard(remote)
         if len(self._known) < MAX_WATCHED:
             self._known.add(remote)
@@ -77,25 +72,6 @@ class StrangerWatch:
         gone = self._silent - connections(self._port)
         for host, port in sorted(gone):
             self._silent.discard((host, port))
-            self._refusals.note(join_host(host, port), "it showed no certificate of this fleet, or left without a call")
+            self._refusals.note(host, "it showed no certificate of this fleet, or left without a call", at=f"port {port}")
         if self._silent:
             self._timer = self._loop.call_later(self._look_s, self._look)
-
-
-def connections(port: int) -> set[Remote]:
-    """The far ends of this process's connections to a port it serves."""
-    found: set[Remote] = set()
-    for name in os.listdir("/dev/fd"):  # noqa: PTH208 - numbers are wanted, not paths
-        try:
-            end = socket.socket(fileno=int(name))
-        except (OSError, ValueError):
-            continue  # no socket, or closed meanwhile
-        try:
-            if end.family in {socket.AF_INET, socket.AF_INET6} and end.getsockname()[1] == port:
-                host, remote = end.getpeername()[:2]
-                found.add((host.removeprefix("::ffff:").partition("%")[0], remote))
-        except OSError:
-            continue  # listening, or closed meanwhile
-        finally:
-            end.detach()
-    return found

@@ -1,0 +1,185 @@
+"""Keeps the join port: open while a token lives, closed otherwise.
+
+`paceline up` runs one for as long as it runs, and `paceline token` does where no `up` does; a lock in the fleet's folder says which. Whoever
+runs it notices within a second what other processes wrote there: a new token opens the port, a revocation is passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+from collections.abc import Callable, Iterable
+from typing import IO
+
+import grpc
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError, MembershipError, UserError
+from paceline.fleet.card import SealedRevocation
+from paceline.transport.join_service import JoinServicer
+from paceline.transport.trust.addresses import join_host
+from paceline.transport.trust.authority import Authority
+from paceline.transport.trust.folder import FleetFolder, Stamp
+from paceline.transport.trust.handlers import WellFormed
+from paceline.transport.trust.issuer import Issuer
+from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.seals import open_revocations
+from paceline.transport.wire.fleet_pb2_grpc import add_JoinServiceServicer_to_server
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often files are looked at."""
+MAX_JOIN_BYTES = 16 << 10
+MAX_JOINS_AT_ONCE = 8
+GRACE_S = 2.0
+"""What a join under way is given when the port closes."""
+
+
+class JoinHost:
+    """The join port of one process.
+
+    Args:
+        folder: the fleet's folder, which holds the CA.
+        clock: whose wall time rules expiry.
+        refusals: the log.
+        peers: addresses (host:port) of members, for newcomers.
+        host: where to listen; empty: everywhere.
+        on_joined: told the id of each machine that came.
+        on_revocations: given all revocations on disk whenever a file changed.
+        look_s: how often files are looked at.
+
+    Raises:
+        MembershipError: the CA is not on this machine.
+        IdentityError: its files can't be used.
+    """
+
+    def __init__(
+        self,
+        folder: FleetFolder,
+        clock: Clock,
+        refusals: Refusals,
+        *,
+        peers: Callable[[], Iterable[str]] | None = None,
+        host: str = "",
+        on_joined: Callable[[str], None] | None = None,
+        on_revocations: Callable[[tuple[SealedRevocation, ...]], None] | None = None,
+        look_s: float = LOOK_S,
+    ) -> None:
+        authority: Authority = folder.authority()
+        self.issuer = Issuer(authority, folder, clock)
+        self._folder, self._clock, self._refusals, self._host, self._look_s = folder, clock, refusals, host, look_s
+        self._service = JoinServicer(self.issuer, folder, peers or folder.peers, refusals, on_joined)
+        self._on_revocations = on_revocations
+        self._server: grpc.aio.Server | None = None
+        self._lock: IO[bytes] | None = None
+        self._seen: Stamp | None = None
+        self._trouble = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the port is."""
+        return self._server is not None
+
+    def claim(self) -> bool:
+        """Become the one process that keeps the port; False where another does."""
+        if self._lock is None:
+            lock = self._folder.host_lock_file.open("wb")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                return False
+            self._lock = lock
+        return True
+
+    async def run(self) -> None:
+        """Keep the port until cancelled; a port that is taken, or another keeper, is waited for."""
+        try:
+            while True:
+                try:
+                    if self.claim():
+                        await self.refresh()
+                    else:
+                        self._pass_on_revocations()
+                    self._trouble = ""
+                except (UserError, FleetError) as error:
+                    if str(error) != self._trouble:
+                        logger.warning("nobody can join: %s", error)
+                    self._trouble = str(error)
+                await asyncio.sleep(self._look_s)
+        finally:
+            await self.close()
+
+    async def refresh(self) -> None:
+        """Open or close the port as tokens have it, and pass on what is new.
+
+        Raises:
+            MembershipError: the port is taken.
+        """
+        until = await asyncio.to_thread(self.issuer.open_until)
+        if until is not None and self._server is None:
+            await self._open()
+        elif until is None and self._server is not None:
+            logger.info("join port closed: no token is left that could be used")
+            await self._shut()
+        self._pass_on_revocations()
+
+    async def close(self) -> None:
+        """Close the port and let another keep it."""
+        try:
+            await self._shut()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    async def _open(self) -> None:
+        port = self.issuer.join_port
+        server = grpc.aio.server(
+            interceptors=[WellFormed(self._refusals)],
+            options=(
+                ("grpc.max_receive_message_length", MAX_JOIN_BYTES),
+                ("grpc.max_metadata_size", 8 << 10),
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_concurrent_streams", MAX_JOINS_AT_ONCE),
+                ("grpc.server_handshake_timeout_ms", 10_000),
+                ("grpc.max_connection_age_ms", 60_000),  # nobody has business here for longer
+            ),
+            maximum_concurrent_rpcs=MAX_JOINS_AT_ONCE,
+        )
+        add_JoinServiceServicer_to_server(self._service, server)
+        authority = self.issuer.authority
+        credentials = grpc.ssl_server_credentials([(authority.key_pem, authority.root.pem)])
+        if not any(_bound(server, where, credentials) for where in _listen(self._host, port)):
+            await server.stop(None)
+            raise MembershipError(f"The join port {port} can't be opened", "Something else may use it: end that")
+        await server.start()
+        self._server = server
+        logger.info("join port %d open", port)
+
+    async def _shut(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(GRACE_S)
+
+    def _pass_on_revocations(self) -> None:
+        seen = self._folder.stamp()
+        if seen != self._seen:
+            self._seen = seen
+            if self._on_revocations is not None:
+                self._on_revocations(open_revocations(self._folder.sealed_revocations(), self.issuer.authority.root))
+
+
+def _listen(host: str, port: int) -> list[str]:
+    """Addresses to listen on, of which one is enough: the second is for machines without IPv6."""
+    return [join_host(host, port)] if host else [join_host("::", port), join_host("0.0.0.0", port)]  # noqa: S104 - everywhere is asked for
+
+
+def _bound(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> bool:
+    try:
+        return server.add_secure_port(address, credentials) != 0
+    except RuntimeError:
+        return False

@@ -1,0 +1,80 @@
+"""JoinService on the wire: hands a join request to the issuer, and says in the log who came and who was refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import FleetError, JoinRefused, NotTrusted, UserError
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.issuer import Issuer, JoinAttempt
+from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.requests import open_request
+from paceline.transport.trust.sockets import remote_of
+from paceline.transport.wire import fleet_pb2 as wire
+from paceline.transport.wire.fleet_pb2_grpc import JoinServiceServicer
+
+logger = logging.getLogger(__name__)
+
+HINT_KEY = "paceline-hint"
+MAX_PEERS = 64
+Context = grpc.aio.ServicerContext[wire.JoinRequest, Awaitable[wire.JoinResponse]]
+
+
+class JoinServicer(JoinServiceServicer):
+    """Lets machines in.
+
+    Args:
+        issuer: decides.
+        folder: where revocations are, for the newcomer.
+        peers: addresses (host:port) of members, for the newcomer.
+        refusals: the log.
+        on_joined: told the id of each machine that came.
+    """
+
+    def __init__(
+        self,
+        issuer: Issuer,
+        folder: FleetFolder,
+        peers: Callable[[], Iterable[str]],
+        refusals: Refusals,
+        on_joined: Callable[[str], None] | None = None,
+    ) -> None:
+        self._issuer, self._folder, self._peers, self._refusals = issuer, folder, peers, refusals
+        self._on_joined = on_joined
+
+    async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
+        attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce)
+        try:
+            # Signing and waiting for the disk are not for the event loop.
+            node_id, certificate = await asyncio.to_thread(self._issuer.admit, attempt)
+            revocations = await asyncio.to_thread(self._folder.sealed_revocations)
+        except (JoinRefused, NotTrusted) as error:
+            host, port = remote_of(context.peer())
+            self._refusals.note(host, f"{error.message} (a join as {_claimed(attempt)})", at=f"port {port}")
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, error.message, ((HINT_KEY, error.hint),))
+        except (UserError, FleetError) as error:
+            logger.error("could not let %s in: %s", _claimed(attempt), error)  # noqa: TRY400 - it says all there is
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "The machine that issues certificates has trouble of its own: see its log"
+            )
+        logger.info("%s joined from %s", node_id, context.peer())
+        if self._on_joined is not None:
+            self._on_joined(node_id)
+        return wire.JoinResponse(
+            certificate=certificate,
+            ca_certificate=self._issuer.authority.root.der,
+            peer_addresses=list(dict.fromkeys(self._peers()))[:MAX_PEERS],
+            revocations=[wire.SignedRevocation.FromString(one) for one in revocations],
+        )
+
+
+def _claimed(attempt: JoinAttempt) -> str:
+    try:
+        return open_request(attempt.request)[0]
+    except NotTrusted:
+        return "nobody in particular"

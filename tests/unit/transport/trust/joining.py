@@ -1,0 +1,90 @@
+"""A node that holds a CA and keeps a join port, and a raw caller of it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from paceline.core.ids import NodeId
+from paceline.testing.clock import FakeClock
+from paceline.transport.join_host import JoinHost
+from paceline.transport.trust.authority import Authority
+from paceline.transport.trust.certificates import JOIN_NAME, make_key
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.issuer import Issuer
+from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.requests import make_request
+from paceline.transport.trust.tokens import NONCE_BYTES, JoinToken
+from paceline.transport.wire import fleet_pb2 as wire
+from paceline.transport.wire.fleet_pb2_grpc import JoinServiceStub
+
+SOON_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+@dataclass(slots=True)
+class IssuerNode:
+    """Where a fleet begins, with a clock that moves when told."""
+
+    folder: FleetFolder
+    clock: FakeClock
+    issuer: Issuer
+    port: int
+
+    @classmethod
+    def make(cls, root: Path) -> IssuerNode:
+        clock = FakeClock(wall=time.time())
+        folder = FleetFolder(root)
+        folder.write_secret(folder.authority_file, Authority.create(clock.wall()).to_pem())
+        issuer = Issuer(folder.authority(), folder, clock)
+        port = free_port()
+        issuer.set_join_port(port)
+        return cls(folder, clock, issuer, port)
+
+    def mint(self, *, ttl_s: float = 3600, uses: int = 16, addresses: tuple[str, ...] | None = None) -> JoinToken:
+        return self.issuer.mint(addresses or (f"127.0.0.1:{self.port}",), ttl_s=ttl_s, uses=uses)
+
+    @asynccontextmanager
+    async def hosted(self, joined: list[str] | None = None) -> AsyncIterator[JoinHost]:
+        """The join port, if a token lives."""
+        host = JoinHost(
+            self.folder,
+            self.clock,
+            Refusals(),
+            host="127.0.0.1",
+            peers=lambda: ["10.0.0.1:8154", "nonsense"],
+            on_joined=(joined if joined is not None else []).append,
+        )
+        assert host.claim()
+        await host.refresh()
+        try:
+            yield host
+        finally:
+            await host.close()
+
+    @asynccontextmanager
+    async def stub(self) -> AsyncIterator[JoinServiceStub]:
+        """A caller that sends what it likes."""
+        options = [("grpc.ssl_target_name_override", JOIN_NAME)]
+        credentials = grpc.ssl_channel_credentials(self.issuer.authority.root.pem)
+        async with grpc.aio.secure_channel(f"127.0.0.1:{self.port}", credentials, options) as channel:
+            yield JoinServiceStub(channel)
+
+
+def request_for(token: JoinToken, name: str) -> wire.JoinRequest:
+    """What a good joiner sends."""
+    request, nonce = make_request(make_key(), NodeId(name)), secrets.token_bytes(NONCE_BYTES)
+    return wire.JoinRequest(certificate_request=request, token_id=token.token_id.hex(), proof=token.proof(request, nonce), nonce=nonce)
