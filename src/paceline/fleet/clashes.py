@@ -26,6 +26,10 @@ class _Lives:
     other_addresses: tuple[str, ...] = ()
     clashed_at: float | None = None
 
+    def clash(self, now: float) -> Clash:
+        ago = now - (now if self.clashed_at is None else self.clashed_at)
+        return Clash(self.current.node_id, self.current.addresses, self.other_addresses, ago)
+
 
 class ClashWatch:
     """Sees every card that is taken, in order.
@@ -39,31 +43,32 @@ class ClashWatch:
         self._memory_s, self._max_nodes = memory_s, max_nodes
         self._lives: dict[NodeId, _Lives] = {}
 
-    def see(self, card: NodeCard, now: float) -> bool:
-        """Note a card; True where it is (new) evidence of a clash."""
+    def see(self, card: NodeCard, now: float) -> Clash | None:
+        """Note a card; a clash it is evidence of, unless that was known."""
         lives = self._lives.get(card.node_id)
         if lives is None:
             self._lives[card.node_id] = _Lives(card)
             if len(self._lives) > self._max_nodes:
                 del self._lives[next(iter(self._lives))]
-            return False
+            return None
         before, lives.current = lives.current, card
         if card.instance == before.instance:
-            return False
+            return None
         returned = lives.earlier.pop(card.instance, None) is not None
         lives.earlier[before.instance] = before.addresses
         if len(lives.earlier) > MAX_EARLIER:
             del lives.earlier[next(iter(lives.earlier))]
         lives.returns += returned
-        if lives.returns < 2 and card.version != before.version:
-            return False
+        if card.version != before.version and not (returned and lives.returns >= 2):
+            return None
+        known = lives.clashed_at is not None and now - lives.clashed_at <= self._memory_s
         lives.other_addresses, lives.clashed_at = before.addresses, now
-        return returned or card.version == before.version
+        return None if known else lives.clash(now)
 
     def clashes(self, now: float) -> tuple[Clash, ...]:
         """What was seen of late, by id."""
         return tuple(
-            Clash(node_id, lives.current.addresses, lives.other_addresses, now - lives.clashed_at)
-            for node_id, lives in sorted(self._lives.items())
+            lives.clash(now)
+            for _, lives in sorted(self._lives.items())
             if lives.clashed_at is not None and now - lives.clashed_at <= self._memory_s
         )

@@ -13,25 +13,14 @@ from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
 from paceline.fleet.bounds import Measures
-from paceline.fleet.card import NodeCard, SealedCard, SealedRevocation
+from paceline.fleet.card import SealedCard, SealedRevocation
 from paceline.fleet.clashes import ClashWatch
-from paceline.fleet.effects import (
-    Appeared,
-    Call,
-    Changed,
-    Clashed,
-    Effect,
-    Expired,
-    Ignored,
-    Left,
-    Reseal,
-    Restarted,
-    Revoked,
-)
-from paceline.fleet.messages import PassedCard, Reply, Request, Stamp
+from paceline.fleet.effects import Call, Effect, Reseal
+from paceline.fleet.intake import Intake
+from paceline.fleet.messages import PassedCard, Reply, Request
 from paceline.fleet.peers import Peer, Peers
 from paceline.fleet.presets import Preset
-from paceline.fleet.registry import CardRegistry, Merged
+from paceline.fleet.registry import CardRegistry
 from paceline.fleet.revocations import Revocations
 from paceline.fleet.shares import Shares
 from paceline.fleet.stamps import StampChain
@@ -78,6 +67,7 @@ class Gossip:
         self._clashes = ClashWatch(preset.clash_memory_s, 2 * preset.bounds.max_nodes)
         self._shares = Shares(preset.bounds.burst, preset.exchange_s, 2 * preset.bounds.max_nodes)
         self._peers = Peers(rng, preset.remember_lost_s)
+        self._intake = Intake(self._registry, self._revocations, self._clashes, self._peers)
         for seed in seeds:
             self._peers.add_seed(seed)
         self._chain: StampChain | None = None
@@ -86,11 +76,7 @@ class Gossip:
         self._next_round: float | None = None
         self._last_round = float("-inf")
         self._next_stamp = 0.0
-        self._ahead = 0
-        """Lowest version above all that others hold of this node's own id."""
-        self._next_adoption = float("-inf")
-        self._news = True
-        """Whether something but stamps was learnt since the last round."""
+        self._next_rise = float("-inf")
 
     # ---------------------------------------------------------------------------------------------------------------- own card
 
@@ -110,9 +96,7 @@ class Gossip:
         self._next_round = max(now, self._last_round + self._preset.exchange_s / 10)
         if sealed.card.leaving:
             self._next_round = now
-        if self._clashes.see(sealed.card, now):
-            return self._clashed(sealed.card, now)
-        return ()
+        return self._intake.own(sealed.card, now)
 
     def add_seed(self, address: str, now: float) -> None:
         """An address where a node may be (mDNS, `--peer`): it is called in the next round, which is brought forward."""
@@ -121,7 +105,7 @@ class Gossip:
 
     def learn(self, revocations: Iterable[SealedRevocation], now: float) -> tuple[Effect, ...]:
         """Take revocations (checked) from elsewhere than gossip: a join, the CA on this node. They are told at once."""
-        effects = self._merge_revocations(revocations)
+        effects = self._intake.revoke(revocations)
         if effects and self._next_round is not None:
             self._next_round = now
         return effects
@@ -135,18 +119,17 @@ class Gossip:
 
     def tick(self, now: float) -> tuple[Effect, ...]:
         """Drop what expired, stamp this node's card, start exchanges. Early calls do little; late ones make up for nothing."""
-        effects = self._sweep(now)
+        effects = self._intake.sweep(now)
         own = self._registry.own_card
         if own is None or self._next_round is None or now < self._next_round:
             return effects
-        effects += self._adopt(now)
+        effects += self._rise(now)
         if now >= self._next_stamp - self._preset.exchange_s / 2 and not own.card.leaving:
             effects += self._stamp(now)
         self._exchanges = {id_: exchange for id_, exchange in self._exchanges.items() if now < exchange.until}
-        fanout = self._preset.fanout_news if self._news else self._preset.fanout
-        self._news = False
-        for peer in self._peers.choose(self._registry.members, fanout, now):
-            effects += (self._call(peer, 1, self._opening(), now),)
+        for peer in self._peers.choose(self._registry.members, self._fanout(), now):
+            effects += (self._call(peer, 1, self._opening(now), now),)
+        self._intake.news = self._intake.revocation_news = False
         spread = self._preset.exchange_s * self._preset.jitter
         self._last_round = now
         self._next_round = now + self._preset.exchange_s + self._rng.uniform(-spread, spread)
@@ -161,8 +144,9 @@ class Gossip:
 
     def on_request(self, request: Request, peer: NodeId, now: float) -> Answered:
         """Answer a peer; its request was admitted and its signatures hold."""
-        effects = self._sweep(now)
-        effects += self._merge(request.revocations, request.cards, request.stamps, peer, now)
+        effects = self._intake.sweep(now)
+        effects += self._intake.take(request.revocations, request.cards, request.stamps, peer, now)
+        effects += self._rise(now)
         revocations = () if request.revocations_digest == self._revocations.digest else self._revocations.all()
         if request.digests is None:
             return Answered(Reply(revocations=revocations, revocations_digest=self._revocations.digest), effects)
@@ -180,8 +164,9 @@ class Gossip:
             return ()
         if exchange.peer.node_id is None:
             self._peers.is_at(peer, exchange.peer.addresses)
-        effects = self._sweep(now)
-        effects += self._merge(reply.revocations, reply.cards, reply.stamps, peer, now)
+        effects = self._intake.sweep(now)
+        effects += self._intake.take(reply.revocations, reply.cards, reply.stamps, peer, now)
+        effects += self._rise(now)
         most = self._preset.bounds.max_cards
         apart = self._registry.compare(reply.wanted, now, complete=False, max_cards=most)
         again = reply.more or apart.more
@@ -240,22 +225,24 @@ class Gossip:
 
     # ------------------------------------------------------------------------------------------------------------------ private
 
-    def _opening(self) -> Request:
-        return Request(digests=self._registry.digests(), revocations_digest=self._revocations.digest)
+    def _fanout(self) -> int:
+        own = self._registry.own_card
+        if own is not None and own.card.leaving:
+            return self._preset.fanout_goodbye
+        return self._preset.fanout_news if self._intake.news else self._preset.fanout
+
+    def _opening(self, now: float) -> Request:
+        revocations, digest = self._revocations.all() if self._intake.revocation_news else (), self._revocations.digest
+        own = self._registry.passed(self.own, now)
+        if own is not None and own.sealed.card.leaving:
+            return Request(cards=(own,), revocations=revocations, revocations_digest=digest)
+        return Request(self._registry.digests(), revocations=revocations, revocations_digest=digest)
 
     def _call(self, peer: Peer, calls: int, request: Request, now: float) -> Call:
         self._last_call += 1
         # The owner reports each call within its timeout; one that is never reported is forgotten after twice that.
         self._exchanges[self._last_call] = _Exchange(peer, calls, now + 2 * self._preset.rpc_timeout_s)
         return Call(self._last_call, peer.addresses, peer.node_id, request, self._preset.rpc_timeout_s)
-
-    def _sweep(self, now: float) -> tuple[Effect, ...]:
-        effects: list[Effect] = []
-        for card in self._registry.sweep(now):
-            if not card.leaving:
-                self._peers.lost(card, now)
-                effects.append(Expired(card.node_id))
-        return tuple(effects)
 
     def _stamp(self, now: float) -> tuple[Effect, ...]:
         self._next_stamp = now + self._preset.restamp_s
@@ -264,72 +251,10 @@ class Gossip:
         own = self._registry.own_card
         return (Reseal(own.card.version if own else 0, "the card has no stamps left"),)
 
-    def _adopt(self, now: float) -> tuple[Effect, ...]:
-        """Rise above a version of this node's own id that others hold, at most once a round: two who claim one id must not race."""
+    def _rise(self, now: float) -> tuple[Effect, ...]:
+        """Sign a card above one of this node's own id that others hold, at most once a round: two who claim one id must not race."""
         own = self._registry.own_card
-        if own is None or own.card.version >= self._ahead or now < self._next_adoption:
+        if own is None or own.card.version > self._intake.above or now < self._next_rise:
             return ()
-        self._next_adoption = now + self._preset.exchange_s
-        return (Reseal(self._ahead - 1, "others hold a newer card of this node, from an earlier life or another process"),)
-
-    def _merge_revocations(self, revocations: Iterable[SealedRevocation]) -> tuple[Effect, ...]:
-        new = self._revocations.merge(revocations)
-        if not new:
-            return ()
-        self._news = True
-        for card in self._registry.drop_revoked():
-            self._peers.forget(card.node_id)
-        for sealed in new:
-            self._peers.forget(sealed.revocation.node_id)
-        return tuple(Revoked(sealed.revocation.node_id, sealed.revocation.not_after) for sealed in new)
-
-    def _merge(
-        self,
-        revocations: Iterable[SealedRevocation],
-        cards: Iterable[PassedCard],
-        stamps: Iterable[Stamp],
-        peer: NodeId,
-        now: float,
-    ) -> tuple[Effect, ...]:
-        effects = list(self._merge_revocations(revocations))
-        for passed in cards:
-            effects += self._merge_card(passed, peer, now)
-        for stamp in stamps:
-            if self._registry.merge_stamp(stamp, now) is Merged.FORGED:
-                effects.append(Ignored(peer, None, "a stamp that its card disowns"))
-        return tuple(effects)
-
-    def _merge_card(self, passed: PassedCard, peer: NodeId, now: float) -> tuple[Effect, ...]:
-        card = passed.sealed.card
-        merged = self._registry.merge(passed, now)
-        match merged:
-            case Merged.OWN | Merged.STALE | Merged.STAMPED | Merged.EXPIRED:
-                return ()
-            case Merged.REVOKED:
-                return (Ignored(peer, card.node_id, "its node is revoked"),)
-            case Merged.FORGED:
-                return (Ignored(peer, card.node_id, "a stamp that its card disowns"),)
-            case Merged.FULL:
-                return (Ignored(peer, card.node_id, f"there are {self._preset.bounds.max_nodes} nodes already"),)
-            case Merged.OWN_AHEAD:
-                self._ahead = max(self._ahead, card.version + 1)
-                clash = self._clashed(card, now) if self._clashes.see(card, now) else ()
-                return (*clash, *self._adopt(now))
-            case Merged.LEFT:
-                self._news = True
-                self._peers.forget(card.node_id)
-                return (Left(card.node_id),)
-            case Merged.NEW | Merged.NEWER | Merged.RESTARTED:
-                self._news = True
-                self._peers.forget(card.node_id)
-                self._peers.is_at(card.node_id, card.addresses)
-                news: Effect = {Merged.NEW: Appeared, Merged.NEWER: Changed, Merged.RESTARTED: Restarted}[merged](card)
-                clash = self._clashed(card, now) if self._clashes.see(card, now) else ()
-                return (news, *clash)
-
-    def _clashed(self, card: NodeCard, now: float) -> tuple[Effect, ...]:
-        return tuple(
-            Clashed(clash.node_id, clash.addresses, clash.other_addresses)
-            for clash in self._clashes.clashes(now)
-            if clash.node_id == card.node_id
-        )
+        self._next_rise = now + self._preset.exchange_s
+        return (Reseal(self._intake.above, "others hold a newer card of this node, from an earlier life or another process"),)

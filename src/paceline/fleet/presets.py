@@ -26,6 +26,8 @@ class Preset:
     everybody in fewer rounds; each costs a set of digests (18 bytes a node) and two calls more."""
     fanout_news: int = 3
     """The same after a round that brought a new card, a goodbye or a revocation. Raising it: as above, but only while there is news."""
+    fanout_goodbye: int = 16
+    """Peers a node says goodbye to itself. Raising it: stopping takes a call to each; whoever is not called hears of it in a round or two."""
     jitter: float = 0.1
     """Rounds are spread by this fraction of `exchange_s`. Raising it: rounds grow uneven; at 0 nodes that started together call together."""
     max_calls: int = 8

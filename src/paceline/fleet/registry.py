@@ -8,84 +8,14 @@ replayed card revives nothing. The node's own card is what it announced, whateve
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard
+from paceline.fleet.entry import Difference, Entry, Merged, change, received
 from paceline.fleet.messages import Digest, PassedCard, Stamp
 from paceline.fleet.revocations import Revocations
 from paceline.fleet.stamps import StampChain, holds, node_key, salt
 from paceline.fleet.view import LiveCard
-
-
-class Merged(Enum):
-    """What became of a card or stamp that was offered."""
-
-    NEW = auto()
-    """A node that was not held."""
-    NEWER = auto()
-    """A newer card of a node that was held."""
-    RESTARTED = auto()
-    """The same, from a new process."""
-    STAMPED = auto()
-    """The card held, fresher."""
-    LEFT = auto()
-    """The node's goodbye, seen for the first time."""
-    STALE = auto()
-    """Nothing newer than what is known."""
-    EXPIRED = auto()
-    """Newer, but older than its TTL."""
-    REVOKED = auto()
-    FORGED = auto()
-    """A stamp that its card disowns."""
-    FULL = auto()
-    """One id more than the bound."""
-    OWN = auto()
-    """This node's own id, and not newer than what it announced."""
-    OWN_AHEAD = auto()
-    """This node's own id in a version above what it announced (or another card of the same): an earlier life, or another process."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """A card held, and when it ends. Times by this node's monotonic clock."""
-
-    sealed: SealedCard
-    digest: Digest
-    proof: bytes
-    stamped_at: float
-    """As far as ages told; never later than `first_seen`."""
-    first_seen: float
-    """When this very (version, beat) came."""
-    expires_at: float
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        return self.digest.version, self.digest.beat
-
-    def freshen(self, stamped_at: float) -> None:
-        """The same stamp by a quicker way: younger, but never younger than its first sight."""
-        self.stamped_at = max(self.stamped_at, min(stamped_at, self.first_seen))
-        self.expires_at = self.stamped_at + self.sealed.card.ttl_s
-
-    def passed(self, now: float, *, with_certificate: bool) -> PassedCard:
-        return PassedCard(self.sealed, self.digest.beat, self.proof, now - self.stamped_at, with_certificate)
-
-    def stamp(self, now: float) -> Stamp:
-        key, version, beat = self.digest
-        return Stamp(key, version, beat, self.proof, now - self.stamped_at)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What two nodes hold apart: what to hand over, and what to ask for."""
-
-    cards: tuple[PassedCard, ...]
-    stamps: tuple[Stamp, ...]
-    wanted: tuple[Digest, ...]
-    more: bool
-    """There were more cards than a message may carry."""
 
 
 class CardRegistry:
@@ -127,7 +57,7 @@ class CardRegistry:
             raise ValueError(f"{self.own} announces a card of {sealed.card.node_id}")
         if last is not None and sealed.card.version <= last.card.version:
             raise ValueError(f"version {sealed.card.version} is not above {last.card.version}")
-        self._hold(_entry(self.own_key, PassedCard(sealed), now))
+        self._hold(received(self.own_key, PassedCard(sealed), now))
 
     def restamp(self, chain: StampChain, now: float) -> bool:
         """Stamp this node's own card. False where the chain is another card's or has no stamp left: the node must sign a new card."""
@@ -135,7 +65,7 @@ class CardRegistry:
         version, beat = held.rank
         if chain.version != version or beat >= chain.length:
             return False
-        self._hold(_entry(self.own_key, PassedCard(held.sealed, beat + 1, chain.proof(beat + 1)), now))
+        self._hold(received(self.own_key, PassedCard(held.sealed, beat + 1, chain.proof(beat + 1)), now))
         return True
 
     # ------------------------------------------------------------------------------------------------------------------- merge
@@ -155,7 +85,8 @@ class CardRegistry:
             held.freshen(now - passed.age_s)
             return Merged.STALE
         if held is not None and (rank, passed.sealed.sealed) < (held.rank, held.sealed.sealed):
-            return Merged.STALE
+            same = held.sealed.card
+            return Merged.RIVAL if card.version == same.version and card.instance != same.instance else Merged.STALE
         if held is None and rank <= self._floors.get(key, (0, 0)):
             return Merged.STALE
         if passed.beat:
@@ -164,9 +95,8 @@ class CardRegistry:
                 return Merged.FORGED
         if held is None and len(self._entries) >= self._max_nodes:
             return Merged.FULL
-        entry = _entry(key, passed, now)
+        entry = received(key, passed, now)
         if entry.expires_at <= now:
-            self._forget(key, rank)
             return Merged.EXPIRED
         self._floors.pop(key, None)
         self._hold(entry)
@@ -175,7 +105,7 @@ class CardRegistry:
         else:
             self.members[card.node_id] = card.addresses
         self.soonest = min(self.soonest, entry.expires_at)
-        return _change(held, card)
+        return change(held, card)
 
     def merge_stamp(self, stamp: Stamp, now: float) -> Merged:
         """Take a stamp, if it is newer and of the card held."""
@@ -196,7 +126,6 @@ class CardRegistry:
         stamped_at = now - max(0.0, age_s)
         expires_at = stamped_at + card.ttl_s
         if expires_at <= now:
-            self._forget(key, (version, beat))
             return Merged.EXPIRED
         self._digests.discard(held.digest)
         held.digest = Digest(key, version, beat)
@@ -251,12 +180,12 @@ class CardRegistry:
             complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
             max_cards: hand over no more.
         """
-        theirs = frozenset(theirs)
+        theirs, mine = frozenset(theirs), self.digests()
         cards, stamps, wanted = list[PassedCard](), list[Stamp](), list[Digest]()
-        differing = {digest.key: digest for digest in theirs - self._digests}
+        differing = {digest.key: digest for digest in theirs - mine}
         for key, digest in differing.items():
             held = self._entries.get(key)
-            if held is None:
+            if held is None or key in self._lacking:
                 if digest[1:] > self._floors.get(key, (0, 0)):
                     wanted.append(Digest(key, 0))
             elif held.digest[1:] < digest[1:]:
@@ -266,7 +195,7 @@ class CardRegistry:
             else:
                 cards.append(held.passed(now, with_certificate=digest.version == 0))
         if complete:
-            unknown = (digest.key for digest in self._digests - theirs if digest.key not in differing)
+            unknown = sorted(digest.key for digest in mine - theirs if digest.key not in differing)
             cards.extend(self._entries[key].passed(now, with_certificate=True) for key in unknown)
         return Difference(tuple(cards[:max_cards]), tuple(stamps), tuple(wanted), more=len(cards) > max_cards)
 
@@ -330,20 +259,3 @@ class CardRegistry:
         self._floors[key] = rank
         if len(self._floors) > 4 * self._max_nodes:
             del self._floors[next(iter(self._floors))]
-
-
-def _entry(key: int, passed: PassedCard, now: float) -> Entry:
-    stamped_at = now - max(0.0, passed.age_s)
-    card = passed.sealed.card
-    return Entry(passed.sealed, Digest(key, card.version, passed.beat), passed.proof, stamped_at, now, stamped_at + card.ttl_s)
-
-
-def _change(held: Entry | None, card: NodeCard) -> Merged:
-    before = None if held is None or held.sealed.card.leaving else held.sealed.card
-    if card.leaving:
-        return Merged.LEFT if before is not None else Merged.STALE
-    if before is None:
-        return Merged.NEW
-    if before.version == card.version and before.instance == card.instance:
-        return Merged.STAMPED
-    return Merged.NEWER if before.instance == card.instance else Merged.RESTARTED

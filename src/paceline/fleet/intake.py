@@ -1,0 +1,100 @@
+"""What a node learns: revocations first, then cards, then stamps, merged into what it knows, and told as effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard, SealedRevocation
+from paceline.fleet.clashes import ClashWatch
+from paceline.fleet.effects import Appeared, Changed, Clashed, Effect, Expired, Ignored, Left, Restarted, Revoked
+from paceline.fleet.entry import Merged
+from paceline.fleet.messages import PassedCard, Stamp
+from paceline.fleet.peers import Peers
+from paceline.fleet.registry import CardRegistry
+from paceline.fleet.revocations import Revocations
+
+
+class Intake:
+    """Merges into a registry, a set of revocations, a watch for clashes and the peers to call."""
+
+    def __init__(self, registry: CardRegistry, revocations: Revocations, clashes: ClashWatch, peers: Peers) -> None:
+        self._registry, self._revocations, self._clashes, self._peers = registry, revocations, clashes, peers
+        self.news = True
+        """Whether something but stamps was learnt since the last round."""
+        self.revocation_news = False
+        """The same of revocations: until the next round is over they go out ahead of everything."""
+        self.above = 0
+        """Greatest version others hold of this node's own id, made by another life or process."""
+
+    def sweep(self, now: float) -> tuple[Effect, ...]:
+        """Drop what expired."""
+        effects: list[Effect] = []
+        for card in self._registry.sweep(now):
+            if not card.leaving:
+                self._peers.lost(card, now)
+                effects.append(Expired(card.node_id))
+        return tuple(effects)
+
+    def take(
+        self,
+        revocations: Iterable[SealedRevocation],
+        cards: Iterable[PassedCard],
+        stamps: Iterable[Stamp],
+        peer: NodeId,
+        now: float,
+    ) -> tuple[Effect, ...]:
+        """Everything in a message of `peer`. Call `sweep` first."""
+        effects = list(self.revoke(revocations))
+        for passed in cards:
+            effects += self._card(passed, peer, now)
+        for stamp in stamps:
+            if self._registry.merge_stamp(stamp, now) is Merged.FORGED:
+                effects.append(Ignored(peer, None, "a stamp that its card disowns"))
+        return tuple(effects)
+
+    def revoke(self, revocations: Iterable[SealedRevocation]) -> tuple[Effect, ...]:
+        """Take revocations, and drop the cards they void."""
+        new = self._revocations.merge(revocations)
+        if new:
+            self.news = self.revocation_news = True
+            self._registry.drop_revoked()
+        for sealed in new:
+            self._peers.forget(sealed.revocation.node_id)
+        return tuple(Revoked(sealed.revocation.node_id, sealed.revocation.not_after) for sealed in new)
+
+    def own(self, card: NodeCard, now: float) -> tuple[Effect, ...]:
+        """Note this node's own new card."""
+        return self._watch(card, now)
+
+    def _card(self, passed: PassedCard, peer: NodeId, now: float) -> tuple[Effect, ...]:
+        card = passed.sealed.card
+        merged = self._registry.merge(passed, now)
+        match merged:
+            case Merged.OWN | Merged.STALE | Merged.STAMPED | Merged.EXPIRED:
+                return ()
+            case Merged.REVOKED:
+                return (Ignored(peer, card.node_id, "its node is revoked"),)
+            case Merged.FORGED:
+                return (Ignored(peer, card.node_id, "a stamp that its card disowns"),)
+            case Merged.FULL:
+                return (Ignored(peer, card.node_id, "the fleet has as many nodes as this one may hold"),)
+            case Merged.RIVAL:
+                return self._watch(card, now)
+            case Merged.OWN_AHEAD:
+                self.above = max(self.above, card.version)
+                return self._watch(card, now)
+            case Merged.LEFT:
+                self.news = True
+                self._peers.forget(card.node_id)
+                return (Left(card.node_id),)
+            case Merged.NEW | Merged.NEWER | Merged.RESTARTED:
+                self.news = True
+                self._peers.forget(card.node_id)
+                self._peers.is_at(card.node_id, card.addresses)
+                told: Effect = {Merged.NEW: Appeared, Merged.NEWER: Changed, Merged.RESTARTED: Restarted}[merged](card)
+                return (told, *self._watch(card, now))
+
+    def _watch(self, card: NodeCard, now: float) -> tuple[Effect, ...]:
+        clash = self._clashes.see(card, now)
+        return () if clash is None else (Clashed(clash.node_id, clash.addresses, clash.other_addresses),)
