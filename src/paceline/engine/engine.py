@@ -114,16 +114,30 @@ class Engine:
             self._outbox.append(self._end(seq, FinishReason.ABORT))
 
     def step(self) -> list[GenerationChunk]:
-        """Keep the executor full, take one batch's output, and say what each sequence gained.
+        """Keep the executor full, take one batch's output, and say what each sequence gained. Raises as `collect` does."""
+        self.submit()
+        return self.collect()
+
+    def submit(self) -> None:
+        """Keep the executor full. Raises as `collect` does."""
+        while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
+            self._in_flight.append(planned)
+            try:
+                self._executor.submit(planned.batch)
+            except ExecutorLost as lost:
+                self._replay(lost, self._outbox)
+            except Exception as error:
+                self._fail(error, self._outbox)
+                raise
+
+    def collect(self) -> list[GenerationChunk]:
+        """Take one batch's output, and say what each sequence gained.
 
         Raises:
             Exception: whatever the executor raised, but for a loss that can be replayed. The endings come with the next call.
         """
         chunks, self._outbox = self._outbox, []
         try:
-            while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
-                self._in_flight.append(planned)
-                self._executor.submit(planned.batch)
             if self._in_flight:
                 output = self._executor.collect(self._clock.monotonic() + self._config.step_timeout_s)
                 self._read(self._in_flight.popleft(), output, chunks)

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.ids import BatchId
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.executor import StepBatch, StepOutput
 
@@ -69,6 +70,17 @@ class LayerRunner(Protocol[Activations]):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A batch as arrays: `collect` goes straight to the kernels."""
+
+    batch_id: BatchId
+    token_ids_T: Int32
+    plan: RowPlan
+    rows_R: Int32
+    """Rows of T whose logits are wanted."""
+
+
 class LocalExecutor(Generic[Activations]):
     """Runs whole batches on one runner, in the caller's thread."""
 
@@ -79,16 +91,12 @@ class LocalExecutor(Generic[Activations]):
         self.one_path, self.numerics_id = runner.one_path, runner.numerics_id
         self._runner = runner
         self._tables = BlockTables()
-        self._pending: deque[StepBatch] = deque()
+        self._pending: deque[_Prepared] = deque()
 
     def submit(self, batch: StepBatch) -> None:
         if len(self._pending) >= self.depth:
             raise RuntimeError(f"batch {batch.batch_id} submitted with {len(self._pending)} in flight; depth is {self.depth}")
         self._tables.update(batch)
-        self._pending.append(batch)
-
-    def collect(self, deadline: float) -> StepOutput:  # noqa: ARG002  kernels in this thread can't be given up half way
-        batch = self._pending.popleft()
         token_ids: list[int] = []
         starts: list[int] = []
         rows: list[int] = []
@@ -97,9 +105,13 @@ class LocalExecutor(Generic[Activations]):
             starts.append(start)
             token_ids += step.token_ids
             rows += [start + row for row in step.logits_rows]
-        plan = self._plan(batch, starts)
-        x = self._runner.run_layers(self._runner.embed(np.array(token_ids, np.int32)), plan)
-        return StepOutput(batch.batch_id, self._runner.logits(x, np.array(rows, np.int32)))
+        ids, logits_rows = np.array(token_ids, np.int32), np.array(rows, np.int32)
+        self._pending.append(_Prepared(batch.batch_id, ids, self._plan(batch, starts), logits_rows))
+
+    def collect(self, deadline: float) -> StepOutput:  # noqa: ARG002  kernels in this thread can't be given up half way
+        batch = self._pending.popleft()
+        x = self._runner.run_layers(self._runner.embed(batch.token_ids_T), batch.plan)
+        return StepOutput(batch.batch_id, self._runner.logits(x, batch.rows_R))
 
     def close(self) -> None:
         self._tables = BlockTables()

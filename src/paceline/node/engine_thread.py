@@ -31,7 +31,8 @@ class StepEngine(Protocol):
     def has_work(self) -> bool: ...
     def add(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: RequestId) -> None: ...
-    def step(self) -> list[GenerationChunk]: ...
+    def submit(self) -> None: ...
+    def collect(self) -> list[GenerationChunk]: ...
     def stats(self) -> EngineStats: ...
     def check_invariants(self) -> None: ...
 
@@ -45,7 +46,7 @@ class EngineThread:
         Args:
             engine: nobody else may touch it any more.
             release: frees what the engine ran on; called in the engine's thread, last.
-            tell: called in that thread after each step and whenever the engine comes to rest; must not wait.
+            tell: called in that thread once a step, when the next one is under way, and whenever the engine comes to rest; must not wait.
         """
         self._engine = engine
         self._release = release
@@ -80,16 +81,24 @@ class EngineThread:
 
     def _run(self) -> None:
         engine, taken = self._engine, 0
+        chunks = list[GenerationChunk]()
         while True:
             if not engine.has_work:
                 engine.check_invariants()
+                self._tell(Report(taken, engine.has_work, chunks, [], engine.stats()))
+                chunks = []
             commands = self._take(wait=not engine.has_work)
             taken += len(commands)
+            refused = self._apply(commands)
+            try:
+                engine.submit()
+            finally:
+                # Said now, so that the event loop hands it out while kernels run without the interpreter lock, and not while
+                # this thread wants it to plan the next batch.
+                self._tell(Report(taken, engine.has_work, chunks, refused, engine.stats()))
             if Stop() in commands:
                 return
-            refused = self._apply(commands)
-            chunks = engine.step() if engine.has_work else []
-            self._tell(Report(taken, engine.has_work, chunks, refused, engine.stats()))
+            chunks = engine.collect() if engine.has_work else []
 
     def _take(self, *, wait: bool) -> list[Command]:
         """All commands that are there; with `wait`, sleep until there is one."""

@@ -65,7 +65,10 @@ class EchoEngine:
         self.aborted.append(request_id)
         self._live.pop(request_id, None)
 
-    def step(self) -> list[GenerationChunk]:
+    def submit(self) -> None:
+        pass
+
+    def collect(self) -> list[GenerationChunk]:
         self.gate.pass_through()
         self._steps += 1
         if self._steps == self._crash_at:
