@@ -12,10 +12,11 @@ from paceline.backends.memory import human
 from paceline.cli.terminal import Terminal
 from paceline.store.catalog import list_models
 from paceline.store.home import Home
+from paceline.store.partial import list_parts
 
 
 def run_models(*, as_json: bool) -> None:
-    """Print a table, or JSON: a list of objects with the fields of `LocalModel`."""
+    """Print a table and what is here in part, or JSON: a list of objects with the fields of `LocalModel`, of whole models alone."""
     home = Home.from_environment()
     models = list_models(home)
     if as_json:
@@ -23,7 +24,8 @@ def run_models(*, as_json: bool) -> None:
         print()
         return
     console = Terminal()
-    if not models:
+    parts = list_parts(home)
+    if not models and not parts:
         console.print("No models here yet. `paceline pull org/name` gets one.")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -32,7 +34,12 @@ def run_models(*, as_json: bool) -> None:
     for model in models:
         if model.problem is None:
             table.add_row(model.name, human(model.nbytes), model.format, model.family, str(model.context))
-    console.print(table)
+    if models:
+        console.print(table)
+    for part in parts:
+        layers = ", ".join(f"{run.start}-{run.stop - 1}" for run in part.layers)
+        what = f"layers {layers} of {part.n_layers}, {human(part.nbytes)}" if part.problem is None else f"damaged: {part.problem}"
+        console.print(f"{part.name} in part: {what}; pull it to have all of it", markup=False, soft_wrap=True, style="dim")
     unusable = [model for model in models if model.problem is not None]
     for model in unusable:
         console.print(f"{model.name} can't be used: {model.problem}", markup=False, soft_wrap=True, style="yellow")

@@ -6,6 +6,7 @@ are there, checked, and open as a model. What lies elsewhere on disk is opened t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -71,7 +72,7 @@ def pull(
     address = hub.endpoint() if endpoint is None else endpoint.rstrip("/")
     with httpx.Client(headers=headers, timeout=httpx.Timeout(30.0), follow_redirects=True) as client:
         listing = hub.list_repo(client, address, hub_ref)
-        with only_one(home.partial / f"{hub_ref.folder.replace('/', '--')}.lock", hub_ref.folder):
+        with folder_lock(hub_ref.folder, home):
             return _pull_listed(client, hub_ref, listing, home, progress, sleep)
 
 
@@ -120,7 +121,7 @@ def _pull_listed(
         advance(file.size)
     # All renames at the end, so that a pull of a newer revision that breaks off leaves the older model whole. Between the first rename
     # and the new manifest it is neither, and must not be listed should this process end there.
-    _unlist(folder, [file.name for file, _ in arrived])
+    unlist(folder, [file.name for file, _ in arrived])
     for file, part in arrived:
         try:
             part.replace(folder / file.name)
@@ -176,6 +177,11 @@ def check_space(name: str, folder: Path, missing: int) -> None:
         )
 
 
+def folder_lock(folder: str, home: Home) -> contextlib.AbstractContextManager[None]:
+    """Alone in changing a folder under `models/`. Raises FetchInProgress where somebody else does."""
+    return only_one(home.partial / f"{folder.replace('/', '--')}.lock", folder)
+
+
 def write_manifest(folder: Path, about: dict[str, object], files: dict[str, dict[str, object]]) -> None:
     """Add what was fetched to what was there: a folder may hold several GGUF models of one repository.
 
@@ -189,8 +195,12 @@ def write_manifest(folder: Path, about: dict[str, object], files: dict[str, dict
     _write(path, {**before, **about, "files": {**kept, **files}})
 
 
-def _unlist(folder: Path, names: list[str]) -> None:
-    """Take files out of the manifest: they are about to change."""
+def unlist(folder: Path, names: list[str]) -> None:
+    """Take files out of the manifest: they are about to change.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
     entry = read_json_object(folder / MANIFEST) or {}
     known = entry.get("files")
     if isinstance(known, dict) and not known.keys().isdisjoint(names):

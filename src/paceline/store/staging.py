@@ -24,7 +24,7 @@ from paceline.store.home import Home, read_json_object
 from paceline.store.locks import only_one
 from paceline.store.partial import PartNote, Runs, read_note, write_note
 from paceline.store.pieces import FileSums, remember_sums
-from paceline.store.pull import check_space, write_manifest
+from paceline.store.pull import check_space, folder_lock, unlist, write_manifest
 from paceline.store.selection import BESIDE, gguf_models
 
 _LONGEST_NAME: Final = 200
@@ -146,15 +146,22 @@ class Staging:
             if digest != entry.sha256:
                 path.unlink()
                 raise WrongBytes(f"{entry.name} has the SHA-256 {digest[:12]}..., {entry.sha256[:12]}... was promised")
+        with folder_lock(self._name.partition(":")[0], self._home):
+            return self._install()
+
+    def _install(self) -> LocalModel:
+        """Put checked files in place."""
         folder = _model_folder(self._name, self._home)
-        for entry in self._manifest.files:
+        entries = self._manifest.files
+        unlist(folder, [entry.name for entry in entries])
+        for entry in entries:
             _place(self._folder / entry.name, folder / entry.name)
             # Another node that asks this one next gets it without its being read once more.
             remember_sums(folder / entry.name, FileSums(entry.size, entry.sha256, entry.pieces), self._home)
-        first = next(iter(gguf_models(entry.name for entry in self._manifest.files)), None)
+        first = next(iter(gguf_models(entry.name for entry in entries)), None)
         path = folder if first is None else folder / first
         open_model(str(path), self._home)
-        write_manifest(folder, {}, {entry.name: {"size": entry.size, "sha256": entry.sha256} for entry in self._manifest.files})
+        write_manifest(folder, {}, {entry.name: {"size": entry.size, "sha256": entry.sha256} for entry in entries})
         shutil.rmtree(self._folder, ignore_errors=True)
         return describe(next(location for location in locations(self._home) if location.path == path), self._home)
 
