@@ -21,13 +21,19 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     """
     if sys.platform == "darwin":
         # macOS keeps little memory free on purpose and compresses the rest; half of all is what a person can spare.
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return _physical() // 2
     free = [_machine(proc)]
     for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
         most, now = _number(cgroup / limit), _number(cgroup / used)
         if most is not None and now is not None:
             free.append(max(0, most - now + _reclaimable(cgroup / Path(limit).parent)))
     return min(free)
+
+
+def total_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory this process could have at most: the machine's, or its container's where that is less."""
+    limits = (_number(cgroup / limit) for limit in ("memory.max", "memory/memory.limit_in_bytes"))
+    return min([_physical(), *(limit for limit in limits if limit is not None)])
 
 
 def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
@@ -57,9 +63,13 @@ def _machine(proc: Path) -> int:
     try:
         lines = (proc / "meminfo").read_text().splitlines()
     except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return _physical() // 2
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _physical() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _number(path: Path) -> int | None:

@@ -99,6 +99,32 @@ def models(as_json: AsJson = False) -> None:
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A model's name, or its digest.")],
+    prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of a typical prompt.")] = 512,
+    answer_tokens: Annotated[int, typer.Option("--answer", min=1, help="Tokens of a typical answer.")] = 256,
+    weights: Annotated[str, typer.Option("--weights", "-w", help="Format in memory. Default: any that is offered.")] = "",
+    ways: Annotated[str, typer.Option("--ways", help="Of alone, draft, pipeline: those allowed. Default: all.")] = "",
+    pin: Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")] = None,
+    draft_on: Annotated[str | None, typer.Option("--draft-on", help="The machine that drafts.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which machines would run a model, how fast, and why."""
+    from paceline.cli.plan import run_plan
+
+    run_plan(
+        model,
+        weights=weights,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        ways=ways,
+        pins=pin or [],
+        draft_on=draft_on,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def bench(
     model: Model = DEFAULT_MODEL,
     prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")] = 128,

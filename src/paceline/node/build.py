@@ -6,7 +6,6 @@ decision is not the obvious one.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +14,24 @@ from paceline.backends.memory import available_bytes, human
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.model import ModelSpec, WeightsFormat
-from paceline.core.weights import EMBEDDING, HEAD, WeightSource, tensor_shapes
+from paceline.core.model import WeightsFormat
+from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.node import accelerator
 from paceline.node.cores import usable_cores
 from paceline.node.host import EngineHost
+from paceline.node.offers import WarmModel
 from paceline.node.settings import NodeSettings
+from paceline.node.shapes import stored_format, weights_bytes
 from paceline.node.sizing import KvPlan, plan_kv
+from paceline.node.speed import SpeedKey, learn_speed
 from paceline.server.inference import ServedModel
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
 
 BLOCK_SIZE = 16
-_BITS = {WeightsFormat.INT4: 5.0, WeightsFormat.INT8: 8.5, WeightsFormat.BF16: 16.0}
-"""Bits a weight takes in memory, its group's scale and offset included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class BuiltEngine:
     threads: int
     kernels: Kernels
     notes: tuple[str, ...]
+    opened: OpenedModel
+    runner: LayerRunner[Any]
 
     @property
     def summary(self) -> str:
@@ -67,6 +69,8 @@ class BuiltNode:
     model: ServedModel
     notes: tuple[str, ...]
     summary: str
+    warm: WarmModel
+    """What the node's card says of it."""
 
     def close(self) -> bool:
         """Stop; see `EngineHost.close`."""
@@ -134,19 +138,31 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         threads=threads,
         kernels=kernels,
         notes=tuple(notes),
+        opened=opened,
+        runner=runner,
     )
 
 
 def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None) -> BuiltNode:
-    """`build_engine`, behind a host with the engine in a thread of its own.
+    """`build_engine`, behind a host with the engine in a thread of its own. The first time, the model's speed is measured: about a second.
 
     Raises:
         UserError: something asked for can't be had.
     """
     clock = clock or SystemClock()
     built = build_engine(settings, progress, clock)
+    warm = introduced(built, Home.from_environment(), clock)
     host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
-    return BuiltNode(host, built.model, built.notes, built.summary)
+    return BuiltNode(host, built.model, built.notes, built.summary, warm)
+
+
+def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:
+    """What a card says of an engine that has not run yet. Its speed is measured if it never was."""
+    opened, digest = built.opened, built.opened.weights.digest
+    key = SpeedKey(digest, built.weights, built.threads)
+    speed = learn_speed(home, key, built.runner, opened.tokenizer, built.config, clock)
+    size = sum(opened.weights.nbytes(name) for name in opened.weights.names())
+    return WarmModel(built.model.name, digest, built.weights, opened.spec, built.kv.context, size, speed)
 
 
 def must_compile() -> bool:
@@ -167,23 +183,6 @@ def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, pr
             from paceline.backends import torch
 
             return torch.load(source, options, progress, device="cuda" if kernels is Kernels.CUDA else "cpu")
-
-
-def stored_format(source: WeightSource) -> WeightsFormat:
-    """The format nearest to what a file holds: fewer bits would lose, more would only take memory."""
-    spec = source.spec
-    name = "model.layers.0.self_attn.o_proj.weight"
-    bits = 8 * source.nbytes(name) / (spec.hidden * spec.n_heads * spec.head_dim)
-    return WeightsFormat.INT4 if bits < 7 else WeightsFormat.INT8 if bits < 12 else WeightsFormat.BF16
-
-
-def weights_bytes(spec: ModelSpec, weights: WeightsFormat) -> int:
-    """What a model's weights take in memory. The embedding and the head are held at 8 bits or more."""
-    edge_bits = max(_BITS[weights], _BITS[WeightsFormat.INT8])
-    bits = sum(
-        math.prod(shape) * (edge_bits if name in {EMBEDDING, HEAD} else _BITS[weights]) for name, shape in tensor_shapes(spec).items()
-    )
-    return int(bits / 8)
 
 
 def _served(opened: OpenedModel, weights: WeightsFormat, numerics_id: str, context: int, clock: Clock) -> ServedModel:

@@ -5,6 +5,8 @@
     cache/digests/               SHA-256 of files and of their pieces, by path, size and modification time
     cache/tokenizers/            tokenizers built from GGUF metadata
     cache/kernels/               compiled kernels, by version and processor
+    cache/speeds/                tokens a second that models were measured at here
+    cache/memory_rate.json       the memory's bandwidth, as measured since the machine last started
     fleet/                       identity, and what belongs to it: see `transport.trust.folder`
 
 Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs time
@@ -61,6 +63,14 @@ class Home:
     @property
     def kernels(self) -> Path:
         return self.root / "cache" / "kernels"
+
+    @property
+    def speeds(self) -> Path:
+        return self.root / "cache" / "speeds"
+
+    @property
+    def memory_rate(self) -> Path:
+        return self.root / "cache" / "memory_rate.json"
 
     @property
     def fleet(self) -> Path:

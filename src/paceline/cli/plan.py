@@ -1,0 +1,91 @@
+"""`paceline plan MODEL`: which machines would run it, what else there is, and what stands in the way of better."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.core.errors import ConfigError
+from paceline.core.ids import NodeId
+from paceline.fleet.choices import seconds
+from paceline.fleet.explanation import headline, parts
+from paceline.fleet.plan import Choice, PlanRequest, Way
+from paceline.node.planning import Explained, View, explained, parse_pin
+
+
+def run_plan(
+    model: str,
+    *,
+    weights: str,
+    prompt_tokens: int,
+    answer_tokens: int,
+    ways: str,
+    pins: Sequence[str],
+    draft_on: str | None,
+    as_json: bool,
+    view: View | None = None,
+) -> None:
+    """Plan, then print it for a person or as JSON.
+
+    Raises:
+        ConfigError: an option makes no sense.
+        PlacementError: no machine can run it.
+    """
+    request = PlanRequest(
+        model,
+        weights=weights,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        ways=_ways(ways),
+        pins=tuple(parse_pin(pin) for pin in pins),
+        proposer=None if draft_on is None else NodeId(draft_on),
+    )
+    made = explained(request, view)
+    if as_json:
+        json.dump(made.as_json(), sys.stdout, indent=2)
+        print()
+    else:
+        show(Console(highlight=False), made)
+
+
+def show(console: Console, made: Explained) -> None:
+    """Print a plan for a person: what was chosen on top, the others below it, then why."""
+    plan = made.plan
+    lengths = f"{plan.request.prompt_tokens} tokens of prompt, {plan.request.answer_tokens} of answer"
+    weights = f", {plan.chosen.weights} weights" if plan.chosen.weights else ""
+    console.print(Text.assemble((plan.chosen.model_id, "bold"), f"{weights}, {lengths}"))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("plan", overflow="fold")
+    for heading in ("tokens/s", "first token", "all"):
+        table.add_column(heading, justify="right")
+    for place, choice in enumerate((plan.chosen, *plan.runners_up)):
+        table.add_row(*(Text(cell, "bold" if place == 0 else "dim") for cell in _row(choice)))
+    console.print(table)
+    for line in parts(plan.chosen):
+        console.print(Text(f"- {line}"))
+    console.print(Text.assemble("bound by ", (str(plan.constraint), "bold"), f": {plan.because}"))
+    for line in made.lines:
+        if line.startswith("note: "):
+            console.print(Text(line, "yellow"))
+    for each in plan.excluded:
+        console.print(Text(f"not alone: {each.node_id} {each.why}", "dim"))
+
+
+def _row(choice: Choice) -> tuple[str, str, str, str]:
+    estimate = choice.estimate
+    about = "" if estimate.measured else "about "
+    return headline(choice), f"{about}{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s)
+
+
+def _ways(text: str) -> frozenset[Way]:
+    if not text:
+        return frozenset(Way)
+    try:
+        return frozenset(Way(part.strip()) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--ways {text!r} names no way of running a model", f"Choose of {', '.join(Way)}.") from None

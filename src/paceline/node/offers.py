@@ -1,0 +1,154 @@
+"""What this machine could do with the models on its disk: the offers of its card.
+
+Law: nothing is read but the heads of files, and no digest is computed here: it is empty until it is known (`learn_digests`, in a thread of
+its own). Speeds are those measured when a model was last loaded (`node.speed`); a model that never was has none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.backends import table
+from paceline.core.errors import PacelineError
+from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.fleet.card import ModelOffer, Role
+from paceline.node.shapes import model_shape, stored_format
+from paceline.node.speed import Speed, SpeedCache, SpeedKey
+from paceline.store.catalog import ModelLocation, locations, open_weights
+from paceline.store.digests import DigestCache
+from paceline.store.home import Home, identity_key
+from paceline.store.pieces import file_sums
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmModel:
+    """A model that is loaded and serving here."""
+
+    name: str
+    digest: str
+    weights: WeightsFormat
+    spec: ModelSpec
+    context: int
+    """As served: memory may allow less than the model's own."""
+    size_bytes: int
+    speed: Speed
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What the heads of a model's files say."""
+
+    spec: ModelSpec
+    size_bytes: int
+    stored: WeightsFormat
+    digest: str
+    """Empty where it is not known yet."""
+    keys: dict[Path, str]
+    """The files, as they were."""
+
+    @property
+    def is_current(self) -> bool:
+        return self.digest != "" and all(identity_key(file, "head") == key for file, key in self.keys.items())
+
+
+class Shelf:
+    """The models on this machine's disk. Remembers the heads of files it has read."""
+
+    def __init__(self, home: Home, threads: int, *, cuda: bool) -> None:
+        self._home, self._threads, self._cuda = home, threads, cuda
+        self._digests, self._speeds = DigestCache(home), SpeedCache(home)
+        self._heads: dict[Path, _Head] = {}
+
+    def offers(self, warm: Sequence[WarmModel] = (), beside: Sequence[ModelLocation] = ()) -> tuple[ModelOffer, ...]:
+        """Every model that could run here, those that do first; of those that lie elsewhere than in the home, the ones named."""
+        loaded = {(name, str(model.weights)) for model in warm for name in (model.digest, model.name)}
+        here = locations(self._home)
+        known = {location.path for location in here}
+        here += [location for location in beside if location.path not in known]
+        cold = [offer for location in here if (offer := self._offer(location)) is not None]
+        return (
+            *(warm_offer(model) for model in warm),
+            *(offer for offer in cold if (offer.digest or offer.model_id, offer.weights) not in loaded),
+        )
+
+    def _offer(self, location: ModelLocation) -> ModelOffer | None:
+        """None where the model can't run here, or is damaged."""
+        try:
+            head = self._head(location)
+            weights = WeightsFormat.BF16 if self._cuda else head.stored
+            table.choose(head.spec, weights, cuda=self._cuda)
+        except (PacelineError, OSError) as error:
+            logger.debug("%s is not offered: %s", location.name, error)
+            return None
+        speed = self._speeds.find(SpeedKey(head.digest, weights, self._threads)) if head.digest else None
+        return _offer(location.name, head.digest, weights, head.spec, head.size_bytes, speed)
+
+    def _head(self, location: ModelLocation) -> _Head:
+        head = self._heads.get(location.path)
+        if head is None or not head.is_current:
+            weights = open_weights(location.path, self._digests)
+            keys = {file: identity_key(file, "head") for file in weights.files}
+            size = sum(file.stat().st_size for file in weights.files)
+            head = self._heads[location.path] = _Head(weights.spec, size, stored_format(weights), weights.known_digest or "", keys)
+        return head
+
+
+def warm_offer(model: WarmModel) -> ModelOffer:
+    """A model that serves, as a card says it."""
+    offer = _offer(model.name, model.digest, model.weights, model.spec, model.size_bytes, model.speed)
+    assert offer.shape is not None
+    return replace(offer, warm=True, shape=replace(offer.shape, max_context=model.context))
+
+
+def learn_digests(home: Home, stopped: Callable[[], bool]) -> int:
+    """Compute the digests of models that have none yet. Takes as long as reading them; for a thread of its own.
+
+    Args:
+        home: keeps them.
+        stopped: asked every few MiB; True ends this at once.
+
+    Returns:
+        How many models gained one.
+    """
+    cache, learned = DigestCache(home), 0
+
+    def read(_: int) -> None:
+        if stopped():
+            raise _Stopped
+
+    for location in locations(home):
+        try:
+            weights = open_weights(location.path, cache)
+            if weights.known_digest is not None:
+                continue
+            for file in weights.files:
+                file_sums(file, home, read)  # which remembers the file's digest too
+            learned += weights.known_digest is not None
+        except _Stopped:
+            break
+        except (PacelineError, OSError) as error:
+            logger.warning("the digest of %s can't be had: %s", location.name, error)
+    return learned
+
+
+class _Stopped(Exception):
+    """Raised inside a file that is being read."""
+
+
+def _offer(name: str, digest: str, weights: WeightsFormat, spec: ModelSpec, size_bytes: int, speed: Speed | None) -> ModelOffer:
+    offer = ModelOffer(name, Role.VERIFIER, str(weights), digest=digest, size_bytes=size_bytes, shape=model_shape(spec, weights))
+    if speed is None:
+        return offer
+    return replace(
+        offer,
+        tokens_per_second=speed.tokens_per_second,
+        prefill_tokens_per_second=speed.prefill_tokens_per_second,
+        numerics_id=speed.numerics_id,
+        holds_identity=speed.holds_identity,
+        vocabulary=speed.vocabulary,
+    )

@@ -1,0 +1,113 @@
+"""`paceline plan`: what the fleet would do with a request, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
+from paceline.fleet.card import NodeCard
+from paceline.fleet.explanation import explain
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
+from paceline.store.catalog import ModelLocation
+from paceline.store.home import Home
+
+BUILT = frozenset({Way.ALONE})
+"""Ways that this version can run; the others are planned, priced and explained."""
+
+View = Callable[[], Sequence[NodeCard]]
+"""The live cards, as a node of the fleet sees them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A plan and its explanation."""
+
+    plan: Plan
+    lines: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return _plain(asdict(self.plan)) | {"explanation": list(self.lines)}
+
+
+def explained(request: PlanRequest, view: View | None = None) -> Explained:
+    """Plan a request and say why.
+
+    Args:
+        request: what for. Its model may be named as on this machine (an alias, a path).
+        view: the fleet; default: this machine alone, as it sees itself.
+
+    Raises:
+        PlacementError: there is no plan.
+    """
+    location = _known_here(request.model)
+    cards = this_machine(location) if view is None else view()
+    named = {offer.model_id for card in cards for offer in card.models}
+    if request.model not in named and location is not None:
+        # This machine may call it otherwise: an alias, a path.
+        request = replace(request, model=location.name)
+    made = plan(cards, request)
+    lines = [*explain(made)]
+    if made.chosen.way not in BUILT:
+        lines.append(f"note: this version does not run {made.chosen.way} yet")
+    if len(cards) == 1:
+        lines.append("note: this machine is alone; `paceline join` makes it part of a fleet")
+    return Explained(made, tuple(lines))
+
+
+def this_machine(beside: ModelLocation | None = None) -> Sequence[NodeCard]:
+    """A fleet of one: this machine's own card, with a model that lies elsewhere than in its home."""
+    from paceline.node.capability import SelfPortrait, own_name
+
+    portrait = SelfPortrait(NodeId(own_name()), Home.from_environment())
+    portrait.look(beside=() if beside is None else (beside,))
+    return (portrait.card(),)
+
+
+def parse_pin(text: str) -> Pin:
+    """`NODE`, or `NODE:FIRST-LAST`, both layers included.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    name, _, span = text.rpartition(":") if ":" in text else (text, "", "")
+    if not span:
+        if name and ":" not in text:
+            return Pin(NodeId(name))
+    else:
+        first, dash, last = span.partition("-")
+        if name and dash and all(part.isascii() and part.isdigit() and len(part) < 7 for part in (first, last)):
+            return Pin(NodeId(name), LayerRange(int(first), int(last) + 1))
+    raise ConfigError(f"--pin {text!r} is no machine", "Write it like desktop, or desktop:0-15 for its layers, counted from 0.")
+
+
+def _known_here(model: str) -> ModelLocation | None:
+    """A model that this machine has, by any of its names. A bundled model's alias and its file are that model."""
+    from paceline.store.catalog import locations, resolve
+
+    home = Home.from_environment()
+    try:
+        found = resolve(model, home)
+    except PacelineError:
+        return None  # nobody here knows it; placement says so if nobody else does
+    return next((location for location in locations(home) if location.path == found.path), found)
+
+
+def _plain(value: Any) -> Any:
+    """JSON's values: ways and ids as text, bytes as hex, sets in order."""
+    match value:
+        case dict():
+            return {key: _plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case frozenset():
+            return sorted(map(str, value))
+        case bytes():
+            return value.hex()
+        case _:
+            return value

@@ -1,0 +1,274 @@
+"""What a node says of itself, on this machine, with real files."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.backends import memory
+from paceline.core.clock import SystemClock
+from paceline.core.ids import NodeId
+from paceline.core.model import WeightsFormat
+from paceline.engine.config import EngineConfig
+from paceline.fleet.card import Role
+from paceline.fleet.figures import two_digits
+from paceline.node import memory_rate as rates
+from paceline.node.build import BLOCK_SIZE, build_engine, introduced
+from paceline.node.capability import LOOKUP, SelfPortrait, processor_name
+from paceline.node.cores import usable_cores
+from paceline.node.offers import Shelf, learn_digests
+from paceline.node.settings import NodeSettings
+from paceline.node.shapes import model_shape, weights_bytes
+from paceline.node.speed import Speed, SpeedCache, SpeedKey, learn_speed, measure, vocabulary_id
+from paceline.store.catalog import BUNDLED, MANIFEST, open_model
+from paceline.store.home import Home
+from paceline.testing.null_backend import ByteVocabulary, NullRunner
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be busy where tests run."""
+    monkeypatch.setattr(rates, "is_disturbed", lambda: False)
+    monkeypatch.setattr("paceline.node.speed.is_disturbed", lambda: False)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_in_all_is_the_machine_s_or_its_container_s(tmp_path: Path) -> None:
+    whole = memory.total_bytes(tmp_path)
+    assert whole > 1 << 28
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.total_bytes(tmp_path) == whole
+    (tmp_path / "memory.max").write_text(f"{1 << 28}\n")
+    assert memory.total_bytes(tmp_path) == 1 << 28
+
+
+def test_the_memory_s_rate_is_measured_once_in_an_uptime(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([5e9, 7e9, 9e9])
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+    monkeypatch.setattr(rates.platform, "node", lambda: "another")
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 7e9
+    home.memory_rate.write_text("{")
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 9e9
+
+
+def test_a_rate_measured_beside_busy_programs_is_measured_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([5e9, 4e9, 7e9])
+    monkeypatch.setattr(rates, "is_disturbed", lambda: True)
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+    monkeypatch.setattr(rates, "is_disturbed", lambda: False)
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+
+
+def test_this_machine_s_memory_has_a_rate() -> None:
+    assert 1e8 < rates.stream_rate(1) < 1e13
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+def test_a_speed_is_measured_once_for_its_key(home: Home) -> None:
+    vocabulary = ByteVocabulary(64)
+    config = EngineConfig(max_context=256, max_running=2)
+    key = SpeedKey("d", "int4", 2)
+    runner = NullRunner(n_blocks=64, block_size=4)
+    first = learn_speed(home, key, runner, vocabulary, config, SystemClock())
+    assert first.tokens_per_second > 0
+    assert first.prefill_tokens_per_second > 0
+    assert (first.numerics_id, first.holds_identity) == ("null", True)
+    run = runner.rows_run
+    assert learn_speed(home, key, runner, vocabulary, config, SystemClock()) == first
+    assert runner.rows_run == run
+    learn_speed(home, replace(key, threads=1), runner, vocabulary, config, SystemClock())
+    assert runner.rows_run > run
+
+
+def test_other_numerics_are_measured_anew_and_both_kept(home: Home) -> None:
+    cache, key = SpeedCache(home), SpeedKey("d", "int4", 2)
+    old, new = Speed(1.0, 2.0, "old", True, "v"), Speed(3.0, 4.0, "new", True, "v")
+    cache.keep(key, old)
+    assert cache.find(key) == old
+    assert cache.find(key, "new") is None
+    cache.keep(key, new)
+    assert cache.find(key) == new
+    assert cache.find(key, "old") == old
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "[]",
+        '{"last": "n"}',
+        '{"last": "n", "speeds": {"n": 5}}',
+        '{"last": "n", "speeds": {"n": {"tokens_per_second": "fast"}}}',
+        '{"last": 5, "speeds": {}}',
+    ],
+)
+def test_a_damaged_cache_is_an_empty_one(damage: str, home: Home) -> None:
+    cache, key = SpeedCache(home), SpeedKey("d", "int4", 2)
+    cache.keep(key, Speed(1.0, 2.0, "n", True, "v"))
+    (path,) = home.speeds.iterdir()
+    whole = json.loads(path.read_text())
+    path.write_text(damage)
+    assert cache.find(key) is None
+    whole["speeds"]["n"]["tokens_per_second"] = math.inf
+    path.write_text(json.dumps(whole))
+    assert cache.find(key) is None
+
+
+class Ticks:
+    """A clock that goes on by `step_s` each time it is read."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self._step_s = 0.0, step_s
+
+    def monotonic(self) -> float:
+        self.now_s += self._step_s
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(("step_s", "most_rows"), [(1e-6, 1000), (2.0, 90)])
+def test_a_slow_model_is_measured_by_a_shorter_run(step_s: float, most_rows: int) -> None:
+    from paceline.engine.engine import Engine
+    from paceline.engine.local import LocalExecutor
+
+    runner, vocabulary = NullRunner(n_blocks=400, block_size=4), ByteVocabulary(64)
+    clock = Ticks(step_s)
+    engine = Engine(LocalExecutor(runner), vocabulary, EngineConfig(max_context=1024, prefix_cache=False), clock)
+    decode, prefill = measure(engine, vocabulary, 1024, clock)
+    assert decode > 0
+    assert prefill > 0
+    assert most_rows / 2 < runner.rows_run < most_rows
+
+
+def test_a_vocabulary_s_id_is_that_of_its_tokens() -> None:
+    assert vocabulary_id(ByteVocabulary(64)) == vocabulary_id(ByteVocabulary(64))
+    others = [
+        ByteVocabulary(65),
+        ByteVocabulary(64, frozenset({1})),
+        ByteVocabulary(64, spellings=(b"", b"ab")),
+        ByteVocabulary(64, spellings=(b"", b"a")),
+    ]
+    assert len({vocabulary_id(each) for each in (ByteVocabulary(64), *others)}) == 5
+
+
+# ------------------------------------------------------------------------------------------------------------ the models
+
+
+def test_a_shape_adds_up_to_what_the_weights_take(home: Home) -> None:
+    spec = open_model(BUNDLED, home).spec
+    for weights in WeightsFormat:
+        shape = model_shape(spec, weights)
+        assert shape.n_layers * shape.layer_bytes + shape.edge_bytes == pytest.approx(weights_bytes(spec, weights), abs=64)
+        assert shape.kv_bytes_per_token_per_layer * 30 == spec.kv_bytes_per_token(spec.all_layers)
+
+
+def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
+    shelf = Shelf(home, 2, cuda=False)
+    (before,) = shelf.offers()
+    assert (before.model_id, before.weights, before.digest, before.warm) == (BUNDLED, "int4", "", False)
+    assert learn_digests(home, lambda: True) == 0
+    assert shelf.offers()[0].digest == ""
+    assert learn_digests(home, lambda: False) == 1
+    assert learn_digests(home, lambda: False) == 0
+    (after,) = shelf.offers()
+    assert len(after.digest) == 64
+    assert replace(after, digest="") == before
+
+
+def test_a_model_that_was_loaded_once_has_its_speed(home: Home) -> None:
+    learn_digests(home, lambda: False)
+    shelf = Shelf(home, 2, cuda=False)
+    (offer,) = shelf.offers()
+    SpeedCache(home).keep(SpeedKey(offer.digest, "int4", 2), Speed(123.4, 567.8, "n", True, "v"))
+    (offer,) = shelf.offers()
+    said = (offer.tokens_per_second, offer.prefill_tokens_per_second, offer.numerics_id, offer.holds_identity, offer.vocabulary)
+    assert said == (123.4, 567.8, "n", True, "v")
+
+
+def test_a_damaged_model_hides_no_other(home: Home, tmp_path: Path) -> None:
+    folder = home.models / "org" / "broken"
+    folder.mkdir(parents=True)
+    (folder / "x.gguf").write_bytes(b"GGUF nothing")
+    (folder / MANIFEST).write_text(json.dumps({"files": {"x.gguf": {}}}))
+    shelf = Shelf(home, 2, cuda=False)
+    assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
+    assert learn_digests(home, lambda: False) == 1
+    assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
+
+
+# ------------------------------------------------------------------------------------------------------------- the card
+
+
+def test_a_card_is_measured(home: Home) -> None:
+    portrait = SelfPortrait(NodeId("me"), home)
+    card = portrait.card(("10.0.0.1:1",))
+    assert (card.node_id, card.addresses, card.version) == ("me", ("10.0.0.1:1",), 0)
+    for figure in (card.memory_total_bytes, card.memory_free_bytes, card.memory_bytes_per_s):
+        assert figure == two_digits(figure) > 0
+    assert card.memory_free_bytes <= card.memory_total_bytes
+    assert str(card.backend) in {"cpu-avx512bf16", "torch-cpu", "torch-cuda"}
+    assert card.device
+    assert card.software
+    assert [offer.role for offer in card.models] == [Role.VERIFIER, Role.PROPOSER]
+    assert card.ring_address == ""
+
+
+def test_a_look_that_sees_the_same_changes_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([10_400_000_000, 10_600_000_000, 10_400_000_000, 10_700_000_000, 11_000_000_000])
+    monkeypatch.setattr("paceline.node.capability.available_bytes", lambda: next(free))
+    portrait = SelfPortrait(NodeId("me"), home)
+    assert [portrait.look() for _ in range(5)] == [True, False, False, False, True]
+    assert portrait.card().memory_free_bytes == 11_000_000_000
+
+
+def test_what_is_loaded_is_warm_and_measured(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build_engine(NodeSettings(context=512))
+    try:
+        warm = introduced(built, home, SystemClock())
+        portrait = SelfPortrait(NodeId("me"), home)
+        portrait.look([warm])
+        offer, lookup = portrait.card().models
+        assert lookup == LOOKUP
+        assert offer.warm
+        assert offer.digest == built.opened.weights.digest
+        assert offer.numerics_id == built.executor.numerics_id
+        assert offer.holds_identity
+        assert offer.tokens_per_second == two_digits(warm.speed.tokens_per_second) > 0
+        assert offer.prefill_tokens_per_second == two_digits(warm.speed.prefill_tokens_per_second) > 0
+        assert offer.vocabulary == vocabulary_id(built.opened.tokenizer)
+        assert offer.shape is not None
+        assert offer.shape.max_context == 512
+        assert built.engine.stats().steps == 0
+        # The measuring left nothing behind: the engine answers as if it had never been.
+        assert built.runner.block_size == BLOCK_SIZE
+        again = introduced(built, home, SystemClock())
+        assert again == warm
+        portrait.look()
+        assert not portrait.card().models[0].warm
+    finally:
+        built.executor.close()
+
+
+def test_a_processor_has_a_name(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Fast One\nprocessor\t: 1\nmodel name\t: Fast One\n")
+    assert processor_name(tmp_path / "cpuinfo").startswith("Fast One, ")
+    assert processor_name(tmp_path / "nothing").endswith(("core", "cores"))
+    assert np.isfinite(usable_cores())

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError, PlacementError
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.plan import Pin, PlanRequest, Way
+from paceline.node.planning import explained, parse_pin
+
+SHAPE = ModelShape(24, 2048, 100 << 20, 300 << 20, 2048, 32768)
+OFFER = ModelOffer("m", Role.VERIFIER, "int4", 20.0, 200.0, "d" * 64, shape=SHAPE)
+
+
+def card(name: str, free: int, *links: Link) -> NodeCard:
+    return NodeCard(
+        NodeId(name), 1, (), b"\x01", 1, 0, memory_free_bytes=free << 30, memory_total_bytes=16 << 30, models=(OFFER,), links=links
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "pin"),
+    [
+        ("desk", Pin(NodeId("desk"))),
+        ("desk:0-15", Pin(NodeId("desk"), LayerRange(0, 16))),
+        ("a:b:3-3", Pin(NodeId("a:b"), LayerRange(3, 4))),
+    ],
+)
+def test_a_pin(text: str, pin: Pin) -> None:
+    assert parse_pin(text) == pin
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":", "desk:", "desk:1", "desk:-", "desk:1-", "desk:-1-2", "desk:a-b", ":1-2", "desk:²-³", "desk:1-" + "9" * 5000]
+)
+def test_no_pin(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no machine"):
+        parse_pin(text)
+
+
+def test_this_machine_is_a_fleet_of_one() -> None:
+    made = explained(PlanRequest("SmolLM2"))
+    assert made.plan.chosen.model_id == "smollm2-135m"
+    assert made.plan.chosen.way is Way.ALONE
+    assert any("this machine is alone" in line for line in made.lines)
+
+
+def test_a_path_is_a_name(bundled_gguf: Path, tmp_path: Path) -> None:
+    assert explained(PlanRequest(str(bundled_gguf))).plan.chosen.model_id == "smollm2-135m"
+    (tmp_path / "copy.gguf").symlink_to(bundled_gguf)
+    assert explained(PlanRequest(str(tmp_path / "copy.gguf"))).plan.chosen.model_id == "copy"
+    with pytest.raises(PlacementError, match="No machine of the fleet has"):
+        explained(PlanRequest(str(tmp_path / "gone.gguf")))
+
+
+def test_a_live_view_is_planned_over() -> None:
+    fleet = [card("ant", 2, Link(NodeId("bee"), "x:1", 0.001, 1e8)), card("bee", 2)]
+    made = explained(PlanRequest("m"), lambda: fleet)
+    assert made.plan.chosen.way is Way.PIPELINE
+    assert "note: this version does not run pipeline yet" in made.lines
+    assert not any("alone" in line for line in made.lines if line.startswith("note: this machine"))
+    said = json.loads(json.dumps(made.as_json()))
+    assert said["chosen"]["stages"][0]["instance"] == "01"
+    assert said["request"]["ways"] == ["alone", "draft", "pipeline"]
+    assert said["explanation"] == list(made.lines)
