@@ -183,7 +183,7 @@ async def _over(
     channel: grpc.aio.Channel, fetch: Fetch, source: WeightsSource, part: ModelPart | None, end: End[Result], gained: list[int]
 ) -> Result:
     client = WeightsClient(channel, source.node_id)
-    manifest = await client.describe(source.digest, lambda _done, _total: None)
+    manifest = await client.describe(source.digest, _say_once(fetch, f"{source.node_id} reads its files of {source.model_id} first"))
     needed = pieces_needed(manifest, part)
     with staged(source.model_id, manifest, fetch.home) as staging:
         fetch.announce(f"{source.model_id} comes from {source.node_id}")
@@ -194,6 +194,19 @@ async def _over(
         finally:
             gained.append(tally.gained)
         return await in_thread(partial(end, staging, needed, tally.checked), tally.stop)
+
+
+def _say_once(fetch: Fetch, words: str) -> Callable[[int, int], None]:
+    said = False
+
+    def say(done: int, total: int) -> None:
+        nonlocal said
+        del done, total
+        if not said:
+            said = True
+            fetch.announce(words)
+
+    return say
 
 
 async def _receive(client: WeightsClient, manifest: ModelManifest, lacking: Sequence[PieceRun], staging: Staging, tally: _Tally) -> None:

@@ -56,6 +56,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
     def __init__(self, library: WeightsLibrary, *, streams: int = 4) -> None:
         self._library: Final = library
         self._free = streams
+        self._describing: Final = asyncio.Lock()
 
     # grpc.aio takes coroutines that write as well as generators; a cancelled coroutine ends at once, a generator when it is collected.
     async def DescribeWeights(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -63,7 +64,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
     ) -> None:
         await self._check(request.digest, context)
         self._free -= 1
-        so_far, left = (0, 0), False
+        so_far, begun, left = (0, 0), False, False
 
         def examined(done: int, total: int) -> None:
             nonlocal so_far
@@ -71,7 +72,14 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             if left:
                 raise _CallerLeft
 
-        task = asyncio.create_task(asyncio.to_thread(self._library.describe, request.digest, examined))
+        async def describe() -> ModelManifest:
+            nonlocal begun
+            # One after the other: the second caller for a model finds what the first one's wait has made.
+            async with self._describing:
+                begun = True
+                return await asyncio.to_thread(self._library.describe, request.digest, examined)
+
+        task = asyncio.create_task(describe())
         try:
             while not (await asyncio.wait({task}, timeout=_HEARTBEAT_S))[0]:
                 await context.write(wire.DescribeWeightsResponse(examined_bytes=so_far[0], bytes_to_examine=so_far[1]))
@@ -81,6 +89,8 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             await _refuse(context, error)
         finally:
             left = True
+            if not begun:
+                task.cancel()
             await _ended(task)
             self._free += 1
 
