@@ -24,7 +24,6 @@ def numba_cache() -> Iterator[None]:
 def test_known_once_complete(tmp_path: Path) -> None:
     assert not kernel_cache.use(tmp_path)
     folder = Path(os.environ["NUMBA_CACHE_DIR"])
-    folder.mkdir(parents=True)
     assert not kernel_cache.use(tmp_path)
     kernel_cache.complete()
     assert kernel_cache.use(tmp_path)
@@ -36,4 +35,34 @@ def test_old_versions_are_removed_but_for_the_latest(tmp_path: Path) -> None:
         (tmp_path / f"v{age}").mkdir()
         os.utime(tmp_path / f"v{age}", (1000 - age, 1000 - age))
     kernel_cache.use(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["v0", "v1", "v2"]
+    assert sorted(p.name for p in tmp_path.glob("v*")) == ["v0", "v1", "v2"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", None])
+def test_damaged_kernels_are_compiled_again(tmp_path: Path, damage: bytes | None) -> None:
+    kernel_cache.use(tmp_path)
+    kernel = Path(os.environ["NUMBA_CACHE_DIR"]) / "cpu" / "conduct.enter.1.nbc"
+    kernel.parent.mkdir()
+    kernel.write_bytes(b"machine code")
+    kernel_cache.complete()
+    assert kernel_cache.known(tmp_path)
+    kernel.unlink() if damage is None else kernel.write_bytes(damage)
+    assert not kernel_cache.known(tmp_path)
+    assert not kernel_cache.use(tmp_path)
+    assert not kernel.exists()
+
+
+def test_a_seal_that_is_no_seal_counts_for_nothing(tmp_path: Path) -> None:
+    kernel_cache.use(tmp_path)
+    folder = Path(os.environ["NUMBA_CACHE_DIR"])
+    for text in (b"", b"[]", b"\xff"):
+        (folder / "complete").write_bytes(text)
+        assert not kernel_cache.known(tmp_path)
+
+
+def test_where_nothing_can_be_kept_kernels_are_still_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kernels").write_bytes(b"a file where a folder should be")
+    assert not kernel_cache.use(tmp_path / "kernels")
+    assert not kernel_cache.in_use()
+    kernel_cache.complete()
+    assert "can't be kept" in caplog.text

@@ -52,7 +52,7 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     """
     from paceline.backends.cpu import kernel_cache
 
-    known = kernel_cache.use(options.kernel_cache)
+    kernel_cache.use(options.kernel_cache)
     from paceline.backends.cpu.attention import BLOCK
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
@@ -61,8 +61,7 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     kv_bytes = source.spec.kv_bytes_per_token(options.layers)
     model = pack_model(source, options.layers, options.weights, edges=options.edges, progress=progress)
     identity = numerics_id(source.spec, options.weights, options.threads)
-    if not known:
-        kernel_cache.complete()
+    kernel_cache.complete()
     give_memory_back()
     check_kv(options.n_blocks * BLOCK, kv_bytes, available_bytes())
     return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)
