@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard
 from paceline.fleet.messages import Digest, PassedCard, Stamp
 
@@ -67,6 +68,15 @@ class Entry:
     def stamp(self, now: float) -> Stamp:
         key, version, beat = self.digest
         return Stamp(key, version, beat, self.proof, now - self.stamped_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What is kept of a card that ended: nothing at or below this comes back."""
+
+    rank: tuple[int, int]
+    node_id: NodeId
+    issued_at: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedCard
-from paceline.fleet.entry import Difference, Entry, Merged, change, received
+from paceline.fleet.entry import Difference, Entry, Floor, Merged, change, received
 from paceline.fleet.messages import Digest, PassedCard, Stamp
 from paceline.fleet.revocations import Revocations
 from paceline.fleet.stamps import StampChain, holds, node_key, salt
@@ -37,7 +37,7 @@ class CardRegistry:
         """Of the entries."""
         self.members: dict[NodeId, tuple[str, ...]] = {}
         """Addresses of the other nodes that are here."""
-        self._floors: dict[int, tuple[int, int]] = {}
+        self._floors: dict[int, Floor] = {}
         self._lacking: set[int] = set()
         self.soonest = float("inf")
         """No card of another node expires before this."""
@@ -87,7 +87,7 @@ class CardRegistry:
         if held is not None and (rank, passed.sealed.sealed) < (held.rank, held.sealed.sealed):
             same = held.sealed.card
             return Merged.RIVAL if card.version == same.version and card.instance != same.instance else Merged.STALE
-        if held is None and rank <= self._floors.get(key, (0, 0)):
+        if held is None and rank <= self._floor(key):
             return Merged.STALE
         if passed.beat:
             salted = salt(card.node_id, card.version)
@@ -145,9 +145,7 @@ class CardRegistry:
         if now < self.soonest:
             return ()
         ended = [key for key, entry in self._entries.items() if key != self.own_key and entry.expires_at <= now]
-        cards = tuple(self._entries[key].sealed.card for key in ended)
-        for key in ended:
-            self._forget(key, self._entries[key].rank)
+        cards = tuple(self._forget(key).sealed.card for key in ended)
         self.soonest = min((entry.expires_at for key, entry in self._entries.items() if key != self.own_key), default=float("inf"))
         return cards
 
@@ -158,9 +156,9 @@ class CardRegistry:
             for key, entry in self._entries.items()
             if key != self.own_key and self._revocations.voids(entry.sealed.card.node_id, entry.sealed.issued_at)
         ]
-        cards = tuple(self._entries[key].sealed.card for key in void)
-        for key in void:
-            self._forget(key, self._entries[key].rank)
+        cards = tuple(self._forget(key).sealed.card for key in void)
+        # The revocation itself keeps those cards out, and no floor stands in the way of who joins anew under the id.
+        self._floors = {key: floor for key, floor in self._floors.items() if not self._revocations.voids(floor.node_id, floor.issued_at)}
         return cards
 
     # ----------------------------------------------------------------------------------------------------------------- reading
@@ -186,7 +184,7 @@ class CardRegistry:
         for key, digest in differing.items():
             held = self._entries.get(key)
             if held is None or key in self._lacking:
-                if digest[1:] > self._floors.get(key, (0, 0)):
+                if digest[1:] > self._floor(key):
                     wanted.append(Digest(key, 0))
             elif held.digest[1:] < digest[1:]:
                 wanted.append(held.digest)
@@ -222,7 +220,7 @@ class CardRegistry:
         """Whether a card of this version would be stale, so that its signature need not be checked."""
         key = node_key(node_id)
         held = self._entries.get(key)
-        known = held.digest.version if held is not None else self._floors.get(key, (0, 0))[0]
+        known = held.digest.version if held is not None else self._floor(key)[0]
         return version < known
 
     # ----------------------------------------------------------------------------------------------------------------- private
@@ -236,7 +234,7 @@ class CardRegistry:
     def _live(self, key: int, now: float) -> Entry | None:
         held = self._entries.get(key)
         if held is not None and held.expires_at <= now:
-            self._forget(key, held.rank)
+            self._forget(key)
             return None
         return held
 
@@ -248,14 +246,18 @@ class CardRegistry:
         self._entries[key] = entry
         self._digests.add(entry.digest)
 
-    def _forget(self, key: int, rank: tuple[int, int]) -> None:
+    def _forget(self, key: int) -> Entry:
         """Keep nothing of a node but its floor."""
-        held = self._entries.pop(key, None)
-        if held is not None:
-            self._digests.discard(held.digest)
-            self.members.pop(held.sealed.card.node_id, None)
+        held = self._entries.pop(key)
+        self._digests.discard(held.digest)
         self._lacking.discard(key)
+        self.members.pop(held.sealed.card.node_id, None)
         self._floors.pop(key, None)
-        self._floors[key] = rank
+        self._floors[key] = Floor(held.rank, held.sealed.card.node_id, held.sealed.issued_at)
         if len(self._floors) > 4 * self._max_nodes:
             del self._floors[next(iter(self._floors))]
+        return held
+
+    def _floor(self, key: int) -> tuple[int, int]:
+        floor = self._floors.get(key)
+        return (0, 0) if floor is None else floor.rank
