@@ -1,0 +1,60 @@
+"""Models that are not here yet, from the fleet, with a bar: what `pull` and `up` do before anything else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from paceline.cli.progress import byte_bar
+from paceline.core.errors import ModelNotFound
+from paceline.store.home import Home
+
+if TYPE_CHECKING:
+    from paceline.store.catalog import LocalModel
+    from paceline.store.pull import PullProgress
+
+
+def is_here(ref: str, home: Home) -> bool:
+    """Whether a name is of a model on this machine, or could be of nothing else."""
+    from paceline.store.catalog import resolve
+    from paceline.store.selection import is_path
+
+    try:
+        resolve(ref, home)
+    except ModelNotFound:
+        return is_path(ref)
+    return True
+
+
+def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
+    """A model from another machine of the fleet; None where there is no fleet, or nobody has it.
+
+    Raises:
+        UserError: it can't be finished, or run.
+    """
+    # In no fleet there is nobody to ask, and no need to import what would ask.
+    if not (home.fleet / "identity.pem").exists():
+        return None
+    from paceline.node.weights import Told, pull_from_fleet
+
+    with byte_bar(console, f"Fetching {ref}", "Checking it") as show:
+
+        def progress(news: PullProgress) -> None:
+            show(news.done_bytes, news.total_bytes)
+
+        def announce(words: str) -> None:
+            console.print(words, markup=False, soft_wrap=True)
+
+        return pull_from_fleet(ref, home, Told(progress, announce))
+
+
+def ensure(ref: str, console: Console) -> None:
+    """Bring a model that is not here from the fleet, if it has it. If not, whoever opens it says what can be done.
+
+    Raises:
+        UserError: it can't be finished, or run.
+    """
+    home = Home.from_environment()
+    if not is_here(ref, home):
+        from_fleet(ref, home, console)
