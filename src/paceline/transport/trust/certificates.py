@@ -8,7 +8,6 @@ that is slow can still join; when one was issued is its start plus that day.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -23,13 +22,13 @@ from cryptography.x509.oid import NameOID
 
 from paceline.core.errors import NotTrusted
 from paceline.core.ids import NodeId
+from paceline.transport.trust.names import is_node_id
 
 BACKDATED = timedelta(hours=24)
 JOIN_NAME = "join.paceline.internal"
 """What the join port is called in TLS. It shows the CA's own certificate, which the token pins."""
 NODE_NAME = "node.paceline.internal"
 """What every node may be called in TLS."""
-NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 MAX_CERTIFICATE_BYTES = 4096
 URI_PREFIX = "paceline://node/"
 SIGNING = ec.ECDSA(hashes.SHA256())
@@ -47,11 +46,6 @@ UNREADABLE = (
 
 PublicKey = ec.EllipticCurvePublicKey
 PrivateKey = ec.EllipticCurvePrivateKey
-
-
-def is_node_id(text: str) -> bool:
-    """Whether `text` may name a node: a host's name in lower case, at most 63 characters, so that it is safe in a log, a file and a certificate."""
-    return NODE_ID.fullmatch(text) is not None
 
 
 def make_key() -> PrivateKey:

@@ -13,18 +13,18 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import GossipRefused, IdentityError, MalformedMessage, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
+from paceline.transport.card_bounds import LATEST, check_card, check_size
 from paceline.transport.card_codec import read_card, write_card
 from paceline.transport.trust.authority import Authority
-from paceline.transport.trust.certificates import FleetRoot, is_node_id, verifies
+from paceline.transport.trust.certificates import FleetRoot, verifies
 from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.names import is_node_id
 from paceline.transport.wire import fleet_pb2 as wire
 
 CARD = b"paceline card\0"
 REVOCATION = b"paceline revocation\0"
 MAX_SIGNATURE_BYTES = 80
 MAX_REVOCATION_BYTES = 512
-LATEST = 1 << 40
-"""Seconds since 1970 that no clock shows: 36,812 AD."""
 
 Voids = Callable[[NodeId, int], bool]
 """Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.revocations.Revocations.voids`."""
@@ -55,8 +55,10 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
 
     Raises:
         NotTrusted: the certificate is not this CA's, is another node's than the card's, is void, or the signature does not fit.
-        MalformedMessage: what was signed is no card.
+        MalformedMessage: what was signed is no card, or one that no node would make.
+        MessageTooLarge: it is longer than any of ours.
     """
+    check_size(signed.card)
     member = root.member(signed.certificate or held, now)
     if voids(member.node_id, member.issued_at):
         raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
@@ -65,6 +67,7 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
     card = read_card(signed.card)
     if card.node_id != member.node_id:
         raise NotTrusted(f"{member.node_id} signed a card in the name of {card.node_id}", who=member.node_id)
+    check_card(card)
     sealed = wire.SignedCard(card=signed.card, signature=signed.signature)
     return SealedCard(card, sealed.SerializeToString(deterministic=True), member.certificate, member.issued_at)
 

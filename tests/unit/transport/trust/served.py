@@ -21,7 +21,8 @@ from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.strangers import StrangerWatch
 from paceline.transport.wire import fleet_pb2 as wire
 
-ECHO, COUNT, TALK, SINK = "/test/Echo", "/test/Count", "/test/Talk", "/test/Sink"
+ECHO, COUNT, TALK, SINK, FLOOD, CARDS = "/test/Echo", "/test/Count", "/test/Talk", "/test/Sink", "/test/Flood", "/test/Cards"
+CARD = "/paceline.v1.CapabilityService/GetNodeCapability"
 SOON_S = 20.0
 
 
@@ -43,6 +44,10 @@ class Services(grpc.GenericRpcHandler):
                 return grpc.stream_stream_rpc_method_handler(self.talk)
             case "/test/Sink":
                 return grpc.stream_unary_rpc_method_handler(self.sink)
+            case "/test/Flood":
+                return grpc.unary_stream_rpc_method_handler(self.flood)
+            case "/test/Cards":
+                return grpc.stream_stream_rpc_method_handler(self.cards, wire.SignedCard.FromString, wire.SignedCard.SerializeToString)
             case "/paceline.v1.CapabilityService/GetNodeCapability":
                 return grpc.unary_unary_rpc_method_handler(
                     self.card, wire.GetNodeCapabilityRequest.FromString, wire.GetNodeCapabilityResponse.SerializeToString
@@ -61,6 +66,18 @@ class Services(grpc.GenericRpcHandler):
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
+    async def flood(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
+        """More than anybody takes who does not read."""
+        try:
+            while True:
+                yield bytes(1 << 20)
+        finally:
+            self.cancelled.set()
+
+    async def cards(self, requests: AsyncIterator[wire.SignedCard], context: Context) -> AsyncIterator[wire.SignedCard]:
+        async for request in requests:
+            yield request
 
     async def talk(self, requests: AsyncIterator[bytes], context: Context) -> None:
         async for request in requests:
@@ -104,7 +121,7 @@ async def served(fleet: TestFleet, name: str = "server-1") -> AsyncIterator[Serv
     refusals = Refusals()
     watch = StrangerWatch(refusals, look_s=0.02)
     guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch.caller)
-    server = grpc.aio.server(interceptors=[guard, WellFormed(refusals)])
+    server = grpc.aio.server(interceptors=[guard, WellFormed(refusals, {CARD: 1000})])
     services = Services(guard, identity)
     server.add_generic_rpc_handlers((services,))
     port = server.add_secure_port("127.0.0.1:0", server_credentials(identity, watch.connection))

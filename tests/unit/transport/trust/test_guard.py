@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 from tests.unit.transport.trust.logs import logged
-from tests.unit.transport.trust.served import COUNT, ECHO, SINK, SOON_S, TALK, served
+from tests.unit.transport.trust.served import CARD, CARDS, COUNT, ECHO, FLOOD, SINK, SOON_S, TALK, served
 
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
@@ -25,6 +25,11 @@ async def refused(call: Awaitable[object]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value
+
+
+async def read_on(call: grpc.aio.UnaryStreamCall[bytes, bytes]) -> None:
+    while True:
+        await call.read()
 
 
 def test_a_member_is_known_by_its_certificate(fleet: TestFleet) -> None:
@@ -152,6 +157,49 @@ def test_an_open_rpc_of_a_revoked_node_is_cancelled(fleet: TestFleet, shape: str
                 # Bob is none the worse.
                 assert await bobs.read() == b"2"
                 assert await other.unary_unary(ECHO)(b"", timeout=SOON_S) == b"bob-1:"
+
+    asyncio.run(main())
+
+
+def test_a_revoked_caller_that_takes_no_answers_is_cut_off(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC can't end an RPC while it waits to send on it; the connection can be ended."""
+    monkeypatch.setattr("paceline.transport.trust.guard.GRACE_S", 0.05)
+
+    async def main() -> None:
+        async with served(fleet) as server, server.channel(fleet.member("alice-1")) as channel:
+            call = channel.unary_stream(FLOOD)(b"", timeout=60)
+            assert len(await call.read()) == 1 << 20
+            async with server.channel(fleet.member("bob-1")) as other:
+                bobs = other.unary_stream(COUNT)(b"", timeout=SOON_S)
+                assert await bobs.read() == b"1"
+                sealed = fleet.revoke("alice-1")
+                server.guard.revoked(NodeId("alice-1"), sealed.revocation.not_after)
+                async with asyncio.timeout(SOON_S):
+                    await server.services.cancelled.wait()
+                assert await bobs.read() == b"2"
+                # Already on its way is a window's worth; then it ends.
+                ended = await refused(read_on(call))
+                assert ended.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.CANCELLED}
+
+    asyncio.run(main())
+
+
+def test_what_cant_be_read_is_a_refusal_not_an_accident(fleet: TestFleet) -> None:
+    async def main() -> None:
+        async with served(fleet) as server, server.channel(fleet.member("alice-1")) as channel:
+            with logged() as lines:
+                garbled = await refused(channel.unary_unary(CARD)(b"\xff", timeout=SOON_S))
+                assert garbled.code() is grpc.StatusCode.INVALID_ARGUMENT
+                await lines.line("refused 127.0.0.1 (port", "can't be read", CARD)
+                large = await refused(channel.unary_unary(CARD)(bytes(1001), timeout=SOON_S))
+                assert large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                await lines.line("refused 127.0.0.1 (port", "1001 bytes; the bound is 1000")
+                stream = channel.stream_stream(CARDS)(timeout=SOON_S)
+                await stream.write(b"")
+                assert await stream.read() == b""
+                await stream.write(b"\xff")
+                assert (await refused(stream.read())).code() is grpc.StatusCode.INVALID_ARGUMENT
+                await lines.line("refused 127.0.0.1 (port", CARDS)
 
     asyncio.run(main())
 

@@ -314,8 +314,8 @@ raw_requests = st.one_of(
 )
 
 
-@given(st.lists(raw_requests, min_size=1, max_size=20))
-@settings(max_examples=20, deadline=None)
+@given(st.lists(raw_requests, min_size=1, max_size=40))
+@settings(max_examples=8, deadline=None)
 def test_wire_noise_at_the_join_port(tmp_path_factory: pytest.TempPathFactory, noise: list[bytes]) -> None:
     """Whatever arrives, the answer is a refusal, nobody joins, and the next good join works."""
 
