@@ -1,0 +1,81 @@
+"""Commands by which machines come to a fleet and go, and their options. Their work is in `cli.enrolment`, imported when one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+ca = typer.Typer(no_args_is_help=True, help="Keep a copy of the fleet's CA.")
+
+Ttl = Annotated[str, typer.Option("--ttl", help="How long the token is good: 30m, 1h, 2d.")]
+Uses = Annotated[int, typer.Option("--uses", min=1, help="How many machines may join by it.")]
+Addresses = Annotated[
+    list[str] | None,
+    typer.Option("--address", help="Where others reach this machine: host or host:port. May be repeated. Default: its interfaces."),
+]
+Name = Annotated[str | None, typer.Option("--name", help="What this machine is called. Default: its host's name and four random letters.")]
+
+
+@app.command()
+def init(
+    name: Name = None,
+    join_port: Annotated[
+        int | None, typer.Option("--join-port", min=1, max=65535, help="Where others join, while a token is good. Default: 8155.")
+    ] = None,
+    ttl: Ttl = "1h",
+    uses: Uses = 16,
+    address: Addresses = None,
+) -> None:
+    """Start a fleet: this machine is its first, and lets others in."""
+    from paceline.cli.enrolment import run_init
+
+    run_init(name=name, join_port=join_port, ttl=ttl, uses=uses, addresses=address or [])
+
+
+@app.command()
+def token(ttl: Ttl = "1h", uses: Uses = 16, address: Addresses = None) -> None:
+    """Print what other machines join by, and let them in."""
+    from paceline.cli.enrolment import run_token
+
+    run_token(ttl=ttl, uses=uses, addresses=address or [])
+
+
+@app.command()
+def join(token: Annotated[str, typer.Argument(help="What paceline token printed.")], name: Name = None) -> None:
+    """Make this machine part of a fleet."""
+    from paceline.cli.enrolment import run_join
+
+    run_join(token, name=name)
+
+
+@app.command()
+def revoke(
+    node: Annotated[str, typer.Argument(help="The node's id, as paceline status shows it.")],
+    anyway: Annotated[bool, typer.Option("--anyway", help="Even if this machine never let such a node in.")] = False,
+) -> None:
+    """Put a machine out of the fleet, at once and for good."""
+    from paceline.cli.enrolment import run_revoke
+
+    run_revoke(node, anyway=anyway)
+
+
+@ca.command("export")
+def ca_export(file: Annotated[Path, typer.Argument(help="A new file. A secret.")]) -> None:
+    """Back up the fleet's CA."""
+    from paceline.cli.enrolment import run_ca_export
+
+    run_ca_export(file)
+
+
+@ca.command("import")
+def ca_import(file: Annotated[Path, typer.Argument(help="What paceline ca export wrote.")]) -> None:
+    """Let this machine, a member, take over from the one that ran paceline init."""
+    from paceline.cli.enrolment import run_ca_import
+
+    run_ca_import(file)
+
+
+app.add_typer(ca, name="ca")

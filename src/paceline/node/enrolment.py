@@ -1,0 +1,227 @@
+"""How a machine becomes part of a fleet and stops being one: what `init`, `token`, `join`, `revoke` and `ca` do, without their words.
+
+Nothing here needs a running node. What changes on disk is noticed by the one that runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.errors import ConfigError, MembershipError
+from paceline.core.files import write_file
+from paceline.core.ids import NodeId
+from paceline.fleet.revocations import Revocations
+from paceline.node.fleet_settings import FLEET_PORT
+from paceline.store.home import Home
+from paceline.transport.interfaces import own_hosts
+from paceline.transport.join_client import join
+from paceline.transport.join_host import JoinHost
+from paceline.transport.trust.addresses import is_address, join_host
+from paceline.transport.trust.authority import Authority
+from paceline.transport.trust.certificates import make_key
+from paceline.transport.trust.folder import FleetFolder, read_secret
+from paceline.transport.trust.identity import Identity, choose_node_id
+from paceline.transport.trust.issuer import Issuer, check_id
+from paceline.transport.trust.names import is_node_id
+from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.requests import make_request
+from paceline.transport.trust.seals import open_revocations
+from paceline.transport.trust.tokens import JoinToken
+
+MAX_TTL_S = 30 * 86400.0
+MAX_USES = 1000
+MAX_TOKEN_ADDRESSES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """A token, and whether a running node answers those who hold it."""
+
+    token: JoinToken
+    served: bool
+
+
+def open_folder() -> FleetFolder:
+    """This machine's."""
+    return FleetFolder(Home.from_environment().fleet)
+
+
+def start_fleet(folder: FleetFolder, name: str | None, join_port: int | None, clock: Clock | None = None) -> Identity:
+    """Make a CA and this machine its first member.
+
+    Raises:
+        MembershipError: this machine is in a fleet, or the files can't be written.
+        ConfigError: the name can't be a node's.
+    """
+    clock = clock or SystemClock()
+    _must_be_free(folder)
+    node_id = _name(name)
+    # An init that was cut short left a CA that nobody belongs to yet.
+    authority = folder.authority() if folder.has_authority else Authority.create(clock.wall())
+    folder.write_secret(folder.authority_file, authority.to_pem())
+    issuer = Issuer(authority, folder, clock)
+    if join_port is not None:
+        issuer.set_join_port(join_port)
+    key = make_key()
+    identity = Identity.assemble(key, issuer.issue_own(make_request(key, node_id), node_id), authority.root, clock.wall())
+    folder.write_secret(folder.identity_file, identity.to_pem())
+    return identity
+
+
+def invite(folder: FleetFolder, *, ttl_s: float, uses: int, addresses: Sequence[str] = (), clock: Clock | None = None) -> JoinToken:
+    """A token for other machines.
+
+    Args:
+        folder: of the machine with the CA.
+        ttl_s: seconds until it expires.
+        uses: machines that may join by it.
+        addresses: host or host:port where this machine can be reached; empty: those of its interfaces.
+        clock: for expiry.
+
+    Raises:
+        MembershipError: the CA is on another machine.
+        ConfigError: an argument makes no sense.
+    """
+    if not 1 <= ttl_s <= MAX_TTL_S:
+        raise ConfigError("A token lives from a second to 30 days", "Such as --ttl 1h")
+    if not 1 <= uses <= MAX_USES:
+        raise ConfigError(f"A token is good for 1 to {MAX_USES} machines", "Such as --uses 16")
+    issuer = Issuer(folder.authority(), folder, clock or SystemClock())
+    port = issuer.join_port
+    named = tuple(one if is_address(one) else join_host(one.strip("[]"), port) for one in addresses or own_hosts()[:MAX_TOKEN_ADDRESSES])
+    for one in named:
+        if not is_address(one):
+            raise ConfigError(f"{one} is no address", "Give host, host:port or [IPv6]:port")
+    return issuer.mint(named, ttl_s=ttl_s, uses=uses)
+
+
+async def wait_for_joins(folder: FleetFolder, token: JoinToken, on_joined: Callable[[str], None], look_s: float = 1.0) -> bool:
+    """Keep the join port until the token is spent or expired.
+
+    Returns:
+        False, at once, where a running node keeps the port.
+
+    Raises:
+        MembershipError: the port is taken.
+    """
+    # Other nodes are on their way here as soon as they have joined; what they are told is where this one will be.
+    peers = [join_host(host, FLEET_PORT) for host in own_hosts()]
+    host = JoinHost(folder, SystemClock(), Refusals(), peers=lambda: [*folder.peers(), *peers], on_joined=on_joined)
+    if not host.claim():
+        return False
+    try:
+        while await asyncio.to_thread(host.issuer.is_live, token):
+            await host.refresh()
+            await asyncio.sleep(look_s)
+    finally:
+        await host.close()
+    return True
+
+
+async def enrol(folder: FleetFolder, text: str, name: str | None, clock: Clock | None = None) -> Identity:
+    """Join by a token; what is kept afterwards is all that a node needs.
+
+    Raises:
+        MembershipError: this machine is in a fleet already.
+        TokenError: that is no token.
+        JoinRefused: the issuer says no, or whoever answers is not the issuer.
+        Unreachable: nobody answers.
+    """
+    clock = clock or SystemClock()
+    _must_be_free(folder)
+    token = JoinToken.parse(text)
+    joined = await join(token, _name(name), clock)
+    folder.keep_peers(joined.peers)
+    folder.keep_revocations(one.sealed for one in joined.revocations)
+    # Last, because with it this machine is a member.
+    folder.write_secret(folder.identity_file, joined.identity.to_pem())
+    return joined.identity
+
+
+def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False, clock: Clock | None = None) -> bool:
+    """Void a node's certificates.
+
+    Args:
+        folder: of the machine with the CA.
+        node_id: whom.
+        anyway: even where no certificate was issued to it by this machine.
+        clock: for the time up to which certificates are void.
+
+    Returns:
+        Whether that is news: False where it was revoked before and has not joined since.
+
+    Raises:
+        MembershipError: the CA is on another machine, no such node is known, or it is this machine.
+    """
+    issuer = Issuer(folder.authority(), folder, clock or SystemClock())
+    own = folder.identity().node_id
+    known = issuer.issued()
+    if anyway and is_node_id(node_id):
+        known = (*known, NodeId(node_id))
+    checked = check_id(node_id, known, own)
+    before = Revocations(open_revocations(folder.sealed_revocations(), issuer.authority.root))
+    issued_at = issuer.issued_at(checked)
+    if issued_at is not None and before.voids(checked, issued_at):
+        return False
+    issuer.revoke(checked)
+    return True
+
+
+def export_authority(folder: FleetFolder, file: Path) -> None:
+    """Write a backup of the CA.
+
+    Raises:
+        MembershipError: the CA is on another machine, or the file is there or can't be written.
+    """
+    data = folder.authority().to_pem()
+    if file.exists():
+        raise MembershipError(f"{file} is there already, and a backup overwrites nothing", "Choose another name")
+    try:
+        write_file(file, data, durable=True)
+    except OSError as error:
+        raise MembershipError(f"{file} can't be written: {error.strerror}", "Choose another place") from error
+
+
+def import_authority(folder: FleetFolder, file: Path) -> None:
+    """Make this machine, a member, the one that holds its fleet's CA.
+
+    Raises:
+        MembershipError: the CA is here already, this machine is in no fleet, or the backup is another fleet's.
+        IdentityError: the backup is damaged, or open to others.
+    """
+    identity = folder.identity()
+    if folder.has_authority:
+        raise MembershipError("The fleet's CA is on this machine already", "Nothing needs to be done")
+    authority = Authority.from_pem(read_secret(file))
+    if authority.root.fingerprint != identity.root.fingerprint:
+        raise MembershipError(f"{file} is the CA of another fleet than this machine's", "Use the backup of this fleet")
+    folder.write_secret(folder.authority_file, authority.to_pem())
+
+
+def _must_be_free(folder: FleetFolder) -> None:
+    if folder.is_member:
+        raise MembershipError(
+            f"This machine is in a fleet already, as {folder.identity().node_id}",
+            f"To leave it for good: revoke it there (paceline revoke), and remove {folder.root}",
+        )
+    if not os.access(_nearest(folder.root), os.W_OK):
+        raise MembershipError(f"{folder.root} can't be written", "PACELINE_HOME names another folder")
+
+
+def _nearest(path: Path) -> Path:
+    """The folder that is there, of those on the way to `path`."""
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+def _name(name: str | None) -> NodeId:
+    if name is None:
+        return choose_node_id(socket.gethostname())
+    if not is_node_id(name):
+        raise ConfigError(f"{name!r} can't name a machine", "Small letters, digits and hyphens, at most 63")
+    return NodeId(name)
