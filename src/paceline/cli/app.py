@@ -13,6 +13,7 @@ from paceline.cli.faults import EXIT_FAILED, EXIT_USER, report
 from paceline.cli.terminal import discard
 from paceline.core.errors import PacelineError, UserError
 from paceline.core.model import WeightsFormat
+from paceline.node.fleet_settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
 app = typer.Typer(
@@ -50,12 +51,35 @@ def up(
     max_running: MaxRunning = 32,
     context: Context = None,
     greet: Annotated[bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.")] = False,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Load none: serve what other machines of the fleet have.")] = False,
+    fleet_port: Annotated[
+        int, typer.Option("--fleet-port", min=0, max=65535, help="For the fleet's machines. 0: any free one.")
+    ] = FLEET_PORT,
+    fleet_host: Annotated[str, typer.Option("--fleet-host", help="Address for the fleet's machines. Default: all of this one's.")] = "",
+    peer: Annotated[list[str] | None, typer.Option("--peer", help="host:port of a machine of the fleet. May be repeated.")] = None,
+    no_mdns: Annotated[bool, typer.Option("--no-mdns", help="Neither look for others on this network, nor be found there.")] = False,
+    fleet_preset: Annotated[
+        str, typer.Option("--fleet-preset", envvar="PACELINE_FLEET_PRESET", help=f"{', '.join(PRESETS)}: the same on all machines.")
+    ] = DEFAULT_PRESET,
 ) -> None:
-    """Serve a model as an OpenAI endpoint."""
+    """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
+    from paceline.cli.membership import fleet_settings
     from paceline.cli.up import run_up
 
-    settings = NodeSettings(model, weights, kv_tokens, context, device, threads, max_running)
-    run_up(settings, host=host, port=port, api_key=api_key, greet=greet)
+    settings = None if no_model else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running)
+    fleet = fleet_settings(fleet_port, fleet_host, peer or [], fleet_preset, mdns=not no_mdns, needed=no_model)
+    run_up(settings, host=host, port=port, api_key=api_key, greet=greet, fleet=fleet)
+
+
+@app.command()
+def status(
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again whenever it changes, until Ctrl-C.")] = False,
+) -> None:
+    """Show the fleet as this machine's running node sees it."""
+    from paceline.cli.status import run_status
+
+    run_status(as_json=as_json, watch=watch)
 
 
 @app.command()

@@ -14,7 +14,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
@@ -23,11 +24,13 @@ from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_OK
 from paceline.cli.interrupts import end_now, interrupts_end_now
 from paceline.cli.progress import byte_bar
 from paceline.cli.terminal import Terminal, own_command
+from paceline.node.fleet_settings import FleetSettings
 from paceline.node.settings import NodeSettings
 from paceline.server.settings import ServerSettings, check_bind
 
 if TYPE_CHECKING:
     from paceline.node.build import BuiltNode
+    from paceline.server.inference import Inference
 
 ORDERLY_S = 1.8
 """Longest an orderly stop may take; after it the process ends as it does at a second Ctrl-C."""
@@ -35,8 +38,18 @@ QUESTION = "In one sentence: why is teamwork good?"
 """One that the bundled model, which is very small, answers well."""
 
 
-def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None, greet: bool) -> NoReturn:
-    """Serve until interrupted.
+def run_up(
+    settings: NodeSettings | None, *, host: str, port: int, api_key: str | None, greet: bool, fleet: FleetSettings | None = None
+) -> NoReturn:
+    """Serve until interrupted: this machine alone, or, where it is a member of a fleet, as one node of it.
+
+    Args:
+        settings: of the model; None: serve what other nodes have.
+        host: of the API.
+        port: of the API.
+        api_key: asked of every client.
+        greet: ask one question once it is up.
+        fleet: this node's part in its fleet; None where it is in none.
 
     Raises:
         UserError: an address, a model or a setting that can't be used.
@@ -47,29 +60,51 @@ def run_up(settings: NodeSettings, *, host: str, port: int, api_key: str | None,
 
     bind(host, port).close()
     console = Terminal()
-    node = load(settings, console)
+    node = None if settings is None else load(settings, console)
     try:
-        app = create_app(node.host, ServerSettings(api_key=api_key))
 
         async def main() -> None:
             stop = asyncio.Event()
             _on_signals(stop, console)
+            async with AsyncExitStack() as stack:
+                if fleet is None:
+                    assert node is not None, "without a fleet there is a model"
+                    inference: Inference = node.host
+                else:
+                    inference = await stack.enter_async_context(_in_fleet(node, fleet, stop, console))
+                await answer(inference, stop)
+
+        async def answer(inference: Inference, stop: asyncio.Event) -> None:
+            app = create_app(inference, ServerSettings(api_key=api_key))
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
                 others = "" if reach == url else ", and at this machine's other addresses"
                 console.print(f"\n[bold green]Ready[/] at [bold]{reach}/v1[/]{others} (Ctrl-C stops)", soft_wrap=True)
-                # In a thread: what is asked first is asked through the endpoint, on the loop that calls this.
-                threading.Thread(target=_welcome, args=(console, node.model.name, reach, api_key, greet), daemon=True).start()
+                if node is not None:
+                    # In a thread: what is asked first is asked through the endpoint, on the loop that calls this.
+                    threading.Thread(target=_welcome, args=(console, node.model.name, reach, api_key, greet), daemon=True).start()
 
             await serve(app, host, port, stop=stop, on_ready=ready)
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(main())
     finally:
-        node.close()
+        if node is not None:
+            node.close()
     # Everything is closed and nothing is left to write; the interpreter's own end would free a model object by object.
     end_now(EXIT_OK)
+
+
+@asynccontextmanager
+async def _in_fleet(node: BuiltNode | None, settings: FleetSettings, stop: asyncio.Event, console: Console) -> AsyncGenerator[Inference]:
+    from paceline.core.clock import SystemClock
+    from paceline.node.serving import serving
+    from paceline.store.home import Home
+
+    async with serving(node, settings, Home.from_environment(), SystemClock(), stop) as whole:
+        console.print(f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}", markup=False, soft_wrap=True)
+        yield whole.inference
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:

@@ -124,8 +124,11 @@ class GetFleetViewResponse(_message.Message):
     CLASHES_FIELD_NUMBER: _builtins.int
     REVOKED_NODE_IDS_FIELD_NUMBER: _builtins.int
     FAILING_PEERS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
     own_node_id: _builtins.str
     fleet_id: _builtins.str
+    rounds: _builtins.int
+    """Rounds of exchanges that the node has begun."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenNode]: ...
     @_builtins.property
@@ -143,10 +146,11 @@ class GetFleetViewResponse(_message.Message):
         clashes: _abc.Iterable[Global___SeenClash] | None = ...,
         revoked_node_ids: _abc.Iterable[_builtins.str] | None = ...,
         failing_peers: _abc.Iterable[Global___FailingPeer] | None = ...,
+        rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clashes", b"clashes", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "revoked_node_ids", b"revoked_node_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clashes", b"clashes", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

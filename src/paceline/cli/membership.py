@@ -1,0 +1,37 @@
+"""Whether this machine is in a fleet, and with which settings it takes part. Cheap to ask: most machines are in none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.errors import ConfigError, MembershipError
+from paceline.node.fleet_settings import FleetSettings, parse_preset
+from paceline.store.home import Home
+
+
+def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, mdns: bool, needed: bool) -> FleetSettings | None:
+    """This node's part in its fleet; None where it is in none.
+
+    Args:
+        port: of the node's services.
+        host: to listen on; empty: everything.
+        peers: addresses of others.
+        preset: see `parse_preset`.
+        mdns: whether to look for others.
+        needed: whether being in none is an error.
+
+    Raises:
+        ConfigError: an option makes no sense.
+        MembershipError: this machine is in no fleet, and must be.
+    """
+    settings = FleetSettings(port, host, tuple(peers), mdns, parse_preset(preset))
+    if not (Home.from_environment().fleet / "identity.pem").exists():
+        if needed or peers:
+            raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join TOKEN.")
+        return None
+    from paceline.transport.trust.addresses import is_address
+
+    for peer in peers:
+        if not is_address(peer):
+            raise ConfigError(f"--peer {peer!r} is not host:port", "Such as 192.168.1.20:8154.")
+    return settings

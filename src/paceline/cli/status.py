@@ -1,0 +1,141 @@
+"""`paceline status`: the fleet as this machine's node sees it: who is there, since when that is known, what they have, and who runs what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.backends.memory import human
+from paceline.cli.terminal import Terminal
+from paceline.core.errors import PlacementError
+from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.explanation import headline
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import PlanRequest
+from paceline.fleet.view import FleetView
+from paceline.node.fleet_look import Looked, look
+from paceline.store.home import Home
+
+WATCH_S = 1.0
+
+
+def run_status(*, as_json: bool, watch: bool) -> None:
+    """Print the fleet, once or whenever it changes.
+
+    Raises:
+        UserError: this machine is in no fleet, or its node does not run.
+    """
+    console = Terminal()
+    home = Home.from_environment()
+
+    async def show_changes() -> None:
+        last: object = None
+        while True:
+            looked = await look(home)
+            said = _said(looked) if as_json else _facts(looked)
+            if said != last:
+                last = said
+                _print(looked, console, as_json=as_json, watch=True)
+            await asyncio.sleep(WATCH_S)
+
+    if watch:
+        asyncio.run(show_changes())
+    else:
+        _print(asyncio.run(look(home)), console, as_json=as_json, watch=False)
+
+
+def _print(looked: Looked, console: Console, *, as_json: bool, watch: bool) -> None:
+    if as_json:
+        print(json.dumps(_said(looked), indent=None if watch else 2), flush=True)
+    else:
+        _show(looked, console)
+
+
+def _said(looked: Looked) -> dict[str, Any]:
+    """The whole of it, for programs."""
+    view = looked.sight.view
+    return {
+        "fleet_id": looked.fleet_id,
+        "own_node_id": view.own,
+        "rounds": looked.sight.rounds,
+        "nodes": [
+            {**asdict(live.card), "instance": live.card.instance.hex(), "stamp_anchor": live.card.stamp_anchor.hex(), "age_s": live.age_s}
+            for live in view.nodes
+        ],
+        "plans": [{"model": name, "plan": line} for name, line in _plans(view)],
+        "clashes": [asdict(clash) for clash in view.clashes],
+        "revoked": list(view.revoked),
+        "failing_peers": [
+            {"address": failure.address, "error": failure.error, "since_s": round(-failure.since, 3)} for failure in looked.sight.failures
+        ],
+    }
+
+
+def _facts(looked: Looked) -> object:
+    """What is worth showing anew: anything but the passing of time."""
+    view = looked.sight.view
+    return view.cards, view.revoked, [clash.node_id for clash in view.clashes], [failure.address for failure in looked.sight.failures]
+
+
+def _show(looked: Looked, console: Console) -> None:
+    view = looked.sight.view
+    console.print(Text.assemble("fleet ", (looked.fleet_id, "bold"), f", seen by {view.own}"))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("node", "heard", "at", "backend", "memory free", "models"):
+        table.add_column(heading, justify="right" if heading in {"heard", "memory free"} else "left", overflow="fold")
+    for live in view.nodes:
+        card = live.card
+        heard = "here" if card.node_id == view.own else f"{live.age_s:.0f} s ago"
+        memory = f"{human(card.memory_free_bytes)} of {human(card.memory_total_bytes)}" if card.memory_total_bytes else ""
+        table.add_row(card.node_id, heard, "\n".join(card.addresses), card.backend, memory, "\n".join(_models(card)))
+    console.print(table)
+    for line in _links(view):
+        console.print(line, markup=False)
+    for name, line in _plans(view):
+        console.print(Text.assemble("plan for ", (name, "bold"), f": {line}"))
+    for clash in view.clashes:
+        console.print(
+            f"[red]two running nodes claim the id[/] {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
+        )
+    if view.revoked:
+        console.print(f"revoked: {', '.join(view.revoked)}", markup=False)
+    for failure in looked.sight.failures:
+        console.print(Text(f"no answer at {failure.address} for {-failure.since:.0f} s: {failure.error}", "yellow"))
+
+
+def _models(card: NodeCard) -> list[str]:
+    """Those that run, with their speed; of the others only how many."""
+    lines = [_offer(offer) for offer in card.models if offer.warm]
+    cold = sum(offer.role is Role.VERIFIER and not offer.warm for offer in card.models)
+    return [*lines, *([f"{cold} on disk"] if cold else [])]
+
+
+def _offer(offer: ModelOffer) -> str:
+    rate = f", {offer.tokens_per_second:g} tokens/s" if offer.tokens_per_second else ""
+    return f"{offer.model_id} ({offer.weights}{rate})"
+
+
+def _links(view: FleetView) -> list[str]:
+    return [
+        f"link {card.node_id} - {link.to}: {link.rtt_s * 1000:.2g} ms, {human(int(link.bytes_per_s))}/s at {link.address}"
+        for card in view.cards
+        for link in card.links
+    ]
+
+
+def _plans(view: FleetView) -> list[tuple[str, str]]:
+    """Where a request for each running model would go."""
+    names = sorted({offer.model_id for card in view.cards for offer in card.models if offer.warm and offer.role is Role.VERIFIER})
+    lines: list[tuple[str, str]] = []
+    for name in names:
+        try:
+            lines.append((name, headline(plan(view.cards, PlanRequest(name)).chosen)))
+        except PlacementError as error:
+            lines.append((name, error.message))
+    return lines

@@ -1,0 +1,300 @@
+"""A node's part in its fleet, put together: identity, gossip, the mTLS port, and what the node remembers between runs.
+
+Law: `start` returns once members are answered, or raises and leaves nothing behind; `stop` says goodbye, lets calls under way finish, and
+ends within its bound. What gossip learns goes to disk in threads, one write at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.core.errors import MembershipError
+from paceline.core.ids import NodeId
+from paceline.fleet.card import Link, NodeCard
+from paceline.fleet.effects import Appeared, Changed, Clashed, Effect, Expired, Left, Restarted, Revoked
+from paceline.fleet.view import FleetView
+from paceline.node.fleet_gossip import GossipDriver
+from paceline.node.fleet_links import LinkDriver
+from paceline.node.fleet_meter import FleetMeter
+from paceline.node.fleet_settings import FleetSettings
+from paceline.node.fleet_state import Running, forget_running, keep_running
+from paceline.transport.address_book import AddressBook
+from paceline.transport.capability_service import CapabilityServicer
+from paceline.transport.channels import ChannelPool
+from paceline.transport.control_service import ControlServicer, Sight, fleet_id
+from paceline.transport.discovery import Discovery
+from paceline.transport.exchange import Exchanger
+from paceline.transport.interfaces import own_hosts
+from paceline.transport.join_host import JoinHost
+from paceline.transport.proposer_service import NGRAM, PromptLookup, ProposerServicer
+from paceline.transport.server import NodeServer
+from paceline.transport.trust.addresses import join_host
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.seals import open_revocations
+from paceline.transport.trust.strangers import StrangerWatch
+from paceline.transport.wire.control_pb2_grpc import add_ControlServiceServicer_to_server
+from paceline.transport.wire.fleet_pb2_grpc import add_CapabilityServiceServicer_to_server
+from paceline.transport.wire.propose_pb2_grpc import add_ProposerServiceServicer_to_server
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often a node looks whether its addresses or its folder have changed."""
+PORTRAIT_S = 60.0
+"""How often it measures itself anew. Raising it: free memory and new models are known later."""
+MOST_ADDRESSES = 16
+"""Machines with containers have dozens of interfaces; a card lists so many."""
+GOODBYE_S = 0.4
+DRAIN_S = 0.8
+"""A stop's bounds: for peers to hear of it, and for their calls to finish. Together they stay under what Ctrl-C may take."""
+
+Service = Callable[[grpc.aio.Server], None]
+
+
+class Portrait(Protocol):
+    """What a machine says of itself, measured."""
+
+    def look(self) -> bool:
+        """Measure. Blocks: it is called in a thread. True where the card changed."""
+        ...
+
+    def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
+        """As of the last look, at once."""
+        ...
+
+
+class FleetNode:
+    """One machine in its fleet.
+
+    Args:
+        settings: as the person asked.
+        folder: PACELINE_HOME/fleet, with an identity.
+        portrait: what the card says.
+        clock: all time.
+
+    Raises:
+        MembershipError, IdentityError: this machine is in no fleet, or not any more.
+    """
+
+    def __init__(self, settings: FleetSettings, folder: FleetFolder, portrait: Portrait, clock: Clock) -> None:
+        self._settings, self._folder, self._portrait, self._clock = settings, folder, portrait, clock
+        self.identity = folder.identity()
+        revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
+        self.meter = FleetMeter()
+        self.book = AddressBook()
+        self.refusals = Refusals(clock)
+        self.gossip = GossipDriver(
+            self.identity,
+            folder,
+            settings.preset,
+            self,
+            self.refusals,
+            self.meter,
+            clock,
+            seeds=(*settings.peers, *folder.peers()),
+            revocations=revocations,
+        )
+        if self.gossip.voids(self.identity.node_id, self.identity.member.issued_at):
+            raise MembershipError(
+                f"This machine ({self.identity.node_id}) was revoked from its fleet",
+                f"To join anew: remove {folder.root}, then paceline join",
+            )
+        self.pool = ChannelPool(self.identity, self.gossip.voids, clock)
+        self._links = LinkDriver(self.pool, self.gossip.opener, clock, self._measured)
+        self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
+        self._server: NodeServer | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._joining: asyncio.Task[None] | None = None
+        """The join port, where the CA is on this machine."""
+        self._listeners: list[Callable[[Effect], None]] = []
+        self._addresses: tuple[str, ...] = ()
+        self._port = 0
+        self._changed = asyncio.Event()
+        self._kept: tuple[object, ...] = ()
+
+    # --------------------------------------------------------------------------------------------------------------- its owner
+
+    async def start(self, *services: Callable[[PeerGuard], Service]) -> None:
+        """Listen, announce this node, and begin to look for others.
+
+        Raises:
+            ConfigError: the port can't be used.
+        """
+        strangers = StrangerWatch(self.refusals)
+        guard = self._guard = PeerGuard(self.identity.root, self.gossip.voids, self._clock, self.refusals, on_caller=strangers.caller)
+        server = NodeServer(self.identity, guard, strangers)
+        capability = CapabilityServicer(self.gossip, guard)
+        control = ControlServicer(self.identity, guard, self.sight)
+        proposer = ProposerServicer({NGRAM: PromptLookup()})
+        server.add(
+            lambda grpc_server: add_CapabilityServiceServicer_to_server(capability, grpc_server),
+            lambda grpc_server: add_ControlServiceServicer_to_server(control, grpc_server),
+            lambda grpc_server: add_ProposerServiceServicer_to_server(proposer, grpc_server),
+            *(service(guard) for service in services),
+        )
+        self._port = await server.start(self._settings.host, self._settings.port)
+        self._server = server
+        try:
+            self._look_at_addresses()
+            await asyncio.to_thread(self._portrait.look)
+            local = join_host(self._settings.host or "127.0.0.1", self._port)
+            await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
+            bounds = self._settings.preset.bounds
+            await self.gossip.start(Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock))
+        except BaseException:
+            await self.stop()
+            raise
+        self._watcher = asyncio.create_task(self._watch(), name="fleet-watch")
+        self._links.start()
+        if self._settings.mdns:
+            self._discovery.start(self._addresses)
+
+    async def stop(self) -> None:
+        """Say goodbye, let calls under way finish, and end. Bounded; idempotent."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self.gossip.leave(GOODBYE_S)
+        except TimeoutError:
+            logger.info("not every peer heard that this node leaves; its card expires by itself")
+        await asyncio.gather(server.stop(DRAIN_S), self._discovery.close(), self._links.close())
+        tasks = [task for task in (self._watcher, self._joining) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.gossip.close()
+        await self.pool.close()
+        await self._keep()
+        await asyncio.to_thread(forget_running, self._folder)
+
+    # -------------------------------------------------------------------------------------------------------------------- state
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.identity.node_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where this node can be reached."""
+        return self._addresses
+
+    def view(self) -> FleetView:
+        """The fleet now."""
+        return self.gossip.view()
+
+    def sight(self) -> Sight:
+        """The same, and how it goes."""
+        now = self._clock.monotonic()
+        failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
+        return Sight(self.view(), failures, self.meter.rounds)
+
+    def listen(self, listener: Callable[[Effect], None]) -> None:
+        """Tell `listener` of the fleet's news from now on. It must not wait."""
+        self._listeners.append(listener)
+
+    # --------------------------------------------------------------------------------------------------------------- for gossip
+
+    def card(self) -> NodeCard:
+        """What this node says of itself now."""
+        return self._portrait.card(self._addresses, self._links.links)
+
+    def news(self, effect: Effect) -> None:
+        """Act on what happened, and pass it on."""
+        match effect:
+            case Appeared(card):
+                logger.info("%s is here, at %s", card.node_id, ", ".join(card.addresses))
+            case Restarted(card):
+                logger.info("%s started anew", card.node_id)
+                self.pool.drop(card.node_id)
+            case Left(node_id):
+                logger.info("%s left", node_id)
+            case Expired(node_id):
+                logger.warning("%s was not heard of any more", node_id)
+                self.pool.drop(node_id)
+            case Revoked(node_id, not_after):
+                logger.warning("%s was revoked", node_id)
+                self._guard.revoked(node_id, not_after)
+                self.pool.drop(node_id, issued_to=not_after)
+            case Clashed(node_id, addresses, others):
+                logger.error(
+                    "two running nodes claim the id %s: at %s and at %s; stop one, and join anew there",
+                    node_id,
+                    ", ".join(addresses),
+                    ", ".join(others),
+                )
+            case Changed() | _:
+                pass
+        view = self.view()
+        if (own := view.get(self.node_id)) is not None:
+            self._links.see(own.card, view.cards)
+        self._changed.set()
+        for listener in self._listeners:
+            listener(effect)
+
+    # ------------------------------------------------------------------------------------------------------------------ inside
+
+    async def _watch(self) -> None:
+        """Notice what changes beside gossip, and keep what gossip learned."""
+        looked = self._clock.monotonic()
+        while True:
+            with_news = True
+            try:
+                await asyncio.wait_for(self._changed.wait(), LOOK_S)
+            except TimeoutError:
+                with_news = False
+            self._changed.clear()
+            if with_news:
+                await self._keep()
+            if self._joining is None and self._folder.has_authority:
+                self._joining = asyncio.create_task(self._join_host().run(), name="fleet-join-port")
+            if self._clock.monotonic() - looked >= PORTRAIT_S:
+                looked = self._clock.monotonic()
+                await asyncio.to_thread(self._portrait.look)
+            self._look_at_addresses()
+            await self.gossip.refresh()
+
+    def _join_host(self) -> JoinHost:
+        return JoinHost(
+            self._folder,
+            self._clock,
+            self.refusals,
+            peers=lambda: (*self._addresses, *self._folder.peers()),
+            host=self._settings.host,
+            on_revocations=self.gossip.learn,
+        )
+
+    def _look_at_addresses(self) -> None:
+        hosts = (self._settings.host,) if self._settings.host else own_hosts()[:MOST_ADDRESSES]
+        addresses = tuple(join_host(host, self._port) for host in hosts)
+        if self._addresses not in {(), addresses}:
+            logger.info("this machine is now at %s", ", ".join(addresses))
+            self._discovery.moved(addresses)
+        self._addresses = addresses
+
+    def _measured(self, links: tuple[Link, ...]) -> None:
+        self.book.prefer(link.address for link in links)
+        self._changed.set()
+
+    async def _keep(self) -> None:
+        """Write what a next run needs: whom to call, and who is revoked."""
+        members = sorted(address for live in self.view().nodes if live.card.node_id != self.node_id for address in live.card.addresses)
+        revocations = tuple(sealed.sealed for sealed in self.gossip.revocations)
+        if (members, revocations) == self._kept:
+            return
+        self._kept = (members, revocations)
+        # Members that are all gone may be back: an address book is never emptied.
+        if members:
+            await asyncio.to_thread(self._folder.keep_peers, members)
+        await asyncio.to_thread(self._folder.keep_revocations, revocations)

@@ -1,0 +1,177 @@
+"""The whole fleet as one `Inference`: a request arrives here and runs where the plan says, and its answer streams back through here.
+
+Law: a request keeps the node it started with. One that nobody has begun to answer moves on to the next node of its route that gives the
+same bytes; an answer that broke off after its first token ends with an error. What this node runs itself costs nothing more than before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError, PacelineError
+from paceline.core.generation import GenerationRequest
+from paceline.core.ids import NodeId
+from paceline.core.stats import EngineStats
+from paceline.fleet.effects import Effect
+from paceline.node.fleet import FleetNode
+from paceline.node.fleet_local import LocalModels
+from paceline.node.fleet_routes import Route, Stop, Weights, routes
+from paceline.node.fleet_tokenizers import Described, TokenizerStore
+from paceline.node.forwarded import Forwarded
+from paceline.server.inference import ChunkStream, Progress, ServedModel
+from paceline.transport.channels import Purpose
+from paceline.transport.generate_client import RemoteStream
+from paceline.transport.generate_service import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""After a tokenizer could not be had, it is asked for again. Raising it: a model of another node appears later."""
+
+
+class FleetInference:
+    """Implements `server.inference.Inference` over this node's engine and everybody else's.
+
+    Args:
+        fleet: this node's part in it.
+        local: what this node runs itself.
+        tokenizers: of what others run.
+        clock: for retries.
+    """
+
+    def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:
+        self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
+        self._routes: dict[str, Route] = {}
+        self._described: dict[tuple[str, Weights], Described] = {}
+        self._fetching: dict[tuple[str, Weights], asyncio.Task[None]] = {}
+        self._stale = True
+        self._closed = False
+        fleet.listen(self._on_news)
+
+    # -------------------------------------------------------------------------------------------------------------- for the server
+
+    def models(self) -> Sequence[ServedModel]:
+        """This node's own first, then those of others by name, as soon as their tokenizers are here."""
+        self._refresh()
+        own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
+        names = {model.name for model in own}
+        others = [
+            described.served(route.stops[0].numerics_id)
+            for name, route in self._routes.items()
+            if name not in names and (described := self._described.get((name, route.weights))) is not None
+        ]
+        return (*own, *others)
+
+    def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
+        """See `Inference.generate`."""
+        self._refresh()
+        route = self._routes.get(model)
+        if self._local.inference is not None and (route is None or [stop.node_id for stop in route.stops] == [self._fleet.node_id]):
+            return self._local.inference.generate(model, request)
+        return Forwarded(request, self._tries(model, route, request), self._on_retry)
+
+    def stats(self) -> EngineStats:
+        return EngineStats() if self._local.inference is None else self._local.inference.stats()
+
+    def progress(self) -> Progress:
+        return Progress(busy=False, seconds_since_step=0.0) if self._local.inference is None else self._local.inference.progress()
+
+    # ------------------------------------------------------------------------------------------------------------- for its owner
+
+    async def close(self) -> None:
+        """Stop asking others for tokenizers. Idempotent."""
+        self._closed = True
+        tasks = list(self._fetching.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------------------------- inside
+
+    def _on_news(self, effect: Effect) -> None:
+        del effect
+        self._stale = True
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Read the view again if it changed: rarely, so a request costs a look at a flag."""
+        if not self._stale:
+            return
+        self._stale = False
+        loaded = {model.name: Weights(model.digest, model.weights) for model in self._local.all}
+        meanings = {name: route.weights for name, route in self._routes.items()}
+        self._routes = routes(self._fleet.node_id, self._fleet.view().cards, loaded, meanings)
+        for name, route in self._routes.items():
+            if name not in loaded:
+                self._fetch(route)
+
+    def _shown(self, model: ServedModel) -> ServedModel:
+        """This node's model, with the fingerprint of the kernels that would answer."""
+        route, loaded = self._routes.get(model.name), self._local.find(model.name)
+        if route is None or loaded is None or route.stops[0].numerics_id == loaded.numerics_id:
+            return model
+        return replace(model, fingerprint=f"fp_{loaded.digest[:12]}_{loaded.weights}_{route.stops[0].numerics_id[:8]}")
+
+    def _tries(self, name: str, route: Route | None, request: GenerationRequest) -> list[Callable[[], ChunkStream]]:
+        """One stream for each node that gives the bytes which the first of them gives."""
+        if route is None:
+            return []
+        numerics_id = route.stops[0].numerics_id
+        return [self._opener(name, route, stop, request) for stop in route.stops if stop.numerics_id == numerics_id]
+
+    def _opener(self, name: str, route: Route, stop: Stop, request: GenerationRequest) -> Callable[[], ChunkStream]:
+        if stop.node_id == self._fleet.node_id and self._local.inference is not None:
+            inference = self._local.inference
+            return lambda: inference.generate(name, request)
+        loaded = LoadedModel(name, route.weights.digest, route.weights.format, stop.numerics_id, 0, 0)
+
+        def open_remote() -> ChunkStream:
+            channel = self._channel(stop.node_id, stop.addresses)
+            self._fleet.meter.forwarded += 1
+            return RemoteStream(channel, stop.node_id, loaded, request)
+
+        return open_remote
+
+    def _channel(self, node_id: NodeId, addresses: tuple[str, ...]) -> grpc.aio.Channel:
+        """The stream channel to a node, over the address that serves best.
+
+        Raises:
+            FleetError: its certificate is not known or not good.
+        """
+        member = self._fleet.gossip.opener.member(node_id)
+        if member is None:
+            raise FleetError(f"Nothing proves who {node_id} is")
+        return self._fleet.pool.get(Purpose.STREAM, self._fleet.book.order(addresses)[0], member)
+
+    def _on_retry(self, error: PacelineError) -> None:
+        self._fleet.meter.retried += 1
+        logger.info("a request moves on to another node: %s", error)
+
+    def _fetch(self, route: Route) -> None:
+        """Get what it takes to show and tokenize for a model of others."""
+        key = (route.name, route.weights)
+        if key in self._described or key in self._fetching or self._closed:
+            return
+        task = asyncio.create_task(self._describe(key), name=f"tokenizer of {route.name}")
+        self._fetching[key] = task
+        task.add_done_callback(lambda _: self._fetching.pop(key, None))
+
+    async def _describe(self, key: tuple[str, Weights]) -> None:
+        name, weights = key
+        while (route := self._routes.get(name)) is not None and route.weights == weights:
+            for stop in route.stops:
+                try:
+                    described = await self._tokenizers.describe(self._channel(stop.node_id, stop.addresses), stop.node_id, name)
+                except PacelineError as error:
+                    logger.warning("no tokenizer of %s from %s: %s", name, stop.node_id, error)
+                    continue
+                if Weights(described.loaded.digest, described.loaded.weights) == weights:
+                    self._described[key] = described
+                    return
+            await asyncio.sleep(RETRY_S)

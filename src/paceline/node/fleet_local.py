@@ -1,0 +1,72 @@
+"""What this node has loaded, as it offers it to the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+from paceline.core.errors import UnknownModel
+from paceline.core.generation import GenerationRequest
+from paceline.node.fleet_meter import FleetMeter
+from paceline.server.inference import ChunkStream, Inference, ServedModel
+from paceline.store.packed_tokenizer import pack_tokenizer
+from paceline.store.tokenizer import ModelTokenizer
+from paceline.transport.generate_service import LoadedModel
+
+
+class LocalModels:
+    """A `generate_service.LoadedModels` over this node's own engine.
+
+    Args:
+        inference: the engine; None for a node that serves no model.
+        loaded: what exactly it has loaded, by name.
+        meter: counts what is run for others.
+    """
+
+    def __init__(self, inference: Inference | None, loaded: tuple[LoadedModel, ...], meter: FleetMeter) -> None:
+        self.inference = inference
+        self._loaded = {model.name: model for model in loaded}
+        self._meter = meter
+        self._packed: dict[str, asyncio.Task[tuple[str, bytes]]] = {}
+
+    @property
+    def all(self) -> tuple[LoadedModel, ...]:
+        return tuple(self._loaded.values())
+
+    def find(self, name: str) -> LoadedModel | None:
+        """What is loaded under a name."""
+        return self._loaded.get(name)
+
+    def served(self, name: str) -> ServedModel | None:
+        """The same, as the API shows it."""
+        models = () if self.inference is None else self.inference.models()
+        return next((model for model in models if model.name == name), None)
+
+    async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
+        """SHA-256 (hex) and bytes of a model's tokenizer. Packed once, in a thread.
+
+        Raises:
+            UnknownModel: there is none to give.
+        """
+        task = self._packed.get(name)
+        if task is None:
+            task = self._packed[name] = asyncio.create_task(asyncio.to_thread(self._pack, name))
+        return await asyncio.shield(task)
+
+    def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
+        """Run a request of another node.
+
+        Raises:
+            UnknownModel: nothing is loaded under that name.
+        """
+        if self.inference is None:
+            raise UnknownModel(f"The model {model[:200]!r} is not loaded here")
+        self._meter.served += 1
+        return self.inference.generate(model, request)
+
+    def _pack(self, name: str) -> tuple[str, bytes]:
+        model = self.served(name)
+        if model is None or not isinstance(model.tokenizer, ModelTokenizer):
+            raise UnknownModel(f"The model {name[:200]!r} has no tokenizer that could be sent")
+        packed = pack_tokenizer(model.tokenizer)
+        return hashlib.sha256(packed).hexdigest(), packed

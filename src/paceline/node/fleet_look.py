@@ -1,0 +1,40 @@
+"""What this machine's running node sees, asked by another command on it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from paceline.core.errors import MembershipError, NodeUnreachable
+from paceline.node.fleet_state import read_running
+from paceline.store.home import Home
+from paceline.transport.control_service import Sight, fleet_id, read_sight
+from paceline.transport.trust.folder import FleetFolder
+
+ASK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A fleet, as this machine's node sees it."""
+
+    fleet_id: str
+    sight: Sight
+
+
+async def look(home: Home) -> Looked:
+    """Ask the node that runs on this machine.
+
+    Raises:
+        MembershipError: this machine is in no fleet, or its node does not run.
+    """
+    folder = FleetFolder(home.fleet)
+    identity = folder.identity()
+    running = await asyncio.to_thread(read_running, folder)
+    if running is None:
+        raise MembershipError(f"The node of this machine ({identity.node_id}) does not run", "Start it: paceline up")
+    try:
+        sight = await read_sight(identity, running.address, ASK_S)
+    except NodeUnreachable as error:
+        raise MembershipError(f"The node of this machine ({identity.node_id}) does not answer", "Start it: paceline up") from error
+    return Looked(fleet_id(identity), sight)

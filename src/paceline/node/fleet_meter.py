@@ -1,0 +1,34 @@
+"""What a node counts of its fleet life, for /metrics. Everything happens on the event loop, so counting needs no lock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.server.metrics import Histogram
+
+EXCHANGE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+@dataclass(slots=True)
+class FleetMeter:
+    """Counters of one node."""
+
+    rounds: int = 0
+    """Rounds of exchanges that this node began."""
+    exchange: Histogram = field(default_factory=lambda: Histogram(EXCHANGE_BOUNDS_S))
+    """Exchanges that this node began and a peer answered."""
+    failed: int = 0
+    """Those that nobody answered."""
+    answered: int = 0
+    """Those that peers began."""
+    refused: int = 0
+    """Requests, cards, stamps and revocations that were not taken."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Of exchanges, without TLS and framing."""
+    forwarded: int = 0
+    """Requests run by another node."""
+    served: int = 0
+    """Requests run for another node."""
+    retried: int = 0
+    """Forwarded requests that another node took over before the first token."""

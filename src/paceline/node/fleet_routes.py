@@ -1,0 +1,116 @@
+"""Which nodes could run a request for a model, the best first: this node's view, read by the plan that every node computes.
+
+Law: the nodes of one route have the same weights in the same format. Where this node has the model loaded, it is that one; where several
+nodes offer different weights under one name, the plan decides, and the name keeps its meaning for as long as anybody offers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline.core.errors import PlacementError
+from paceline.core.ids import NodeId
+from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import Choice, PlanRequest, Way
+
+WORTH_A_HOP = 1.25
+"""Another node must be faster by so much for a request to leave the node that has the model itself: estimates are rough, and the way there
+and back is not in them. Raising it: more requests stay where they arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Equal ones are the same model."""
+
+    digest: str
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A node that can run a model, as its card says."""
+
+    node_id: NodeId
+    instance: bytes
+    numerics_id: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who runs requests for a model."""
+
+    name: str
+    weights: Weights
+    stops: tuple[Stop, ...]
+    """The best first; never empty."""
+
+
+def routes(own: NodeId, cards: Iterable[NodeCard], loaded: Mapping[str, Weights], meanings: Mapping[str, Weights]) -> dict[str, Route]:
+    """A route for each model that some node has loaded, by name.
+
+    Args:
+        own: this node.
+        cards: the live ones.
+        loaded: what this node itself runs.
+        meanings: what names meant before.
+    """
+    cards = tuple(cards)
+    offered: dict[str, dict[Weights, list[tuple[NodeCard, ModelOffer]]]] = {}
+    for card in cards:
+        for offer in card.models:
+            if offer.role is Role.VERIFIER and offer.warm and offer.digest and offer.model_id:
+                by_weights = offered.setdefault(offer.model_id, {})
+                by_weights.setdefault(Weights(offer.digest, offer.weights), []).append((card, offer))
+    found: dict[str, Route] = {}
+    for name in sorted(offered):
+        weights = _meaning(name, offered[name], cards, loaded, meanings)
+        stops = {
+            card.node_id: Stop(card.node_id, card.instance, offer.numerics_id, card.addresses) for card, offer in offered[name][weights]
+        }
+        order = _order(own, cards, weights, own in stops)
+        ranked = [stops.pop(node_id) for node_id in order if node_id in stops]
+        # Nodes of which nothing is known but that they have it: this one first, then by id.
+        rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
+        found[name] = Route(name, weights, (*ranked, *rest))
+    return found
+
+
+def _meaning(
+    name: str,
+    offered: Mapping[Weights, list[tuple[NodeCard, ModelOffer]]],
+    cards: tuple[NodeCard, ...],
+    loaded: Mapping[str, Weights],
+    meanings: Mapping[str, Weights],
+) -> Weights:
+    for known in (loaded.get(name), meanings.get(name)):
+        if known is not None and known in offered:
+            return known
+    if len(offered) > 1:
+        chosen = _choices(cards, PlanRequest(name, ways=frozenset({Way.ALONE})))
+        best = next((Weights(choice.digest, choice.weights) for choice in chosen), None)
+        if best is not None and best in offered:
+            return best
+    return min(offered, key=lambda weights: (weights.digest, weights.format))
+
+
+def _order(own: NodeId, cards: tuple[NodeCard, ...], weights: Weights, own_has_it: bool) -> list[NodeId]:
+    ranked = _choices(cards, PlanRequest(weights.digest, weights.format, ways=frozenset({Way.ALONE})))
+    order = [choice.stages[0].node_id for choice in ranked if choice.stages[0].warm]
+    if own_has_it and own in order and order[0] != own:
+        times = {choice.stages[0].node_id: choice.estimate.total_s for choice in ranked}
+        if times[own] < WORTH_A_HOP * times[order[0]]:
+            order.remove(own)
+            order.insert(0, own)
+    return order
+
+
+def _choices(cards: tuple[NodeCard, ...], request: PlanRequest) -> tuple[Choice, ...]:
+    """The plan's own order; nothing where the plan has nothing to go by."""
+    try:
+        found = plan(cards, request)
+    except PlacementError:
+        return ()
+    return (found.chosen, *found.runners_up)

@@ -1,0 +1,128 @@
+"""What `paceline up` serves: this machine's engine alone, or, on a member of a fleet, the whole fleet.
+
+Law: whoever enters `serving` gets an `Inference` that works, and on leaving everything it started has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.fleet.card import Link, NodeCard
+from paceline.node.build import BuiltNode
+from paceline.node.capability import SelfPortrait
+from paceline.node.fleet import FleetNode
+from paceline.node.fleet_inference import FleetInference
+from paceline.node.fleet_local import LocalModels
+from paceline.node.fleet_settings import FleetSettings
+from paceline.node.fleet_tokenizers import TokenizerStore
+from paceline.node.offers import WarmModel, learn_digests
+from paceline.store.home import Home
+from paceline.transport.generate_service import GenerateServicer, LoadedModel
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+
+
+class Portrait:
+    """`SelfPortrait` with what is loaded.
+
+    Args:
+        portrait: looks.
+        warm: loaded models.
+    """
+
+    def __init__(self, portrait: SelfPortrait, warm: tuple[WarmModel, ...]) -> None:
+        self._portrait, self._warm = portrait, warm
+
+    def look(self) -> bool:
+        """Measure."""
+        return self._portrait.look(self._warm)
+
+    def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
+        """As of the last look."""
+        return self._portrait.card(addresses, links)
+
+
+class FleetServing:
+    """A node of a fleet and its API's `Inference`."""
+
+    def __init__(self, node: BuiltNode | None, settings: FleetSettings, home: Home, clock: Clock) -> None:
+        """Put together; nothing runs yet. On the event loop.
+
+        Args:
+            node: this machine's engine; None for a node that serves no model.
+            settings: as the person asked.
+            home: with an identity.
+            clock: all time.
+
+        Raises:
+            MembershipError, IdentityError: this machine is in no fleet, or not any more.
+        """
+        folder = FleetFolder(home.fleet)
+        warm = () if node is None else (node.warm,)
+        portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm)
+        self.fleet = FleetNode(settings, folder, portrait, clock)
+        created = 0 if node is None else node.model.created
+        loaded = tuple(
+            LoadedModel(model.name, model.digest, str(model.weights), model.speed.numerics_id, created, model.context) for model in warm
+        )
+        self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
+        self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home, clock), clock)
+        self._home = home
+        self._ending = threading.Event()
+        self._learning: asyncio.Task[int] | None = None
+
+    async def start(self) -> None:
+        """Listen and be seen.
+
+        Raises:
+            ConfigError: the port can't be used.
+        """
+        generate = GenerateServicer(self._local)
+
+        def register(server: grpc.aio.Server) -> None:
+            add_GenerateServiceServicer_to_server(generate, server)
+
+        await self.fleet.start(lambda _: register)
+        self._learning = asyncio.create_task(asyncio.to_thread(learn_digests, self._home, self._ending.is_set))
+
+    async def stop(self) -> None:
+        """Say goodbye and end. Bounded; idempotent."""
+        self._ending.set()
+        await self.fleet.stop()
+        await self.inference.close()
+        if self._learning is not None:
+            await asyncio.gather(self._learning, return_exceptions=True)
+
+
+@asynccontextmanager
+async def serving(
+    node: BuiltNode | None, settings: FleetSettings, home: Home, clock: Clock, stop: asyncio.Event
+) -> AsyncGenerator[FleetServing]:
+    """A node of the fleet, for as long as the block runs; it says goodbye as soon as `stop` is set.
+
+    Raises:
+        UserError: it can't be one.
+    """
+    whole = FleetServing(node, settings, home, clock)
+    await whole.start()
+
+    async def leave() -> None:
+        await stop.wait()
+        await whole.stop()
+
+    leaving = asyncio.create_task(leave())
+    try:
+        yield whole
+    finally:
+        if stop.is_set():
+            await leaving
+        else:
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await whole.stop()

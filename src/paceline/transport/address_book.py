@@ -1,0 +1,72 @@
+"""Which of a node's addresses to use: the one that measured best, then those that worked, then those not tried, then those that failed.
+
+Failures are kept until the address works again, for whoever asks why a node can't be reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_FAILURES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the last call to an address failed, and since when none succeeded."""
+
+    address: str
+    error: str
+    since: float
+    """Monotonic seconds."""
+    times: int
+
+
+class AddressBook:
+    """What calls learned of addresses."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, Failure] = {}
+        self._works: dict[str, None] = {}
+        self._best: set[str] = set()
+
+    def order(self, addresses: Iterable[str]) -> tuple[str, ...]:
+        """The likeliest first; otherwise in the order given."""
+        return tuple(sorted(dict.fromkeys(addresses), key=self._rank))
+
+    def worked(self, address: str) -> None:
+        """A call to it succeeded."""
+        self._failures.pop(address, None)
+        self._works[address] = None
+        if len(self._works) > MAX_FAILURES:
+            del self._works[next(iter(self._works))]
+
+    def failed(self, address: str, error: str, now: float) -> bool:
+        """A call to it failed. True for the first time since it worked."""
+        before = self._failures.pop(address, None)
+        self._works.pop(address, None)
+        self._failures[address] = Failure(
+            address, error, now if before is None else before.since, 1 if before is None else before.times + 1
+        )
+        if len(self._failures) > MAX_FAILURES:
+            del self._failures[next(iter(self._failures))]
+        return before is None
+
+    def prefer(self, addresses: Iterable[str]) -> None:
+        """These measured best, each for its node."""
+        self._best = set(addresses)
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Addresses that do not work now, the longest first."""
+        return tuple(sorted(self._failures.values(), key=lambda failure: failure.since))
+
+    def forget(self, addresses: Iterable[str]) -> None:
+        """Nobody will call these any more."""
+        for address in addresses:
+            self._failures.pop(address, None)
+
+    def _rank(self, address: str) -> int:
+        if address in self._failures:
+            return 3
+        return 0 if address in self._best else 1 if address in self._works else 2

@@ -1,0 +1,140 @@
+"""mTLS channels to members, kept while they are used: one a purpose, an address and the certificate to meet there.
+
+Exchanges and long streams have channels of their own: one that timed out is thrown away and dialled anew, because TCP wakes up long after
+a partition healed, and that must not end somebody's stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import StrEnum
+
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.core.ids import NodeId
+from paceline.transport.rpc_faults import error_of
+from paceline.transport.trust.certificates import NODE_NAME, Member
+from paceline.transport.trust.credentials import channel_credentials, check_callable, meet
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.seals import Voids
+
+MAX_CHANNELS = 512
+"""Open at once; the one used longest ago is closed."""
+MAX_MESSAGE_BYTES = 8 << 20
+"""A link's measure carries 4 MiB, 256 cards of 16 KB as much. Raising it: what one message can make a node hold."""
+KEEPALIVE_S = 10
+"""Of silence in a call, until the other side is asked for a sign of life. Raising it: the streams of a machine that lost its power hang for
+longer."""
+KEEPALIVE_TIMEOUT_S = 5
+
+Options = list[tuple[str, str | int]]
+COMMON: Options = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+]
+CHANNEL_OPTIONS: Options = [
+    *COMMON,
+    ("grpc.enable_http_proxy", 0),  # the fleet is on this network, never behind an office's proxy
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Otherwise a new channel would be given the old one's connection, dead or not.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class Purpose(StrEnum):
+    """What a channel is for. Calls of one purpose share their fate."""
+
+    EXCHANGE = "exchange"
+    STREAM = "stream"
+    MEASURE = "measure"
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    channel: grpc.aio.Channel
+    member: Member
+
+
+class ChannelPool:
+    """The channels of one node. Lives on one event loop; close it when done.
+
+    Args:
+        identity: this node's.
+        voids: the revocations known.
+        clock: for certificates' ends.
+    """
+
+    def __init__(self, identity: Identity, voids: Voids, clock: Clock) -> None:
+        self._identity, self._voids, self._clock = identity, voids, clock
+        self._credentials = channel_credentials(identity)
+        self._open: OrderedDict[tuple[Purpose, str, int], _Open] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, purpose: Purpose, address: str, member: Member) -> grpc.aio.Channel:
+        """A channel on which only `member` can answer; nothing is dialled before its first call.
+
+        Raises:
+            RevokedNode: the member was revoked.
+        """
+        check_callable(member, self._voids)
+        key = (purpose, address, member.serial)
+        found = self._open.get(key)
+        if found is None:
+            found = self._open[key] = _Open(self._dial(address, member.tls_name), member)
+            if len(self._open) > MAX_CHANNELS:
+                self._end(self._open.popitem(last=False)[1])
+        self._open.move_to_end(key)
+        return found.channel
+
+    async def meet(self, address: str, timeout_s: float) -> Member:
+        """Who is at an address.
+
+        Raises:
+            NodeUnreachable: nobody of this fleet answers there.
+            FleetError: what it sent proves nothing, or it was revoked.
+        """
+        channel = self._dial(address, NODE_NAME)
+        try:
+            return await meet(channel, self._identity, self._voids, self._clock.wall(), timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, address) from error
+        finally:
+            await channel.close(None)
+
+    def discard(self, purpose: Purpose, address: str, member: Member) -> None:
+        """Dial anew next time. Ends the calls on it."""
+        found = self._open.pop((purpose, address, member.serial), None)
+        if found is not None:
+            self._end(found)
+
+    def drop(self, node_id: NodeId, issued_to: int | None = None) -> None:
+        """Close everything to a node that is gone; with `issued_to`, where its certificate was issued up to then."""
+        for key, found in list(self._open.items()):
+            if found.member.node_id == node_id and (issued_to is None or found.member.issued_at <= issued_to):
+                self._end(self._open.pop(key))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def close(self) -> None:
+        """End every call and close every channel."""
+        for found in self._open.values():
+            self._end(found)
+        self._open.clear()
+        await asyncio.gather(*self._closing)
+
+    def _dial(self, address: str, tls_name: str) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, self._credentials, [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls_name)])
+
+    def _end(self, found: _Open) -> None:
+        task = asyncio.get_running_loop().create_task(found.channel.close(None))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

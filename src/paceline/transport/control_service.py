@@ -1,0 +1,109 @@
+"""ControlService: the fleet as a node sees it, told to its own machine alone: the caller must have the node's own certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from paceline.core.ids import NodeId
+from paceline.fleet.view import Clash, FleetView, LiveCard
+from paceline.transport.address_book import Failure
+from paceline.transport.card_codec import read_card, write_card
+from paceline.transport.channels import CHANNEL_OPTIONS
+from paceline.transport.rpc_faults import error_of
+from paceline.transport.trust.credentials import channel_credentials
+from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.trust.identity import Identity
+from paceline.transport.wire import control_pb2 as wire
+from paceline.transport.wire.control_pb2_grpc import ControlServiceServicer, ControlServiceStub
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a node sees at one moment."""
+
+    view: FleetView
+    failures: tuple[Failure, ...]
+    """Addresses that do not answer; their times are seconds before now, negative."""
+    rounds: int
+    """Of exchanges, begun by this node."""
+
+
+Look = Callable[[], Sight]
+
+
+def fleet_id(identity: Identity) -> str:
+    """The same on every node of a fleet, and on no other's."""
+    return identity.root.fingerprint.hex()[:16]
+
+
+class ControlServicer(ControlServiceServicer):
+    """Answers this machine's own commands.
+
+    Args:
+        identity: this node's.
+        guard: knows who calls.
+        look: sees the fleet.
+    """
+
+    def __init__(self, identity: Identity, guard: PeerGuard, look: Look) -> None:
+        self._identity, self._guard, self._look = identity, guard, look
+
+    async def GetFleetView(self, request: wire.GetFleetViewRequest, context: Context) -> wire.GetFleetViewResponse:
+        del request
+        if self._guard.peer(context).certificate != self._identity.member.certificate:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "a node tells its view to its own machine only")
+        sight = self._look()
+        view = sight.view
+        return wire.GetFleetViewResponse(
+            own_node_id=view.own,
+            fleet_id=fleet_id(self._identity),
+            nodes=[wire.SeenNode(card=write_card(live.card), age_ms=round(live.age_s * 1000)) for live in view.nodes],
+            clashes=[
+                wire.SeenClash(
+                    node_id=clash.node_id,
+                    addresses=clash.addresses,
+                    other_addresses=clash.other_addresses,
+                    seen_ms_ago=round(clash.seen_s_ago * 1000),
+                )
+                for clash in view.clashes
+            ],
+            revoked_node_ids=view.revoked,
+            failing_peers=[
+                wire.FailingPeer(address=failure.address, error=failure.error[:500], since_ms=round(-failure.since * 1000))
+                for failure in sight.failures
+            ],
+            rounds=sight.rounds,
+        )
+
+
+async def read_sight(identity: Identity, address: str, timeout_s: float) -> Sight:
+    """What the node of this machine sees.
+
+    Raises:
+        NodeUnreachable: no node of this identity runs there.
+        FleetError: it refuses.
+    """
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", identity.member.tls_name)]
+    async with grpc.aio.secure_channel(address, channel_credentials(identity), options) as channel:
+        try:
+            message = await ControlServiceStub(channel).GetFleetView(wire.GetFleetViewRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, f"The node at {address}") from error
+    view = FleetView(
+        own=NodeId(message.own_node_id),
+        nodes=tuple(LiveCard(read_card(seen.card), seen.age_ms / 1000) for seen in message.nodes),
+        clashes=tuple(
+            Clash(NodeId(seen.node_id), tuple(seen.addresses), tuple(seen.other_addresses), seen.seen_ms_ago / 1000)
+            for seen in message.clashes
+        ),
+        revoked=tuple(NodeId(node_id) for node_id in message.revoked_node_ids),
+    )
+    failures = tuple(Failure(failing.address, failing.error, -failing.since_ms / 1000, 1) for failing in message.failing_peers)
+    return Sight(view, failures, message.rounds)

@@ -1,0 +1,109 @@
+"""Calls a peer for gossip: tries its addresses, the likeliest first, and says who answered and what.
+
+A call that fails throws its channel away, so that the next one dials anew, and counts against its address until one succeeds there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError, NodeUnreachable
+from paceline.core.ids import NodeId
+from paceline.fleet.bounds import Bounds
+from paceline.fleet.effects import Call
+from paceline.fleet.messages import Reply
+from paceline.transport.address_book import AddressBook
+from paceline.transport.channels import ChannelPool, Purpose
+from paceline.transport.exchange_codec import Refuse, measure_reply, read_reply, write_request
+from paceline.transport.opener import MemberOpener
+from paceline.transport.rpc_faults import error_of
+from paceline.transport.trust.certificates import Member
+from paceline.transport.wire.fleet_pb2_grpc import CapabilityServiceStub
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Who answered a call, and what."""
+
+    peer: NodeId
+    address: str
+    reply: Reply
+
+
+class Exchanger:
+    """Makes the calls of one node's gossip.
+
+    Args:
+        own: this node's id.
+        pool: of this node's channels.
+        opener: checks what comes back.
+        book: which addresses work.
+        bounds: what a reply may hold.
+        clock: shares a call's time among its addresses.
+    """
+
+    def __init__(self, own: NodeId, pool: ChannelPool, opener: MemberOpener, book: AddressBook, bounds: Bounds, clock: Clock) -> None:
+        self._own, self._pool, self._opener = own, pool, opener
+        self._book, self._bounds, self._clock = book, bounds, clock
+        self._met: dict[str, Member] = {}
+        """Who was met at an address of which no card told."""
+
+    async def call(self, call: Call, refuse: Refuse) -> Answer:
+        """One exchange.
+
+        Args:
+            call: what gossip asked for.
+            refuse: told of each thing in the reply that proves nothing.
+
+        Raises:
+            FleetError: nobody answered at any of its addresses, or what came was refused; of the address tried last.
+        """
+        until = self._clock.monotonic() + call.timeout_s
+        addresses = self._book.order(call.addresses)
+        failure: FleetError = NodeUnreachable("A peer without addresses can't be called")
+        for place, address in enumerate(addresses):
+            # Half of what is left for each but the last, so that a dead address leaves time for the next.
+            left = until - self._clock.monotonic()
+            if left <= 0:
+                break
+            timeout_s = left if place == len(addresses) - 1 else left / 2
+            try:
+                answer = await self._at(address, call, timeout_s, refuse)
+            except FleetError as error:
+                failure = error
+                self._book.failed(address, str(error), self._clock.monotonic())
+                continue
+            self._book.worked(address)
+            return answer
+        raise failure
+
+    async def _at(self, address: str, call: Call, timeout_s: float, refuse: Refuse) -> Answer:
+        began = self._clock.monotonic()
+        member = await self._whom(address, call.node_id, timeout_s)
+        if member.node_id == self._own:
+            return Answer(self._own, address, Reply())
+        channel = self._pool.get(Purpose.EXCHANGE, address, member)
+        left = max(0.001, timeout_s - (self._clock.monotonic() - began))
+        try:
+            message = await CapabilityServiceStub(channel).ExchangeCapabilities(
+                write_request(call.request), timeout=left, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            self._met.pop(address, None)
+            self._pool.discard(Purpose.EXCHANGE, address, member)
+            raise error_of(error, f"{member.node_id} at {address}") from error
+        self._bounds.check(measure_reply(message))
+        return Answer(member.node_id, address, await read_reply(message, self._opener, refuse))
+
+    async def _whom(self, address: str, node_id: NodeId | None, timeout_s: float) -> Member:
+        known = self._opener.member(node_id) if node_id is not None else self._met.get(address)
+        if known is not None:
+            return known
+        member = await self._pool.meet(address, timeout_s)
+        if len(self._met) >= 256:
+            self._met.clear()
+        self._met[address] = member
+        return member

@@ -1,0 +1,208 @@
+"""ExchangeCapabilities as `fleet.messages` says it, and back.
+
+Law: nothing in a message is believed before its signature was checked here, and what does not hold is left out and told: one forged card
+does not cost the other cards their way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from paceline.core.errors import FleetError, MalformedMessage
+from paceline.core.ids import NodeId
+from paceline.fleet.bounds import Measures
+from paceline.fleet.card import SealedCard, SealedRevocation
+from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
+from paceline.transport.wire import fleet_pb2 as wire
+
+PROOF_BYTES = 16
+CARDS_AT_ONCE = 8
+"""Checked before the event loop does something else: two signatures each, 0.1 ms a signature."""
+_MOST_MS = (1 << 32) - 1
+
+
+class Opener(Protocol):
+    """Checks what is signed."""
+
+    def card(self, signed: wire.SignedCard) -> SealedCard:
+        """A card, once certain.
+
+        Raises:
+            FleetError: it proves nothing.
+        """
+        ...
+
+    def revocation(self, signed: wire.SignedRevocation) -> SealedRevocation:
+        """A revocation, once certain.
+
+        Raises:
+            FleetError: it proves nothing.
+        """
+        ...
+
+
+Refuse = Callable[[FleetError], None]
+"""Told of each thing that was left out."""
+
+
+def measure_request(message: wire.ExchangeCapabilitiesRequest) -> Measures:
+    """How much a request holds, counted without decoding what is in it."""
+    return Measures(
+        digests=len(message.digests.node_keys),
+        stamps=len(message.stamps.node_keys),
+        cards=len(message.cards),
+        largest_card_bytes=max((passed.card.ByteSize() for passed in message.cards), default=0),
+        revocations=len(message.revocations),
+    )
+
+
+def measure_reply(message: wire.ExchangeCapabilitiesResponse) -> Measures:
+    """The same of a reply: a callee is bound as a caller is."""
+    return Measures(
+        digests=len(message.wanted.node_keys),
+        stamps=len(message.stamps.node_keys),
+        cards=len(message.cards),
+        largest_card_bytes=max((passed.card.ByteSize() for passed in message.cards), default=0),
+        revocations=len(message.revocations),
+    )
+
+
+def write_request(request: Request) -> wire.ExchangeCapabilitiesRequest:
+    return wire.ExchangeCapabilitiesRequest(
+        revocations=_write_revocations(request.revocations),
+        revocations_digest=request.revocations_digest,
+        digests=None if request.digests is None else _write_digests(request.digests),
+        stamps=_write_stamps(request.stamps),
+        cards=[write_passed(passed) for passed in request.cards],
+    )
+
+
+async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: Opener, refuse: Refuse) -> Request:
+    """A request, checked.
+
+    Raises:
+        MalformedMessage: its columns don't fit together.
+    """
+    return Request(
+        revocations=_read_revocations(message.revocations, opener, refuse),
+        digests=frozenset(_read_digests(message.digests)) if message.HasField("digests") else None,
+        stamps=_read_stamps(message.stamps),
+        cards=await _read_cards(message.cards, opener, refuse),
+        revocations_digest=message.revocations_digest,
+    )
+
+
+def write_reply(reply: Reply) -> wire.ExchangeCapabilitiesResponse:
+    return wire.ExchangeCapabilitiesResponse(
+        revocations=_write_revocations(reply.revocations),
+        revocations_digest=reply.revocations_digest,
+        stamps=_write_stamps(reply.stamps),
+        cards=[write_passed(passed) for passed in reply.cards],
+        wanted=_write_digests(reply.wanted),
+        more=reply.more,
+    )
+
+
+async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: Opener, refuse: Refuse) -> Reply:
+    """A reply, checked.
+
+    Raises:
+        MalformedMessage: its columns don't fit together.
+    """
+    return Reply(
+        stamps=_read_stamps(message.stamps),
+        wanted=_read_digests(message.wanted),
+        revocations=_read_revocations(message.revocations, opener, refuse),
+        cards=await _read_cards(message.cards, opener, refuse),
+        revocations_digest=message.revocations_digest,
+        more=message.more,
+    )
+
+
+def write_passed(passed: PassedCard) -> wire.PassedCard:
+    """A card on its way; the certificate only where the reader needs it."""
+    signed = wire.SignedCard.FromString(passed.sealed.sealed)
+    if passed.with_certificate:
+        signed.certificate = passed.sealed.certificate
+    return wire.PassedCard(card=signed, beat=passed.beat, proof=passed.proof, age_ms=_ms(passed.age_s))
+
+
+async def _read_cards(messages: Iterable[wire.PassedCard], opener: Opener, refuse: Refuse) -> tuple[PassedCard, ...]:
+    cards: list[PassedCard] = []
+    for place, message in enumerate(messages):
+        if place % CARDS_AT_ONCE == CARDS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        try:
+            sealed = opener.card(message.card)
+        except FleetError as error:
+            refuse(error)
+        else:
+            cards.append(PassedCard(sealed, message.beat, message.proof, message.age_ms / 1000))
+    return tuple(cards)
+
+
+def _write_revocations(revocations: Iterable[SealedRevocation]) -> list[wire.SignedRevocation]:
+    return [wire.SignedRevocation.FromString(one.sealed) for one in revocations]
+
+
+def _read_revocations(messages: Iterable[wire.SignedRevocation], opener: Opener, refuse: Refuse) -> tuple[SealedRevocation, ...]:
+    revocations: list[SealedRevocation] = []
+    for message in messages:
+        try:
+            revocations.append(opener.revocation(message))
+        except FleetError as error:
+            refuse(error)
+    return tuple(revocations)
+
+
+def _write_digests(digests: Iterable[Digest]) -> wire.CardDigests:
+    digests = list(digests)
+    return wire.CardDigests(
+        node_keys=[one.key for one in digests], versions=[one.version for one in digests], beats=[one.beat for one in digests]
+    )
+
+
+def _read_digests(message: wire.CardDigests) -> tuple[Digest, ...]:
+    try:
+        return tuple(map(Digest._make, zip(message.node_keys, message.versions, message.beats, strict=True)))
+    except ValueError as error:
+        raise MalformedMessage("The columns of digests differ in length") from error
+
+
+def _write_stamps(stamps: Sequence[Stamp]) -> wire.Stamps | None:
+    if not stamps:
+        return None
+    return wire.Stamps(
+        node_keys=[one.key for one in stamps],
+        versions=[one.version for one in stamps],
+        beats=[one.beat for one in stamps],
+        ages_ms=[_ms(one.age_s) for one in stamps],
+        proofs=b"".join(one.proof for one in stamps),
+    )
+
+
+def _read_stamps(message: wire.Stamps) -> tuple[Stamp, ...]:
+    proofs = message.proofs
+    cut = [proofs[at : at + PROOF_BYTES] for at in range(0, len(proofs), PROOF_BYTES)]
+    try:
+        rows = zip(message.node_keys, message.versions, message.beats, cut, message.ages_ms, strict=True)
+        return tuple(Stamp(key, version, beat, proof, ms / 1000) for key, version, beat, proof, ms in rows)
+    except ValueError as error:
+        raise MalformedMessage("The columns of stamps differ in length") from error
+
+
+def _ms(seconds: float) -> int:
+    return min(_MOST_MS, max(0, round(seconds * 1000)))
+
+
+def node_id_of(signed: wire.SignedCard) -> NodeId | None:
+    """The id a card claims, unchecked: to look up what is held of it. None where there is no telling."""
+    try:
+        card = wire.NodeCapability.FromString(signed.card)
+    except DecodeError:
+        return None
+    return NodeId(card.node_id) if card.node_id else None

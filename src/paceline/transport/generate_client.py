@@ -1,0 +1,126 @@
+"""A generation on another node, as a stream of chunks; and that node's tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import FleetError, NodeUnreachable
+from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.transport.generate_codec import read_chunks, write_request
+from paceline.transport.generate_service import LoadedModel
+from paceline.transport.rpc_faults import error_of
+from paceline.transport.wire import generate_pb2 as wire
+from paceline.transport.wire.generate_pb2_grpc import GenerateServiceStub
+
+Call = grpc.aio.UnaryStreamCall[wire.GenerateRequest, wire.GenerateResponse]
+
+
+class RemoteStream:
+    """A `ChunkStream` over a channel. Nothing is sent before the first item is asked for."""
+
+    def __init__(self, channel: grpc.aio.Channel, peer: str, model: LoadedModel, request: GenerationRequest) -> None:
+        """Prepare.
+
+        Args:
+            channel: to the node that runs it.
+            peer: its name, for messages.
+            model: what must be loaded there.
+            request: what to run.
+        """
+        self._channel, self._peer, self._model, self._request = channel, peer, model, request
+        self._call: Call | None = None
+
+    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
+        return self
+
+    async def __anext__(self) -> Sequence[GenerationChunk]:
+        """What was gained since the last item.
+
+        Raises:
+            RequestError: that node refuses the request.
+            NodeUnreachable: it can't be reached, or no longer.
+        """
+        if self._call is None:
+            model = self._model
+            message = write_request(model.name, model.digest, model.weights, model.numerics_id, self._request)
+            self._call = GenerateServiceStub(self._channel).Generate(message)
+        try:
+            message = await self._call.read()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled this reader: its channel was closed under it, because the node is gone.
+            raise NodeUnreachable(f"{self._peer} is gone") from None
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, self._peer) from error
+        except grpc.aio.UsageError as error:  # the channel was closed under it
+            raise NodeUnreachable(f"The connection to {self._peer} was closed") from error
+        if not isinstance(message, wire.GenerateResponse):  # grpc's mark of a stream's end
+            raise StopAsyncIteration
+        return read_chunks(message, self._request.request_id)
+
+    async def aclose(self) -> None:
+        """End it there too. Idempotent."""
+        if self._call is not None:
+            self._call.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a node says of a model it has loaded."""
+
+    model: LoadedModel
+    tokenizer_sha256: str
+    tokenizer: bytes | None
+    """Packed. None where the caller has it."""
+
+
+async def describe_model(
+    channel: grpc.aio.Channel, peer: str, name: str, *, known: frozenset[str], most_bytes: int, timeout_s: float
+) -> Description:
+    """Ask a node for a model it has loaded.
+
+    Args:
+        channel: to that node.
+        peer: its name, for messages.
+        name: the model.
+        known: SHA-256 of tokenizers held here: theirs are not fetched.
+        most_bytes: a longer tokenizer is refused.
+        timeout_s: for all of it.
+
+    Raises:
+        UnknownModel: it is not loaded there.
+        NodeUnreachable: the node can't be reached.
+        FleetError: what it sent is not what it announced.
+    """
+    call = GenerateServiceStub(channel).DescribeModel(wire.DescribeModelRequest(model_id=name), timeout=timeout_s)
+    first: wire.DescribeModelResponse | None = None
+    packed = bytearray()
+    try:
+        async for message in call:
+            if first is None:
+                first = message
+                if first.tokenizer_sha256 in known:
+                    break
+                continue
+            packed += message.tokenizer_part
+            if len(packed) > most_bytes:
+                raise FleetError(f"The tokenizer of {name} at {peer} is longer than {most_bytes} bytes")
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error, peer) from error
+    finally:
+        call.cancel()
+    if first is None:
+        raise FleetError(f"{peer} says nothing of {name}")
+    have = first.tokenizer_sha256 in known
+    if not have and hashlib.sha256(packed).hexdigest() != first.tokenizer_sha256:
+        raise FleetError(f"The tokenizer of {name} came from {peer} damaged")
+    model = LoadedModel(name, first.digest, first.quantization, first.numerics_id, first.created_unix, first.max_context)
+    return Description(model, first.tokenizer_sha256, None if have else bytes(packed))

@@ -1,0 +1,108 @@
+"""GenerateService: runs what this node has loaded, for another node that was asked. It never forwards, so a request can't go in circles.
+
+The caller's end is the generation's end: grpc cancels the handler, which closes the stream, which frees its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import uuid4
+
+import grpc.aio
+
+from paceline.core.errors import PacelineError, UnknownModel
+from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.ids import RequestId
+from paceline.transport.generate_codec import read_request, write_chunks
+from paceline.transport.rpc_faults import abort
+from paceline.transport.wire import generate_pb2 as wire
+from paceline.transport.wire.generate_pb2_grpc import GenerateServiceServicer
+
+PART_BYTES = 1 << 20
+"""Of a tokenizer, in one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What exactly a node has loaded under a name."""
+
+    name: str
+    digest: str
+    weights: str
+    numerics_id: str
+    created: int
+    """Unix seconds."""
+    max_context: int
+
+
+class Chunks(Protocol):
+    """As `server.inference.ChunkStream`."""
+
+    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]: ...
+    def aclose(self) -> Coroutine[Any, Any, None]: ...
+
+
+class LoadedModels(Protocol):
+    """What a node runs itself."""
+
+    def find(self, name: str) -> LoadedModel | None: ...
+
+    async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
+        """SHA-256 (hex) and bytes of a loaded model's tokenizer."""
+        ...
+
+    def generate(self, model: str, request: GenerationRequest) -> Chunks: ...
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerateServicer(GenerateServiceServicer):
+    """Answers members."""
+
+    def __init__(self, models: LoadedModels) -> None:
+        self._models = models
+
+    # Written to the context rather than yielded: a generator that nobody asks for more would be closed only when it is collected.
+    async def Generate(self, request: wire.GenerateRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            self._check(request)
+            # Ids are the caller's; two callers may have chosen one.
+            wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"))
+            async with aclosing(self._models.generate(request.model_id, wanted)) as stream:
+                async for chunks in stream:
+                    await context.write(write_chunks(chunks))
+        except PacelineError as error:
+            await abort(context, error)
+
+    async def DescribeModel(self, request: wire.DescribeModelRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loaded = self._models.find(request.model_id)
+        if loaded is None:
+            await abort(context, _not_here(request.model_id))
+        digest, packed = await self._models.packed_tokenizer(loaded.name)
+        description = wire.DescribeModelResponse(
+            digest=loaded.digest,
+            quantization=loaded.weights,
+            numerics_id=loaded.numerics_id,
+            created_unix=loaded.created,
+            max_context=loaded.max_context,
+            tokenizer_sha256=digest,
+        )
+        await context.write(description)
+        for at in range(0, len(packed), PART_BYTES):
+            await context.write(wire.DescribeModelResponse(tokenizer_part=packed[at : at + PART_BYTES]))
+
+    def _check(self, request: wire.GenerateRequest) -> None:
+        """A caller whose view is out of date must not get other bytes than it promised."""
+        loaded = self._models.find(request.model_id)
+        if loaded is None:
+            raise _not_here(request.model_id)
+        if (loaded.digest, loaded.weights, loaded.numerics_id) != (request.digest, request.quantization, request.numerics_id):
+            raise UnknownModel(f"Another {request.model_id[:200]} is loaded here than the one asked for")
+
+
+def _not_here(name: str) -> UnknownModel:
+    return UnknownModel(f"The model {name[:200]!r} is not loaded here")

@@ -1,0 +1,89 @@
+"""Opens what peers pass on: checks each signature once, and knows the certificates that cards may come without."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
+
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError
+from paceline.core.ids import NodeId
+from paceline.fleet.card import SealedCard, SealedRevocation
+from paceline.transport.exchange_codec import node_id_of
+from paceline.transport.trust.certificates import FleetRoot, Member
+from paceline.transport.trust.seals import Voids, open_card, open_revocation
+from paceline.transport.wire import fleet_pb2 as wire
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class MemberOpener:
+    """A `exchange_codec.Opener`.
+
+    Args:
+        root: the fleet's CA.
+        voids: the revocations known.
+        lacks: told whose card came without a certificate that fits, so that it is asked for.
+        clock: for certificates' ends.
+        remembered: cards and certificates kept; those used longest ago are forgotten.
+    """
+
+    def __init__(self, root: FleetRoot, voids: Voids, lacks: Callable[[NodeId], None], clock: Clock, remembered: int = 1024) -> None:
+        self._root, self._voids, self._lacks, self._clock, self._remembered = root, voids, lacks, clock, remembered
+        self._certificates: OrderedDict[NodeId, bytes] = OrderedDict()
+        self._opened: OrderedDict[bytes, SealedCard] = OrderedDict()
+        """By hash: what comes by several ways, or again and again, costs one check."""
+
+    def card(self, signed: wire.SignedCard) -> SealedCard:
+        """A card, once certain.
+
+        Raises:
+            FleetError: it proves nothing.
+        """
+        key = hashlib.sha256(signed.SerializeToString(deterministic=True)).digest()
+        known = self._opened.get(key)
+        if known is not None and not self._voids(known.card.node_id, known.issued_at):
+            self._opened.move_to_end(key)
+            return known
+        claimed = node_id_of(signed)
+        held = b"" if signed.certificate or claimed is None else self._certificates.get(claimed, b"")
+        try:
+            sealed = open_card(signed, root=self._root, voids=self._voids, now=self._clock.wall(), held=held)
+        except FleetError:
+            if not signed.certificate and claimed is not None:
+                self._lacks(claimed)
+            raise
+        _keep(self._opened, key, sealed, self._remembered)
+        self.know(sealed)
+        return sealed
+
+    def revocation(self, signed: wire.SignedRevocation) -> SealedRevocation:
+        """A revocation, once certain.
+
+        Raises:
+            FleetError: it proves nothing.
+        """
+        return open_revocation(signed, self._root)
+
+    def know(self, sealed: SealedCard) -> None:
+        """Remember a card's certificate."""
+        _keep(self._certificates, sealed.card.node_id, sealed.certificate, self._remembered)
+
+    def member(self, node_id: NodeId) -> Member | None:
+        """Whom to meet where a node is; None where its certificate is not known.
+
+        Raises:
+            NotTrusted: it has expired.
+        """
+        certificate = self._certificates.get(node_id)
+        return None if certificate is None else self._root.member(certificate, self._clock.wall())
+
+
+def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)

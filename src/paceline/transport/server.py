@@ -1,0 +1,79 @@
+"""The one gRPC port of a node: mTLS, every RPC checked by the guard, and an end that waits for answers under way, but not for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import ConfigError
+from paceline.transport.channels import COMMON, Options
+from paceline.transport.trust.addresses import join_host
+from paceline.transport.trust.credentials import server_credentials
+from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.strangers import StrangerWatch
+
+SERVER_OPTIONS: Options = [
+    *COMMON,
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+]
+
+Register = Callable[[grpc.aio.Server], None]
+
+
+class NodeServer:
+    """A server that was not started yet, or runs.
+
+    Args:
+        identity: this node's.
+        guard: checks each RPC.
+        strangers: names those whom TLS turned away.
+    """
+
+    def __init__(self, identity: Identity, guard: PeerGuard, strangers: StrangerWatch) -> None:
+        self._identity, self._strangers = identity, strangers
+        self._server = grpc.aio.server(interceptors=[guard], options=SERVER_OPTIONS)
+
+    def add(self, *services: Register) -> None:
+        """Before `start`."""
+        for register in services:
+            register(self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port.
+
+        Args:
+            host: an address of this machine; empty: all of them, IPv4 and IPv6.
+            port: 0 for any free one.
+
+        Raises:
+            ConfigError: the address can't be used.
+        """
+        credentials = server_credentials(self._identity, self._strangers.connection)
+        tried = [join_host(host, port)] if host else [f"[::]:{port}", f"0.0.0.0:{port}"]  # the second where there is no IPv6
+        bound = 0
+        for address in tried:
+            try:
+                bound = self._server.add_secure_port(address, credentials)
+            except RuntimeError:
+                continue
+            if bound:
+                break
+        if not bound:
+            raise ConfigError(
+                f"Cannot listen on {tried[0]} for the fleet", "Stop what listens there, or choose another --fleet-port or --fleet-host."
+            )
+        await self._server.start()
+        self._strangers.watch(bound)
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, and end those under way after `grace_s` at the latest."""
+        self._strangers.close()
+        await self._server.stop(grace_s)

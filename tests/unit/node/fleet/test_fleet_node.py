@@ -1,0 +1,194 @@
+"""Nodes find, lose and refuse one another: gossip over real mTLS."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from tests.unit.node.fleet.nodes import in_loop, make_node, running, until, until_seen
+
+from paceline.core.errors import ConfigError, MembershipError, NodeUnreachable, PeerFloods
+from paceline.fleet.card import ModelOffer, Role
+from paceline.node.fleet_state import read_running, read_version
+from paceline.testing.fleets import TestFleet
+from paceline.transport.channels import Purpose
+from paceline.transport.control_service import read_sight
+from paceline.transport.proposer_service import NGRAM
+from paceline.transport.rpc_faults import error_of
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.wire import control_pb2, propose_pb2
+from paceline.transport.wire import fleet_pb2 as wire
+from paceline.transport.wire.control_pb2_grpc import ControlServiceStub
+from paceline.transport.wire.fleet_pb2_grpc import CapabilityServiceStub
+from paceline.transport.wire.propose_pb2_grpc import ProposerServiceStub
+
+LOOKUP = ModelOffer(NGRAM, Role.PROPOSER, "")
+
+
+@in_loop
+async def test_three_nodes_in_a_row_see_one_another(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a)
+        async with running(b):
+            c = make_node(fleet, tmp_path, "c", b)
+            async with running(c):
+                for node in (a, b, c):
+                    await until_seen(node, "a", "b", "c")
+                assert a.view().cards == b.view().cards == c.view().cards
+                # Who was met is called again after a restart, without being named.
+                await until(lambda: set(FleetFolder(tmp_path / "a" / "fleet").peers()) == {*b.addresses, *c.addresses})
+            # A goodbye is heard at once, long before the card would expire.
+            await until_seen(a, "a", "b")
+            await until_seen(b, "a", "b")
+    assert read_running(FleetFolder(tmp_path / "a" / "fleet")) is None
+
+
+@in_loop
+async def test_a_restarted_node_supersedes_itself_and_finds_its_peers(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a, b = make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")
+    async with running(a):
+        first = make_node(fleet, tmp_path, "b", a)
+        async with running(first):
+            await until_seen(a, "a", "b")
+            before = a.view().get(first.node_id)
+            await until(lambda: bool(FleetFolder(tmp_path / "b" / "fleet").peers()))
+        b = make_node(fleet, tmp_path, "b")  # told of nobody: it remembers
+        async with running(b):
+            await until_seen(a, "a", "b")
+            after = a.view().get(b.node_id)
+            assert before is not None
+            assert after is not None
+            assert after.card.version > before.card.version
+            assert after.card.instance != before.card.instance
+            assert read_version(FleetFolder(tmp_path / "b" / "fleet")) >= after.card.version
+
+
+@in_loop
+async def test_a_revoked_node_is_dropped_and_refused_and_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a)
+        c = make_node(fleet, tmp_path, "c", a)
+        async with running(b, c):
+            for node in (a, b, c):
+                await until_seen(node, "a", "b", "c")
+            a.gossip.learn((fleet.revoke("c"),))
+            await until_seen(a, "a", "b")
+            await until_seen(b, "a", "b")
+            assert b.view().revoked == ("c",)
+            await until(lambda: "refused c" in caplog.text)
+            await until(lambda: bool(FleetFolder(tmp_path / "b" / "fleet").sealed_revocations()))
+    again = make_node(fleet, tmp_path, "b")
+    assert again.gossip.voids(c.node_id, c.identity.member.issued_at)
+    FleetFolder(tmp_path / "c" / "fleet").keep_revocations(FleetFolder(tmp_path / "b" / "fleet").sealed_revocations())
+    with pytest.raises(MembershipError, match="revoked"):
+        make_node(fleet, tmp_path, "c")
+
+
+@in_loop
+async def test_two_fleets_on_one_network_do_not_mix(tmp_path: Path) -> None:
+    a = make_node(TestFleet(), tmp_path, "a")
+    async with running(a):
+        stranger = make_node(TestFleet(), tmp_path, "stranger", a)
+        async with running(stranger):
+            await until(lambda: stranger.meter.failed > 2)
+            assert stranger.view().ids == ("stranger",)
+            assert a.view().ids == ("a",)
+            (failure,) = stranger.sight().failures
+            assert failure.address == a.addresses[0]
+
+
+@in_loop
+async def test_the_view_is_told_to_the_own_machine_only(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        sight = await read_sight(a.identity, a.addresses[0], 5)
+        assert sight.view.ids == ("a",)
+        b = make_node(fleet, tmp_path, "b")
+        # Another member meets another certificate than its own there, so it can't even ask by mistake.
+        with pytest.raises(NodeUnreachable):
+            await read_sight(b.identity, a.addresses[0], 5)
+        channel = b.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ControlServiceStub(channel).GetFleetView(control_pb2.GetFleetViewRequest())
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        await b.pool.close()
+
+
+@in_loop
+async def test_a_peer_that_floods_or_sends_too_much_gets_a_typed_error(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a, b = make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")
+    async with running(a):
+        stub = CapabilityServiceStub(b.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member))
+        oversized = wire.ExchangeCapabilitiesRequest(cards=[wire.PassedCard(card=wire.SignedCard(card=bytes(100_000)))])
+        million = wire.ExchangeCapabilitiesRequest(digests=wire.CardDigests(node_keys=range(1_000_000)))
+        uneven = wire.ExchangeCapabilitiesRequest(digests=wire.CardDigests(node_keys=[1], versions=[1, 2], beats=[0]))
+        kinds: list[str] = []
+        for request in (oversized, million, uneven):
+            try:
+                await stub.ExchangeCapabilities(request)
+            except grpc.aio.AioRpcError as error:
+                kinds.append(type(error_of(error, "a")).__name__)
+        assert kinds[0] == "MessageTooLarge"
+        assert kinds[1] in {"MessageTooLarge", "FleetError"}  # gRPC itself bounds what it reads
+        assert kinds[2] == "MalformedMessage"
+        forged = wire.PassedCard(card=wire.SignedCard(card=b"\x0a\x01x\x60\x01", signature=b"no"))
+        await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(cards=[forged]))  # left out, and told in the log
+        assert a.view().ids == ("a",)
+        assert a.meter.refused > 2
+        with pytest.raises(grpc.aio.AioRpcError) as refused:  # noqa: PT012 - which of them is refused is the clock's affair
+            for _ in range(1000):
+                await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest())
+        assert isinstance(error_of(refused.value, "a"), PeerFloods)
+        await b.pool.close()
+
+
+@in_loop
+async def test_every_node_drafts_by_prompt_lookup(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a, b = make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")
+    async with running(a):
+        stub = ProposerServiceStub(b.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member))
+        request = propose_pb2.ProposeBlockRequest(committed_token_ids=[1, 2, 3, 4, 1, 2], block_size=3, model_id=NGRAM)
+        assert list((await stub.ProposeBlock(request)).token_ids) == [3, 4, 1]
+        request.model_id = "gone"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ProposeBlock(request)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        await b.pool.close()
+
+
+@in_loop
+async def test_a_taken_port_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        port = a.addresses[0].rpartition(":")[2]
+        b = make_node(fleet, tmp_path, "b")
+        b._settings = type(b._settings)(int(port), "127.0.0.1", mdns=False)
+        with pytest.raises(ConfigError, match=port):
+            await b.start()
+        await b.stop()
+    assert not [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("fleet")]
+
+
+@in_loop
+async def test_links_between_nodes_that_may_share_a_plan_are_measured_and_told(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a", offers=(LOOKUP, ModelOffer("m", Role.VERIFIER, "int4", digest="d", warm=True)))
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a, offers=(LOOKUP,))
+        async with running(b):
+            await until(lambda: [[link.to for link in card.links] for card in b.view().cards] == [["b"], ["a"]])
+            (link,) = b.view().cards[0].links
+            assert link.address == b.addresses[0]
+            assert link.rtt_s > 0
+            assert link.bytes_per_s > 0

@@ -1,0 +1,71 @@
+"""Errors keep their type over gRPC, and a peer can make us raise none but those we know."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+import grpc.aio
+import pytest
+
+from paceline.core.errors import (
+    ContextOverflow,
+    FleetError,
+    InvalidRequest,
+    MessageTooLarge,
+    NodeUnreachable,
+    Overloaded,
+    PacelineError,
+    PeerFloods,
+    UnknownModel,
+)
+from paceline.transport.rpc_faults import FAULT_KEY, error_of, metadata_of, status_of
+
+
+def travelled(error: PacelineError) -> PacelineError:
+    trailing = grpc.aio.Metadata(*metadata_of(error))
+    return error_of(grpc.aio.AioRpcError(status_of(error), grpc.aio.Metadata(), trailing, error.message), "b")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UnknownModel("no such", "look"), grpc.StatusCode.NOT_FOUND),
+        (InvalidRequest("bad", field="top_p"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ContextOverflow("long", "less", field="messages"), grpc.StatusCode.OUT_OF_RANGE),
+        (Overloaded("full", retry_after_s=7), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (PeerFloods("often", retry_after_s=0.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (MessageTooLarge("much"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (PacelineError("broken"), grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_an_error_keeps_its_type_and_fields(error: PacelineError, status: grpc.StatusCode) -> None:
+    arrived = travelled(error)
+    assert status_of(error) is status
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED])
+def test_a_node_that_is_gone_is_unreachable(code: grpc.StatusCode) -> None:
+    failed = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "why")
+    assert isinstance(error_of(failed, "b"), NodeUnreachable)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        b"",
+        b"{",
+        b"[]",
+        json.dumps({"kind": "KeyboardInterrupt", "message": "", "hint": ""}).encode(),
+        json.dumps({"kind": "Overloaded", "message": "", "hint": ""}).encode(),
+        json.dumps({"kind": "Overloaded", "message": "", "hint": "", "retry_after_s": "soon"}).encode(),
+    ],
+)
+def test_a_fault_that_is_none_of_ours_is_the_status_it_came_with(fault: bytes) -> None:
+    trailing = grpc.aio.Metadata((FAULT_KEY, fault))
+    arrived = error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), trailing, "odd"), "b")
+    assert type(arrived) is FleetError
+    assert "odd" in arrived.message
