@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from paceline import __version__
 from paceline.backends.table import Kernels
+from paceline.cli import joining
 from paceline.cli.faults import EXIT_FAILED, EXIT_USER, report
 from paceline.cli.terminal import discard
 from paceline.core.errors import PacelineError, UserError
@@ -169,6 +171,9 @@ def bench(
     )
 
 
+app.add_typer(joining.app)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -195,6 +200,8 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    # gRPC's core writes on the terminal what Paceline says in its own words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except UserError as error:
