@@ -9,7 +9,6 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.clock import Clock, SystemClock
@@ -37,14 +36,6 @@ from paceline.transport.trust.tokens import JoinToken
 MAX_TTL_S = 30 * 86400.0
 MAX_USES = 1000
 MAX_TOKEN_ADDRESSES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Invitation:
-    """A token, and whether a running node answers those who hold it."""
-
-    token: JoinToken
-    served: bool
 
 
 def open_folder() -> FleetFolder:
@@ -92,6 +83,7 @@ def invite(folder: FleetFolder, *, ttl_s: float, uses: int, addresses: Sequence[
         raise ConfigError("A token lives from a second to 30 days", "Such as --ttl 1h")
     if not 1 <= uses <= MAX_USES:
         raise ConfigError(f"A token is good for 1 to {MAX_USES} machines", "Such as --uses 16")
+    folder.identity()  # a machine in no fleet is told that, not where the CA is
     issuer = Issuer(folder.authority(), folder, clock or SystemClock())
     port = issuer.join_port
     named = tuple(one if is_address(one) else join_host(one.strip("[]"), port) for one in addresses or own_hosts()[:MAX_TOKEN_ADDRESSES])
@@ -159,8 +151,8 @@ def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False, clock: Cl
     Raises:
         MembershipError: the CA is on another machine, no such node is known, or it is this machine.
     """
-    issuer = Issuer(folder.authority(), folder, clock or SystemClock())
     own = folder.identity().node_id
+    issuer = Issuer(folder.authority(), folder, clock or SystemClock())
     known = issuer.issued()
     if anyway and is_node_id(node_id):
         known = (*known, NodeId(node_id))
@@ -179,6 +171,7 @@ def export_authority(folder: FleetFolder, file: Path) -> None:
     Raises:
         MembershipError: the CA is on another machine, or the file is there or can't be written.
     """
+    folder.identity()
     data = folder.authority().to_pem()
     if file.exists():
         raise MembershipError(f"{file} is there already, and a backup overwrites nothing", "Choose another name")

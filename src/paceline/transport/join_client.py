@@ -10,7 +10,9 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import os
 import secrets
+import socket
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,7 +111,7 @@ async def _ask(address: str, fingerprint: bytes) -> _Tried:
     except TimeoutError:
         return _Tried(address, None, "no answer")
     except OSError as error:
-        return _Tried(address, None, error.strerror or type(error).__name__)
+        return _Tried(address, None, _why(error))
     try:
         certificate: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
     finally:
@@ -163,6 +165,13 @@ async def _join_at(address: str, root: FleetRoot, token: JoinToken, node_id: Nod
         raise JoinRefused(f"{address} answered with a certificate for {identity.node_id}, not {node_id}")
     peers = tuple(peer for peer in answer.peer_addresses[:MAX_PEERS] if is_address(peer))
     return Joined(identity, peers, revocations)
+
+
+def _why(error: OSError) -> str:
+    """In a few words. asyncio's own text repeats the address; a resolver's numbers are no errnos."""
+    if isinstance(error, socket.gaierror):
+        return "no such name"
+    return os.strerror(error.errno).lower() if error.errno else type(error).__name__
 
 
 def _check_clock(certificate: x509.Certificate, clock: Clock) -> None:

@@ -1,0 +1,179 @@
+"""Starting a fleet, joining it, leaving it; and each way in which a machine is not where it should be for that."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError, IdentityError, JoinRefused, MembershipError, TokenError, Unreachable
+from paceline.node import enrolment
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.tokens import JoinToken
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> FleetFolder:
+    folder = FleetFolder(tmp_path / "first")
+    enrolment.start_fleet(folder, "first-1", free_port())
+    return folder
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> FleetFolder:
+    return FleetFolder(tmp_path / "second")
+
+
+def invite(folder: FleetFolder, **how: float) -> JoinToken:
+    return enrolment.invite(folder, ttl_s=how.get("ttl_s", 60), uses=int(how.get("uses", 1)), addresses=["127.0.0.1"])
+
+
+async def let_in(folder: FleetFolder, token: JoinToken, newcomer: FleetFolder, name: str) -> list[str]:
+    """Wait for joins on one machine while another joins."""
+    names: list[str] = []
+    waiting = asyncio.create_task(enrolment.wait_for_joins(folder, token, names.append, look_s=0.01))
+    try:
+        while True:
+            try:
+                await enrolment.enrol(newcomer, token.text, name)
+            except Unreachable:
+                await asyncio.sleep(0)  # the port opens in a moment
+            else:
+                break
+        assert await waiting
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    return names
+
+
+def test_a_fleet_of_two(first: FleetFolder, second: FleetFolder) -> None:
+    async def main() -> None:
+        token = invite(first)
+        assert await let_in(first, token, second, "second-1") == ["second-1"]
+
+    asyncio.run(main())
+    assert second.identity().node_id == "second-1"
+    assert second.identity().root.fingerprint == first.identity().root.fingerprint
+    assert second.peers()
+    assert not second.has_authority
+    for folder in (first, second):
+        assert all(file.stat().st_mode & 0o077 == 0 for file in folder.root.glob("*.*") if not file.name.startswith("."))
+    # Whoever is in a fleet neither starts nor joins another.
+    with pytest.raises(MembershipError, match="in a fleet already, as second-1"):
+        enrolment.start_fleet(second, None, None)
+    with pytest.raises(MembershipError, match="in a fleet already, as second-1"):
+        asyncio.run(enrolment.enrol(second, invite(first).text, None))
+    # Only the machine with the CA lets others in or puts them out.
+    for refused in (
+        lambda: invite(second),
+        lambda: enrolment.revoke(second, "first-1"),
+        lambda: enrolment.export_authority(second, Path("x")),
+    ):
+        with pytest.raises(MembershipError, match="CA is not on this machine") as caught:
+            refused()
+        assert "paceline init" in caught.value.hint
+
+
+def test_revoking_is_done_once_and_by_name(first: FleetFolder, second: FleetFolder) -> None:
+    asyncio.run(let_in(first, invite(first), second, "second-1"))
+    with pytest.raises(MembershipError, match="No certificate was issued to secnd-1") as caught:
+        enrolment.revoke(first, "secnd-1")
+    assert "second-1" in caught.value.hint
+    with pytest.raises(MembershipError, match="first-1 is this machine"):
+        enrolment.revoke(first, "first-1")
+    assert enrolment.revoke(first, "second-1")
+    assert not enrolment.revoke(first, "second-1")
+    assert enrolment.revoke(first, "never-seen-1", anyway=True)
+    assert len(first.sealed_revocations()) == 2
+
+
+def test_the_ca_moves_with_its_backup(first: FleetFolder, second: FleetFolder, tmp_path: Path) -> None:
+    asyncio.run(let_in(first, invite(first), second, "second-1"))
+    backup = tmp_path / "ca.backup"
+    enrolment.export_authority(first, backup)
+    assert backup.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(MembershipError, match="overwrites nothing"):
+        enrolment.export_authority(first, backup)
+    with pytest.raises(MembershipError, match="on this machine already"):
+        enrolment.import_authority(first, backup)
+    stranger = FleetFolder(tmp_path / "stranger")
+    with pytest.raises(MembershipError, match="in no fleet"):
+        enrolment.import_authority(stranger, backup)
+    enrolment.start_fleet(stranger, None, None)
+    stranger.authority_file.unlink()
+    with pytest.raises(MembershipError, match="another fleet"):
+        enrolment.import_authority(stranger, backup)
+    backup.chmod(0o644)
+    with pytest.raises(IdentityError, match="read by others"):
+        enrolment.import_authority(second, backup)
+    backup.chmod(0o600)
+    enrolment.import_authority(second, backup)
+    assert enrolment.revoke(second, "first-1", anyway=True)
+
+
+def test_a_machine_in_no_fleet_is_told(second: FleetFolder) -> None:
+    for refused in (lambda: invite(second), lambda: enrolment.revoke(second, "a"), second.identity):
+        with pytest.raises(MembershipError, match="in no fleet") as caught:
+            refused()
+        assert "paceline init" in caught.value.hint
+    with pytest.raises(TokenError):
+        asyncio.run(enrolment.enrol(second, "hello", None))
+    assert not second.root.exists()
+
+
+def test_an_init_that_was_cut_short_goes_on(first: FleetFolder) -> None:
+    authority = first.authority().root.fingerprint
+    first.identity_file.unlink()
+    enrolment.start_fleet(first, "again-1", None)
+    assert first.identity().root.fingerprint == authority
+
+
+@pytest.mark.parametrize(("ttl_s", "uses"), [(0, 1), (1e9, 1), (60, 0), (60, 1001)])
+def test_tokens_have_limits(first: FleetFolder, ttl_s: float, uses: int) -> None:
+    with pytest.raises(ConfigError):
+        invite(first, ttl_s=ttl_s, uses=uses)
+
+
+def test_addresses_are_checked_and_get_the_join_port(first: FleetFolder) -> None:
+    token = enrolment.invite(first, ttl_s=60, uses=1, addresses=["10.0.0.1", "10.0.0.1:9", "fd00::1", "host.lan"])
+    port = token.addresses[0].rpartition(":")[2]
+    assert token.addresses == (f"10.0.0.1:{port}", "10.0.0.1:9", f"[fd00::1]:{port}", f"host.lan:{port}")
+    with pytest.raises(ConfigError, match="is no address"):
+        enrolment.invite(first, ttl_s=60, uses=1, addresses=["a b"])
+    assert enrolment.invite(first, ttl_s=60, uses=1).addresses
+
+
+def test_names(second: FleetFolder) -> None:
+    for name in ("Upper", "a b", "", "-a", "a" * 64):
+        with pytest.raises(ConfigError, match="can't name a machine"):
+            enrolment.start_fleet(second, name, None)
+    assert enrolment.choose_node_id("Mini Attic.local").startswith("mini-attic-")
+    assert enrolment.choose_node_id("???").startswith("node-")
+    assert enrolment.choose_node_id("x") != enrolment.choose_node_id("x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_home_that_cant_be_written_is_told_before_anything_is_sent(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(MembershipError, match="can't be written"):
+        enrolment.start_fleet(FleetFolder(tmp_path / "fleet"), None, None)
+
+
+def test_a_revoked_machine_stays_out_until_it_joins_anew(first: FleetFolder, second: FleetFolder, tmp_path: Path) -> None:
+    asyncio.run(let_in(first, invite(first), second, "second-1"))
+    third = FleetFolder(tmp_path / "third")
+    with pytest.raises(JoinRefused, match="another machine's"):
+        asyncio.run(let_in(first, invite(first), third, "second-1"))
+    enrolment.revoke(first, "second-1")
+    asyncio.run(let_in(first, invite(first), third, "second-1"))
+    assert third.sealed_revocations() == first.sealed_revocations()
