@@ -12,6 +12,7 @@ from paceline.transport.channels import COMMON, Options
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.credentials import server_credentials
 from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.trust.handlers import WellFormed
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.strangers import StrangerWatch
 
@@ -23,6 +24,12 @@ SERVER_OPTIONS: Options = [
     ("grpc.max_concurrent_streams", 256),
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
+
+REQUEST_BYTES = {
+    "/paceline.v1.CapabilityService/ExchangeCapabilities": 2 << 20,
+    "/paceline.v1.CapabilityService/GetNodeCapability": 1 << 10,
+}
+"""What is read of a request at most, where less than `MAX_MESSAGE_BYTES` is enough: empty cards take 35 times their bytes."""
 
 Register = Callable[[grpc.aio.Server], None]
 
@@ -38,7 +45,7 @@ class NodeServer:
 
     def __init__(self, identity: Identity, guard: PeerGuard, strangers: StrangerWatch) -> None:
         self._identity, self._strangers = identity, strangers
-        self._server = grpc.aio.server(interceptors=[guard], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[guard, WellFormed(guard.refusals, REQUEST_BYTES)], options=SERVER_OPTIONS)
 
     def add(self, *services: Register) -> None:
         """Before `start`."""

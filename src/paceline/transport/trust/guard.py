@@ -95,7 +95,7 @@ class PeerGuard(_Interceptor):
     def __init__(
         self, root: FleetRoot, voids: Voids, clock: Clock, refusals: Refusals, on_caller: Callable[[str], None] | None = None
     ) -> None:
-        self._root, self._voids, self._clock, self._refusals = root, voids, clock, refusals
+        self._root, self._voids, self._clock, self.refusals = root, voids, clock, refusals
         self._on_caller = on_caller
         self._calls: set[_Call] = set()
         self._read: dict[bytes, bytes] = {}
@@ -182,7 +182,7 @@ class PeerGuard(_Interceptor):
             hang_up(remote_of(peer))
 
     async def _refuse(self, context: Context, error: NotTrusted, method: str) -> NoReturn:
-        self._refusals.note(error.who, f"{error.message} [{method}]", at=context.peer())
+        self.refusals.note(error.who, f"{error.message} [{method}]", at=context.peer())
         status = grpc.StatusCode.PERMISSION_DENIED if isinstance(error, RevokedNode) else grpc.StatusCode.UNAUTHENTICATED
         await context.abort(status, error.message)
         raise AssertionError("abort raises")

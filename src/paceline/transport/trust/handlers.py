@@ -16,6 +16,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from paceline.core.errors import GossipRefused, MalformedMessage, MessageTooLarge
+from paceline.transport.rpc_faults import abort
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.sockets import remote_of
 
@@ -31,8 +33,7 @@ else:
 class _Unreadable:
     """In place of a request that was not read."""
 
-    status: grpc.StatusCode
-    why: str
+    error: GossipRefused
 
 
 def rewrap(
@@ -99,9 +100,8 @@ class WellFormed(_Interceptor):
 
     async def _refuse(self, context: Context, unreadable: _Unreadable, method: str) -> NoReturn:
         host, port = remote_of(context.peer())
-        self._refusals.note(host, f"{unreadable.why} [{method}]", at=f"port {port}")
-        await context.abort(unreadable.status, unreadable.why)
-        raise AssertionError("abort raises")
+        self._refusals.note(host, f"{unreadable.error.message} [{method}]", at=f"port {port}")
+        await abort(context, unreadable.error)
 
 
 def _reader(handler: grpc.RpcMethodHandler[Any, Any], limit: int | None) -> Callable[[bytes], Any]:
@@ -110,10 +110,10 @@ def _reader(handler: grpc.RpcMethodHandler[Any, Any], limit: int | None) -> Call
 
     def reader(data: bytes) -> Any:
         if limit is not None and len(data) > limit:
-            return _Unreadable(grpc.StatusCode.RESOURCE_EXHAUSTED, f"The request has {len(data)} bytes; the bound is {limit}")
+            return _Unreadable(MessageTooLarge(f"A request of {len(data)} bytes; the bound is {limit}"))
         try:
             return read(data)
         except DecodeError:
-            return _Unreadable(grpc.StatusCode.INVALID_ARGUMENT, "The request can't be read")
+            return _Unreadable(MalformedMessage("A request can't be read"))
 
     return reader
