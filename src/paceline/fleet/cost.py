@@ -3,17 +3,18 @@
     P, A       tokens of prompt and answer                  N, l    layers of the model, of a stage
     1/d, 1/p   decode and prefill rates on a card, tok/s    w, e    bytes of a layer, of embedding + norm + head
     M, R, B    memory bytes/s; link RTT s, bytes/s          v       KV bytes of a token in a layer
-    h          2 x hidden bytes: one row of bf16 on the wire
+    h          2 x hidden bytes: one row of bf16 on the wire    u       v / (M KV_SHARE): reading a token's KV
 
-    machine    layer = d w / (N w + e) + v (P + A / 2) / M      edge = d e / (N w + e)      prompt layer = p / N
-    alone      ttft = P p             token = N layer + edge
+    machine    layer = d w / (N w + e) + u (P + A / 2)          edge = d e / (N w + e)
+               prompt layer = p / N + u PROMPT_KV max(0, P - 512) / 2
+    alone      ttft = P N prompt layer                          token = N layer + edge
     pipeline   token = edge + sum(l layer) + sum(hops: R / 2 + h / B), the hop back to the first stage included
                ttft  = edge + sum(one chunk's stages, transfers, R / 2) + (chunks - 1) x the slowest of stages and transfers
-    draft      token = (k / rate of the proposer + R + 4 k / B + d + k p) / (1 + a + ... + a^k), for the best k of 3, 7, 15
+    draft      token = (k / rate of the proposer + R + 4 k / B + N layer + edge + k N prompt layer) / (1 + a + ... + a^k)
     all        total = ttft + (A - 1) token
 
 d and p of a machine that never ran the model: d = (N w + e) / (M DECODE_SHARE), p = d / PREFILL_PER_DECODE; the estimate is then called not
-measured. Drafted rows cost what prompt rows do; a is the acceptance, assumed until it was measured. Sources: rates from `node.speed`, M from
+measured. Drafted rows cost what prompt rows do; k is the best of 3, 7, 15; a is the acceptance, assumed until it was measured. Sources: rates from `node.speed`, M from
 `node.memory_rate`, R and B from `fleet.links`; the formulas against the engine: bench/placement.py.
 """
 

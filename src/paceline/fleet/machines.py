@@ -15,7 +15,8 @@ from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.plan import PlanRequest
 
 DECODE_SHARE = 0.5
-"""Of a machine's memory bandwidth, what decoding reaches where it was not measured. Source: bench/placement.py on the bundled model."""
+"""Of a machine's memory bandwidth, what decoding is taken to reach where it was not measured. Low on purpose: a guess should not lightly beat
+a measurement. bench/placement.py saw 1.2 for a model of which the cache holds a third; large ones can't pass 1."""
 PREFILL_PER_DECODE = 8.0
 """Prompt tokens run in the time of one decoded token, where it was not measured. Source: docs/performance.md (9.8 there), rounded down."""
 FREE_SHARE = 0.9
@@ -209,16 +210,16 @@ def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: Plan
     if prefill is None:
         prefill = PREFILL_PER_DECODE * decode
     kv_token = shape.kv_bytes_per_token_per_layer
-    mean_context = request.prompt_tokens + request.answer_tokens / 2
-    kv_s = kv_token * mean_context / memory if memory is not None else 0.0
+    kv_token_s = kv_token / (memory * KV_SHARE) if memory is not None else 0.0
+    longer = max(0, request.prompt_tokens - MEASURED_PROMPT) / 2
     held = weights_bytes if offer.warm else 0
     return Machine(
         card=card,
         offer=offer,
         shape=shape,
-        layer_s=shape.layer_bytes / weights_bytes / decode + kv_s,
+        layer_s=shape.layer_bytes / weights_bytes / decode + kv_token_s * (request.prompt_tokens + request.answer_tokens / 2),
         edge_s=shape.edge_bytes / weights_bytes / decode,
-        prompt_layer_s=1 / prefill / shape.n_layers,
+        prompt_layer_s=1 / prefill / shape.n_layers + kv_token_s * PROMPT_KV * longer,
         measured=measured,
         room_bytes=int(max(0, min(card.memory_free_bytes, 1 << 60)) * FREE_SHARE) + held,
         kv_layer_bytes=kv_token * (request.prompt_tokens + request.answer_tokens),

@@ -281,7 +281,9 @@ def test_what_was_not_measured_is_taken_from_the_memory_s_rate() -> None:
 def test_kv_is_read_for_each_token() -> None:
     request = PlanRequest("m", prompt_tokens=10_000, answer_tokens=2)
     estimate = plan([node("ant", offer())], request).chosen.estimate
-    assert 1 / estimate.tokens_per_s == pytest.approx(1 / 20 + 24 * 2048 * 10_001 / 50e9)
+    assert 1 / estimate.tokens_per_s == pytest.approx(1 / 20 + 24 * 2048 * 10_001 / (0.65 * 50e9))
+    rows = 10_000 * (1 / 200 + 24 * 2048 / (0.65 * 50e9) * 0.15 * (10_000 - 512) / 2)
+    assert estimate.ttft_s == pytest.approx(rows)
 
 
 def test_a_pipeline_s_parts() -> None:
@@ -292,7 +294,7 @@ def test_a_pipeline_s_parts() -> None:
     request = PlanRequest("m", prompt_tokens=1024, answer_tokens=101)
     chosen = plan(fleet, request).chosen
     estimate = chosen.estimate
-    token = 1 / 20 + 24 * 2048 * (1024 + 50.5) / 50e9 + 2 * (0.005 + 2 * 2048 / 1e6)
+    token = 1 / 20 + 24 * 2048 * (1024 + 50.5) / (0.65 * 50e9) + 2 * (0.005 + 2 * 2048 / 1e6)
     assert 1 / estimate.tokens_per_s == pytest.approx(token, rel=1e-3)
     assert estimate.total_s == pytest.approx(estimate.ttft_s + 100 * token, rel=1e-3)
     assert estimate.latency_s == pytest.approx(101 * 0.01)
