@@ -17,6 +17,12 @@ from paceline.fleet.plan import PlanRequest
 DECODE_SHARE = 0.5
 """Of a machine's memory bandwidth, what decoding is taken to reach where it was not measured. Low on purpose: a guess should not lightly beat
 a measurement. bench/placement.py saw 1.2 for a model of which the cache holds a third; large ones can't pass 1."""
+KV_SHARE = 0.65
+"""Of the same, what attention reaches reading the KV of one row. Source: bench/placement.py, contexts of 16 to 4096 tokens: 0.61 to 0.72."""
+PROMPT_KV = 0.15
+"""Of a decoded row's attention, what a prompt's row costs: its neighbours read the same KV. Source: as above, 0.13 to 0.16."""
+MEASURED_PROMPT = 512
+"""Tokens of the prompt that prefill rates were measured with: they include its attention."""
 PREFILL_PER_DECODE = 8.0
 """Prompt tokens run in the time of one decoded token, where it was not measured. Source: docs/performance.md (9.8 there), rounded down."""
 FREE_SHARE = 0.9
