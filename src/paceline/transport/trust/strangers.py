@@ -8,11 +8,14 @@ without a call was refused, or left by itself: a member calls as soon as it is c
 from __future__ import annotations
 
 import asyncio
+import time
 
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.sockets import Remote, connections, remote_of
 
 MAX_WATCHED = 1024
+LOOKS_A_SECOND = 50
+"""Of a flood of connections, not each is named."""
 
 
 class StrangerWatch:
@@ -30,6 +33,7 @@ class StrangerWatch:
         self._silent: set[Remote] = set()
         self._known: set[Remote] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._second, self._looks = 0.0, 0
 
     def watch(self, port: int) -> None:
         """Start, once the port is known."""
@@ -37,7 +41,11 @@ class StrangerWatch:
 
     def connection(self) -> None:
         """A handshake begins. Called in a thread of gRPC's."""
-        if self._port is None:
+        now = time.monotonic()
+        if now - self._second >= 1:
+            self._second, self._looks = now, 0
+        self._looks += 1
+        if self._port is None or self._looks > LOOKS_A_SECOND:
             return
         remotes = connections(self._port)
         try:
