@@ -1,7 +1,8 @@
 """How near the cost model of placement comes to the engine, for this machine alone: estimate over measurement.
 
 The card is made as a node makes it (`node.capability`, `node.speed`), once with the speeds measured at load and once without, as for a model
-that never ran; the engine is measured as by `paceline bench`, in other lengths than the card's. 1.0 is a perfect estimate.
+that never ran; the engine is measured as by `paceline bench`, in other lengths than the card's. 1.0 is a perfect estimate. On one thread
+time is the processor's, so that other programs hardly count.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import argparse
 import json
 import os
 import sys
+import tempfile
+import time
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
+from paceline.fleet.figures import two_digits
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import PlanRequest, Way
 from paceline.node.bench import PromptMaker, drive
 from paceline.node.build import build_engine, introduced
 from paceline.node.capability import SelfPortrait
+from paceline.node.memory_rate import stream_rate
 from paceline.node.settings import NodeSettings
 from paceline.store.home import Home
 
@@ -29,15 +35,25 @@ LENGTHS = ((128, 128), (512, 128), (2048, 64))
 """Prompt and answer, in tokens."""
 
 
-def compare(model: str, rounds: int) -> dict[str, Any]:
-    """Measure each pair of lengths and set the estimates beside it."""
-    home, clock = Home.from_environment(), SystemClock()
-    built = build_engine(NodeSettings(model, max_running=1, prefix_cache=False))
+class ProcessorClock:
+    """Time that this process computed for."""
+
+    def monotonic(self) -> float:
+        return time.process_time()
+
+    def wall(self) -> float:
+        return time.time()
+
+
+def compare(model: str, rounds: int, threads: int | None, home: Home) -> dict[str, Any]:
+    """Measure each pair of lengths and set the estimates beside it. Speeds are kept in a home of their own."""
+    clock = ProcessorClock() if threads == 1 else SystemClock()
+    built = build_engine(NodeSettings(model, threads=threads, max_running=1, prefix_cache=False))
     try:
         warm = introduced(built, home, clock)
         portrait = SelfPortrait(NodeId("here"), home)
         portrait.look([warm])
-        card = portrait.card()
+        card = replace(portrait.card(), memory_bytes_per_s=int(two_digits(stream_rate(built.threads))))
         never_ran = replace(
             card, models=tuple(replace(offer, tokens_per_second=0.0, prefill_tokens_per_second=0.0) for offer in card.models)
         )
@@ -62,6 +78,7 @@ def compare(model: str, rounds: int) -> dict[str, Any]:
             )
         return {
             "model": warm.name,
+            "threads": built.threads,
             "memory_gb_per_s": card.memory_bytes_per_s / 1e9,
             "card": {"decode": card.models[0].tokens_per_second, "prefill": card.models[0].prefill_tokens_per_second},
             "rows": rows,
@@ -80,8 +97,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=None)
     options = parser.parse_args()
-    print(json.dumps(compare(options.model, options.rounds), indent=2))
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(compare(options.model, options.rounds, options.threads, Home(Path(folder))), indent=2))
     return 0
 
 
