@@ -53,7 +53,7 @@ def told(effect: Effect) -> str:
         case Clashed(node_id, addresses, other_addresses):
             return f"CLASH: {node_id} is claimed at {' '.join(addresses)} and at {' '.join(other_addresses)}"
         case Ignored(peer, node_id, reason):
-            return f"ignored of {node_id}, from {peer}: {reason}"
+            return f"ignored{f' of {node_id}' if node_id else ''}, from {peer}: {reason}"
         case Reseal(_, reason):
             return f"signs a new card: {reason}"
         case Call():

@@ -88,11 +88,14 @@ class Clashed:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Something a peer passed on was not taken, and why: `forged stamp`, `fleet full`, `revoked`."""
+    """Some of what a peer passed on was not taken. One for each reason in a message, so that a storm is told in a line."""
 
-    peer: NodeId | None
+    peer: NodeId
     node_id: NodeId | None
+    """Whose card it was, or the first one's; None where that is not known."""
     reason: str
+    count: int = 1
+    """Cards or stamps that were not taken for this reason."""
 
 
 Effect = Call | Reseal | Appeared | Changed | Restarted | Left | Expired | Revoked | Clashed | Ignored

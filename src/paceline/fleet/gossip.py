@@ -66,7 +66,7 @@ class Gossip:
         self._registry = CardRegistry(own, self._revocations, preset.bounds.max_nodes)
         self._clashes = ClashWatch(preset.clash_memory_s, 2 * preset.bounds.max_nodes)
         self._shares = Shares(preset.bounds.burst, preset.exchange_s, 2 * preset.bounds.max_nodes)
-        self._peers = Peers(rng, preset.remember_lost_s)
+        self._peers = Peers(own, rng, preset.remember_lost_s)
         self._intake = Intake(self._registry, self._revocations, self._clashes, self._peers)
         for seed in seeds:
             self._peers.add_seed(seed)
@@ -90,7 +90,7 @@ class Gossip:
         """
         self._registry.announce(sealed, now)
         self._chain = chain
-        self._peers.is_self(sealed.card.addresses)
+        self._peers.move(sealed.card.addresses)
         self._next_stamp = now + self._preset.restamp_s
         # News goes out at once, but a node that changes all the time still leaves a tenth of a round between.
         self._next_round = max(now, self._last_round + self._preset.exchange_s / 10)
@@ -159,11 +159,10 @@ class Gossip:
         exchange = self._exchanges.pop(call, None)
         if exchange is None:
             return ()
-        if peer == self.own:
-            self._peers.is_self(exchange.peer.addresses)
-            return ()
         if exchange.peer.node_id is None:
             self._peers.is_at(peer, exchange.peer.addresses)
+        if peer == self.own:
+            return ()
         effects = self._intake.sweep(now)
         effects += self._intake.take(reply.revocations, reply.cards, reply.stamps, peer, now)
         effects += self._rise(now)

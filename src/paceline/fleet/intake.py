@@ -14,6 +14,12 @@ from paceline.fleet.peers import Peers
 from paceline.fleet.registry import CardRegistry
 from paceline.fleet.revocations import Revocations
 
+REFUSED = {
+    Merged.REVOKED: "its node is revoked",
+    Merged.FORGED: "a stamp that its card disowns",
+    Merged.FULL: "the fleet has as many nodes as this one may hold",
+}
+
 
 class Intake:
     """Merges into a registry, a set of revocations, a watch for clashes and the peers to call."""
@@ -46,11 +52,17 @@ class Intake:
     ) -> tuple[Effect, ...]:
         """Everything in a message of `peer`. Call `sweep` first."""
         effects = list(self.revoke(revocations))
+        refused: dict[str, list[NodeId]] = {}
         for passed in cards:
-            effects += self._card(passed, peer, now)
-        for stamp in stamps:
-            if self._registry.merge_stamp(stamp, now) is Merged.FORGED:
-                effects.append(Ignored(peer, None, "a stamp that its card disowns"))
+            merged = self._registry.merge(passed, now)
+            if merged in REFUSED:
+                refused.setdefault(REFUSED[merged], []).append(passed.sealed.card.node_id)
+            else:
+                effects += self._taken(merged, passed.sealed.card, now)
+        effects += [Ignored(peer, ids[0], reason, len(ids)) for reason, ids in refused.items()]
+        forged = sum(self._registry.merge_stamp(stamp, now) is Merged.FORGED for stamp in stamps)
+        if forged:
+            effects.append(Ignored(peer, None, REFUSED[Merged.FORGED], forged))
         return tuple(effects)
 
     def revoke(self, revocations: Iterable[SealedRevocation]) -> tuple[Effect, ...]:
@@ -67,18 +79,8 @@ class Intake:
         """Note this node's own new card."""
         return self._watch(card, now)
 
-    def _card(self, passed: PassedCard, peer: NodeId, now: float) -> tuple[Effect, ...]:
-        card = passed.sealed.card
-        merged = self._registry.merge(passed, now)
+    def _taken(self, merged: Merged, card: NodeCard, now: float) -> tuple[Effect, ...]:
         match merged:
-            case Merged.OWN | Merged.STALE | Merged.STAMPED | Merged.EXPIRED:
-                return ()
-            case Merged.REVOKED:
-                return (Ignored(peer, card.node_id, "its node is revoked"),)
-            case Merged.FORGED:
-                return (Ignored(peer, card.node_id, "a stamp that its card disowns"),)
-            case Merged.FULL:
-                return (Ignored(peer, card.node_id, "the fleet has as many nodes as this one may hold"),)
             case Merged.RIVAL:
                 return self._watch(card, now)
             case Merged.OWN_AHEAD:
@@ -94,6 +96,8 @@ class Intake:
                 self._peers.is_at(card.node_id, card.addresses)
                 told: Effect = {Merged.NEW: Appeared, Merged.NEWER: Changed, Merged.RESTARTED: Restarted}[merged](card)
                 return (told, *self._watch(card, now))
+            case _:
+                return ()
 
     def _watch(self, card: NodeCard, now: float) -> tuple[Effect, ...]:
         clash = self._clashes.see(card, now)

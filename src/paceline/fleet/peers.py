@@ -29,7 +29,8 @@ class Peer:
 class Peers:
     """Takes turns through the members and the strays. All randomness is `rng`'s."""
 
-    def __init__(self, rng: random.Random, remember_lost_s: float) -> None:
+    def __init__(self, own: NodeId, rng: random.Random, remember_lost_s: float) -> None:
+        self._own = own
         self._rng, self._remember_lost_s = rng, remember_lost_s
         self._turn: list[NodeId] = []
         self._seeds: dict[str, None] = {}
@@ -51,16 +52,15 @@ class Peers:
         return True
 
     def is_at(self, node_id: NodeId, addresses: Iterable[str]) -> None:
-        """A node lists these addresses, or answered there: a seed among them need not be called while that node is a member."""
+        """A node lists these addresses, or answered there: a seed among them is not called while that node is a member (or this one)."""
         for address in addresses:
             if address in self._seeds:
                 self._owners[address] = node_id
 
-    def is_self(self, addresses: Iterable[str]) -> None:
-        """These lead to this very node: never call them."""
-        self._own_addresses.update(addresses)
-        for address in self._own_addresses:
-            self._seeds.pop(address, None)
+    def move(self, addresses: Iterable[str]) -> None:
+        """This very node is at these addresses now."""
+        self._own_addresses = set(addresses)
+        self.is_at(self._own, self._own_addresses)
 
     def lost(self, card: NodeCard, now: float) -> None:
         """A node expired without a goodbye."""
@@ -86,7 +86,8 @@ class Peers:
         return (*chosen, *self._take_strays(members, max(1, count - len(chosen)), now))
 
     def _take_strays(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:
-        strays = [Peer((address,)) for address in self._seeds if self._owners.get(address) not in members]
+        met = {*members, self._own}
+        strays = [Peer((address,)) for address in self._seeds if self._owners.get(address) not in met]
         strays += [Peer(addresses, node_id) for node_id, (addresses, since) in self._lost.items() if now - since <= self._remember_lost_s]
         taken = tuple(strays[(self._stray_turn + place) % len(strays)] for place in range(min(count, len(strays))))
         self._stray_turn += len(taken)

@@ -135,8 +135,9 @@ class CardRegistry:
         return Merged.STAMPED
 
     def lacks_certificate(self, node_id: NodeId) -> None:
-        """A card of this node could not be checked: leave it out of the next digests, so that it comes with its certificate."""
-        self._lacking.add(node_key(node_id))
+        """A newer card of this node could not be checked: leave it out of the next digests, so that it comes with its certificate."""
+        if node_key(node_id) in self._entries:
+            self._lacking.add(node_key(node_id))
 
     # ----------------------------------------------------------------------------------------------------------------- dropping
 
@@ -193,7 +194,7 @@ class CardRegistry:
             else:
                 cards.append(held.passed(now, with_certificate=digest.version == 0))
         if complete:
-            unknown = sorted(digest.key for digest in mine - theirs if digest.key not in differing)
+            unknown = sorted(digest.key for digest in self._digests - theirs if digest.key not in differing)
             cards.extend(self._entries[key].passed(now, with_certificate=True) for key in unknown)
         return Difference(tuple(cards[:max_cards]), tuple(stamps), tuple(wanted), more=len(cards) > max_cards)
 
