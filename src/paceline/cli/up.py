@@ -29,8 +29,10 @@ from paceline.node.settings import NodeSettings
 from paceline.server.settings import ServerSettings, check_bind
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from paceline.node.build import BuiltNode
-    from paceline.server.inference import Inference
+    from paceline.node.serving import FleetServing
 
 ORDERLY_S = 1.8
 """Longest an orderly stop may take; after it the process ends as it does at a second Ctrl-C."""
@@ -55,7 +57,7 @@ def run_up(
         UserError: an address, a model or a setting that can't be used.
     """
     check_bind(host, api_key)
-    from paceline.server.app import create_app
+    from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
 
     bind(host, port).close()
@@ -67,15 +69,17 @@ def run_up(
             stop = asyncio.Event()
             _on_signals(stop, console)
             async with AsyncExitStack() as stack:
+                served = ServerSettings(api_key=api_key)
                 if fleet is None:
                     assert node is not None, "without a fleet there is a model"
-                    inference: Inference = node.host
+                    app = create_app(node.host, served)
                 else:
-                    inference = await stack.enter_async_context(_in_fleet(node, fleet, stop, console))
-                await answer(inference, stop)
+                    whole = await stack.enter_async_context(_in_fleet(node, fleet, stop, console))
+                    app = create_app(whole.inference, served)
+                    service_of(app).metrics.add(whole.metrics)
+                await answer(app, stop)
 
-        async def answer(inference: Inference, stop: asyncio.Event) -> None:
-            app = create_app(inference, ServerSettings(api_key=api_key))
+        async def answer(app: FastAPI, stop: asyncio.Event) -> None:
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
@@ -97,14 +101,14 @@ def run_up(
 
 
 @asynccontextmanager
-async def _in_fleet(node: BuiltNode | None, settings: FleetSettings, stop: asyncio.Event, console: Console) -> AsyncGenerator[Inference]:
+async def _in_fleet(node: BuiltNode | None, settings: FleetSettings, stop: asyncio.Event, console: Console) -> AsyncGenerator[FleetServing]:
     from paceline.core.clock import SystemClock
     from paceline.node.serving import serving
     from paceline.store.home import Home
 
     async with serving(node, settings, Home.from_environment(), SystemClock(), stop) as whole:
         console.print(f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}", markup=False, soft_wrap=True)
-        yield whole.inference
+        yield whole
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:

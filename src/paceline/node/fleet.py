@@ -35,6 +35,7 @@ from paceline.transport.exchange import Exchanger
 from paceline.transport.interfaces import own_hosts
 from paceline.transport.join_host import JoinHost
 from paceline.transport.proposer_service import NGRAM, PromptLookup, ProposerServicer
+from paceline.transport.rpc_meter import RpcMeter
 from paceline.transport.server import NodeServer
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.folder import FleetFolder
@@ -91,6 +92,7 @@ class FleetNode:
         self.identity = folder.identity()
         revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
         self.meter = FleetMeter()
+        self.rpcs = RpcMeter()
         self.book = AddressBook()
         self.refusals = Refusals(clock)
         self.gossip = GossipDriver(
@@ -132,7 +134,7 @@ class FleetNode:
         """
         strangers = StrangerWatch(self.refusals)
         guard = self._guard = PeerGuard(self.identity.root, self.gossip.voids, self._clock, self.refusals, on_caller=strangers.caller)
-        server = NodeServer(self.identity, guard, strangers)
+        server = NodeServer(self.identity, guard, strangers, self.rpcs)
         capability = CapabilityServicer(self.gossip, guard)
         control = ControlServicer(self.identity, guard, self.sight)
         proposer = ProposerServicer({NGRAM: PromptLookup()})
@@ -189,6 +191,11 @@ class FleetNode:
     def addresses(self) -> tuple[str, ...]:
         """Where this node can be reached."""
         return self._addresses
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The best way to each node that was measured."""
+        return self._links.links
 
     def view(self) -> FleetView:
         """The fleet now."""

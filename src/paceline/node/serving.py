@@ -19,6 +19,7 @@ from paceline.node.capability import SelfPortrait
 from paceline.node.fleet import FleetNode
 from paceline.node.fleet_inference import FleetInference
 from paceline.node.fleet_local import LocalModels
+from paceline.node.fleet_metrics import FleetMetrics
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_tokenizers import TokenizerStore
 from paceline.node.offers import WarmModel, learn_digests
@@ -73,6 +74,7 @@ class FleetServing:
         )
         self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home, clock), clock)
+        self.metrics = FleetMetrics(self.fleet)
         self._home = home
         self._ending = threading.Event()
         self._learning: asyncio.Task[int] | None = None

@@ -65,6 +65,10 @@ class MetricsPage(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
+    def add(self, collector: Collector) -> None:
+        """Show another collector's metrics too."""
+        self._registry.register(collector)
+
     def render(self) -> bytes:
         """The page."""
         return generate_latest(self._registry)

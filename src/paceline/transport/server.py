@@ -9,6 +9,7 @@ import grpc.aio
 
 from paceline.core.errors import ConfigError
 from paceline.transport.channels import COMMON, Options
+from paceline.transport.rpc_meter import RpcMeter
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.credentials import server_credentials
 from paceline.transport.trust.guard import PeerGuard
@@ -41,11 +42,12 @@ class NodeServer:
         identity: this node's.
         guard: checks each RPC.
         strangers: names those whom TLS turned away.
+        meter: counts.
     """
 
-    def __init__(self, identity: Identity, guard: PeerGuard, strangers: StrangerWatch) -> None:
+    def __init__(self, identity: Identity, guard: PeerGuard, strangers: StrangerWatch, meter: RpcMeter) -> None:
         self._identity, self._strangers = identity, strangers
-        self._server = grpc.aio.server(interceptors=[guard, WellFormed(guard.refusals, REQUEST_BYTES)], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, REQUEST_BYTES)], options=SERVER_OPTIONS)
 
     def add(self, *services: Register) -> None:
         """Before `start`."""

@@ -1,0 +1,66 @@
+"""Counts the RPCs a server answers, by method and outcome."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from inspect import isasyncgenfunction
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import grpc.aio
+
+from paceline.transport.trust.handlers import Behaviour, Context, rewrap
+
+if TYPE_CHECKING:
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor  # generic in its stubs only
+
+
+class RpcMeter(_Interceptor):
+    """The first interceptor of a server: what others refuse counts too."""
+
+    def __init__(self) -> None:
+        self.answered: Counter[str] = Counter()
+        """By method (Service/Method). Only methods that exist count, so a peer can't make up names."""
+        self.failed: Counter[str] = Counter()
+        """Refused, cancelled or broken."""
+        self.open: Counter[str] = Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        method = handler_call_details.method.rpartition(".")[2]
+        return rewrap(await continuation(handler_call_details), lambda behaviour: self._counted(behaviour, method))
+
+    def _counted(self, behaviour: Any, method: str) -> Behaviour:
+        async def one(request: Any, context: Context) -> Any:
+            self.open[method] += 1
+            try:
+                answer = await behaviour(request, context)
+            except BaseException:
+                self.failed[method] += 1
+                raise
+            finally:
+                self.open[method] -= 1
+            self.answered[method] += 1
+            return answer
+
+        async def many(request: Any, context: Context) -> AsyncIterator[Any]:
+            self.open[method] += 1
+            try:
+                async with aclosing(cast("AsyncGenerator[Any]", behaviour(request, context))) as answers:
+                    async for answer in answers:
+                        yield answer
+            except BaseException:
+                self.failed[method] += 1
+                raise
+            finally:
+                self.open[method] -= 1
+            self.answered[method] += 1
+
+        return many if isasyncgenfunction(behaviour) else one

@@ -1,0 +1,189 @@
+"""Machines of a fleet as real processes: `paceline` with a PACELINE_HOME of its own, alone on loopback or in a network namespace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard
+from paceline.node.fleet_look import look
+from paceline.store.home import Home
+from paceline.transport.control_service import Sight
+
+BOUND_S = 60.0
+"""Longest wait for anything a test waits for; reached only when it fails."""
+TTL_S = 4
+QUICK = f"desk,ttl_s={TTL_S},exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=1.5"
+"""A preset whose cards expire within a test's patience."""
+LOOPBACK = ("--fleet-host", "127.0.0.1", "--no-mdns")
+
+
+@dataclass(slots=True)
+class Machine:
+    """One PACELINE_HOME, and what runs under it."""
+
+    name: str
+    home: Path
+    preset: str = QUICK
+    prefix: tuple[str, ...] = ()
+    """Put before every command: `ip netns exec ...`."""
+    options: tuple[str, ...] = LOOPBACK
+    """Of `paceline up`."""
+    running: list[Up] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PACELINE_HOME": str(self.home), "PACELINE_FLEET_PRESET": self.preset}
+
+    def command(self, *arguments: str) -> list[str]:
+        return [*self.prefix, sys.executable, "-m", "paceline", *arguments]
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """Run a command to its end; what it printed."""
+        done = subprocess.run(
+            self.command(*arguments),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=BOUND_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def init(self, *arguments: str) -> str:
+        """Start a fleet; its token."""
+        return token_in(self.run("init", "--name", self.name, *arguments))
+
+    def up(self, *arguments: str) -> Up:
+        """Start a node, and wait until it serves."""
+        started = Up(self, ("up", "--port", "0", *self.options, *arguments))
+        self.running.append(started)
+        started.wait_ready()
+        return started
+
+    @property
+    def node(self) -> Up:
+        """The node that was started last."""
+        return self.running[-1]
+
+    @property
+    def is_up(self) -> bool:
+        return bool(self.running) and self.node.process.poll() is None
+
+    def sight(self) -> Sight:
+        """What its running node sees."""
+        return asyncio.run(look(Home(self.home))).sight
+
+    def sees(self) -> set[str]:
+        return set(self.sight().view.ids)
+
+    def card_of(self, name: str) -> NodeCard | None:
+        live = self.sight().view.get(NodeId(name))
+        return None if live is None else live.card
+
+    def status(self) -> dict[str, Any]:
+        """The same, by the command a person types."""
+        return json.loads(self.run("status", "--json"))
+
+
+class Up:
+    """A `paceline up` that runs."""
+
+    def __init__(self, machine: Machine, arguments: tuple[str, ...]) -> None:
+        self.process = subprocess.Popen(
+            machine.command(*arguments),
+            env=machine.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.url = ""
+        self.address = ""
+        self.said: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self.said.append(line)
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_ready(self) -> None:
+        """Until it printed where it serves."""
+        while True:
+            line = self._lines.get(timeout=3 * BOUND_S)
+            if line is None:
+                pytest.fail(f"ended before it was ready: {''.join(self.said)}")
+            if node := re.search(r"^Node \S+ at (\S+?),?( |$)", line):
+                self.address = node[1]
+            if found := re.search(r"Ready at (http://\S+)/v1", line):
+                self.url = found[1]
+                return
+
+    def stop(self) -> None:
+        """Ctrl-C, and its orderly end."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(BOUND_S) == 0, "".join(self.said)
+        self._reader.join(BOUND_S)
+        assert "Traceback" not in "".join(self.said)
+
+    def kill(self) -> None:
+        """As a power cut does."""
+        self.process.kill()
+        self.process.wait(BOUND_S)
+        self._reader.join(BOUND_S)
+
+
+@contextmanager
+def machines(root: Path, kernels: Path, *names: str, **settings: Any) -> Iterator[list[Machine]]:
+    """Homes for machines; whatever still runs in the end is killed."""
+    made: list[Machine] = []
+    for name in names:
+        home = root / name
+        (home / "cache").mkdir(parents=True)
+        (home / "cache" / "kernels").symlink_to(kernels)
+        made.append(Machine(name, home, **settings))
+    try:
+        yield made
+    finally:
+        for machine in made:
+            for up in machine.running:
+                up.kill()
+
+
+def token_in(text: str) -> str:
+    """The join token in what a command printed."""
+    found = re.search(r"paceline1\.\S+", text)
+    assert found is not None, text
+    return found[0]
+
+
+def until(condition: Callable[[], bool], *, every_s: float = 0.05) -> None:
+    """Wait for something that other processes bring about."""
+    end = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(every_s)

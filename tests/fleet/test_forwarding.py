@@ -1,0 +1,120 @@
+"""A fleet of which one machine has a model: it answers at every machine, with the same bytes, through the official client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.request import urlopen
+
+import openai
+import pytest
+from tests.fleet.machines import Machine, machines, until
+from tests.fleet.test_loopback import free_port
+
+from paceline.store.home import Home
+
+MODEL = "smollm2-135m"
+SMALL = ("--fleet-port", "0", "--context", "512", "--kv-tokens", "4096")
+ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Count to ten."}], "temperature": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """`asked` has no model; `runs` has one."""
+
+    asked: Machine
+    runs: Machine
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return client_of(self.asked)
+
+
+def client_of(machine: Machine) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{machine.node.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def metric(machine: Machine, name: str) -> float:
+    with urlopen(f"{machine.node.url}/metrics", timeout=10) as page:
+        lines = [line for line in page.read().decode().splitlines() if line.startswith(f"{name} ")]
+    return float(lines[0].rpartition(" ")[2])
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with machines(tmp_path_factory.mktemp("forwarding"), Home.from_environment().kernels, "a", "b") as (a, b):
+        token = a.init("--join-port", str(free_port()), "--address", "127.0.0.1")
+        a.up("--no-model", "--fleet-port", "0")
+        b.run("join", token, "--name", "b")
+        yield Pair(a, b)
+
+
+@pytest.fixture
+def pair(joined: Pair) -> Pair:
+    if not joined.runs.is_up:
+        joined.runs.up(*SMALL)
+    until(lambda: [model.id for model in joined.client.models.list()] == [MODEL])
+    return joined
+
+
+def test_the_answer_is_the_one_that_the_other_machine_gives(pair: Pair) -> None:
+    there, here = client_of(pair.runs), pair.client
+    assert here.models.list().data[0].model_dump(exclude={"created"}) == there.models.list().data[0].model_dump(exclude={"created"})
+    for extra in ({}, {"seed": 7, "temperature": 1.0, "n": 2}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["3"]}):
+        asked = {**ASK, "max_tokens": 24, **extra}
+        one, other = (client.chat.completions.create(**asked) for client in (there, here))
+        assert one.choices == other.choices
+        assert one.system_fingerprint == other.system_fingerprint
+        assert (one.usage and one.usage.completion_tokens) == (other.usage and other.usage.completion_tokens)
+    completions = [
+        client.completions.create(model=MODEL, prompt=["One, two,", "A, b,"], max_tokens=8, temperature=0) for client in (there, here)
+    ]
+    assert completions[0].choices == completions[1].choices
+    assert metric(pair.asked, "paceline_fleet_forwarded_total") >= 6
+    assert metric(pair.runs, "paceline_fleet_served_total") >= 6
+
+
+def test_a_stream_arrives_piece_by_piece(pair: Pair) -> None:
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in pair.client.chat.completions.create(**ASK, max_tokens=32, stream=True)
+        if chunk.choices
+    ]
+    whole = client_of(pair.runs).chat.completions.create(**ASK, max_tokens=32).choices[0].message.content
+    assert len([piece for piece in pieces if piece]) > 4
+    assert "".join(pieces) == whole
+
+
+def test_errors_keep_their_type(pair: Pair) -> None:
+    with pytest.raises(openai.NotFoundError, match="nobody-has-this"):
+        pair.client.chat.completions.create(**{**ASK, "model": "nobody-has-this"})
+    with pytest.raises(openai.BadRequestError, match="context"):
+        pair.client.chat.completions.create(**ASK, max_tokens=5000)
+    with pytest.raises(openai.BadRequestError) as refused:
+        pair.client.chat.completions.create(**ASK, top_p=7)
+    assert refused.value.param == "top_p"
+
+
+def test_a_client_that_leaves_ends_the_generation_over_there(pair: Pair) -> None:
+    stream = pair.client.chat.completions.create(**ASK, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert metric(pair.runs, "paceline_requests_running") == 1
+    stream.close()
+    until(lambda: metric(pair.runs, "paceline_requests_running") == 0)
+    assert metric(pair.runs, "paceline_kv_blocks_used") == 0
+
+
+def test_a_machine_lost_in_mid_answer_is_an_error_in_the_stream_and_its_model_goes_with_its_card(pair: Pair) -> None:
+    stream = pair.client.chat.completions.create(**ASK, max_tokens=450, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    pair.runs.node.kill()
+    with pytest.raises(openai.APIError, match="b"):
+        for _ in stream:
+            pass
+    # Its card lives on for a while: what is asked meanwhile is an answer too.
+    with pytest.raises(openai.APIStatusError):
+        pair.client.chat.completions.create(**ASK, max_tokens=4)
+    until(lambda: pair.client.models.list().data == [])
+    with pytest.raises(openai.NotFoundError):
+        pair.client.chat.completions.create(**ASK, max_tokens=4)

@@ -1,0 +1,115 @@
+"""A fleet of real processes on one machine: `init`, `join`, `up`, `status`; goodbyes, power cuts, restarts and revocations."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.fleet.machines import Machine, machines, token_in, until
+
+from paceline.store.home import Home
+
+EMPTY = ("--no-model", "--fleet-port", "0")
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Machine]]:
+    """Two machines that joined one another; `a` has the CA."""
+    with machines(tmp_path_factory.mktemp("fleet"), Home.from_environment().kernels, "a", "b") as (a, b):
+        a.init("--join-port", str(free_port()), "--address", "127.0.0.1")
+        a.up(*EMPTY)
+        b.run("join", token_in(a.run("token", "--address", "127.0.0.1")), "--name", "b")
+        yield a, b
+
+
+@pytest.fixture
+def fleet(members: tuple[Machine, Machine]) -> tuple[Machine, Machine]:
+    """The same, both running and in one another's view."""
+    a, b = members
+    for machine in members:
+        if not machine.is_up:
+            machine.up(*EMPTY)
+    until(lambda: a.sees() == b.sees() == {"a", "b"})
+    return a, b
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_machine_that_joined_needs_nothing_else_to_find_the_others(fleet: tuple[Machine, Machine]) -> None:
+    a, b = fleet
+    said = a.status()
+    assert [node["node_id"] for node in said["nodes"]] == ["a", "b"]
+    assert said["own_node_id"] == "a"
+    assert all(node["memory_total_bytes"] > 0 for node in said["nodes"])
+    shown = b.run("status")
+    assert a.node.address in shown
+    assert "seen by b" in shown
+
+
+def test_a_goodbye_is_seen_before_its_sender_has_ended(fleet: tuple[Machine, Machine]) -> None:
+    a, b = fleet
+    b.node.stop()
+    assert a.sees() == {"a"}
+    assert "does not run" in b.run("status", code=2)
+
+
+def test_a_restarted_node_supersedes_its_old_self(fleet: tuple[Machine, Machine]) -> None:
+    a, b = fleet
+    before = a.card_of("b")
+    assert before is not None
+    b.node.kill()
+    b.up(*EMPTY)  # quicker than the old card expires, if the machine is not busy
+    until(lambda: (card := a.card_of("b")) is not None and card.instance != before.instance)
+    after = a.card_of("b")
+    assert after is not None
+    assert after.version > before.version
+    assert after.addresses == (b.node.address,)
+
+
+def test_a_killed_node_is_gone_when_its_card_expires_and_never_shown_for_longer(fleet: tuple[Machine, Machine]) -> None:
+    a, b = fleet
+    b.node.kill()
+
+    def gone() -> bool:
+        nodes = a.sight().view.nodes
+        assert all(live.age_s <= live.card.ttl_s for live in nodes)
+        return [live.card.node_id for live in nodes] == ["a"]
+
+    until(gone)
+    assert any(failure.address == b.node.address for failure in a.sight().failures)
+
+
+def test_the_other_way_round_a_restarted_ca_finds_its_members(fleet: tuple[Machine, Machine]) -> None:
+    a, b = fleet
+    a.node.stop()
+    assert b.sees() == {"b"}
+    a.up(*EMPTY)
+    until(lambda: a.sees() == b.sees() == {"a", "b"})
+
+
+def test_a_revoked_node_is_refused_now_and_at_its_next_start(fleet: tuple[Machine, Machine], tmp_path: Path) -> None:
+    a, b = fleet
+    with machines(tmp_path, Home.from_environment().kernels, "c") as (c,):
+        c.run("join", token_in(a.run("token", "--address", "127.0.0.1")), "--name", "c")
+        c.up(*EMPTY)
+        until(lambda: a.sees() == b.sees() == c.sees() == {"a", "b", "c"})
+        a.run("revoke", "c")
+        until(lambda: a.sees() == b.sees() == {"a", "b"})
+        assert a.sight().view.revoked == b.sight().view.revoked == ("c",)
+        until(lambda: any("refused c" in line for line in a.node.said))
+        c.node.kill()
+        c.up(*EMPTY)
+        until(lambda: c.sees() == {"c"} and bool(c.sight().failures))
+        assert a.sees() == {"a", "b"}
+
+
+def test_a_machine_in_no_fleet_is_told_what_to_do(tmp_path: Path) -> None:
+    with machines(tmp_path, Home.from_environment().kernels, "alone") as (alone,):
+        for command in (("status",), ("up", "--no-model"), ("up", "--peer", "127.0.0.1:1")):
+            assert "paceline join TOKEN" in alone.run(*command, code=2)
