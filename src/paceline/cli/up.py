@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from paceline.cli.bring import ensure
 from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_OK
 from paceline.cli.interrupts import end_now, interrupts_end_now
 from paceline.cli.progress import byte_bar
@@ -112,7 +113,8 @@ async def _in_fleet(node: BuiltNode | None, settings: FleetSettings, stop: async
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:
-    """Build a node with a progress bar. Ctrl-C meanwhile ends the process at once."""
+    """Build a node with a progress bar. Ctrl-C meanwhile ends the process at once. A model that only the fleet has is fetched first."""
+    ensure(settings.model, console)
     began_s = time.perf_counter()
     if not console.is_terminal:
         console.print(f"Loading {settings.model}", markup=False, soft_wrap=True)

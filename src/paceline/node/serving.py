@@ -23,6 +23,7 @@ from paceline.node.fleet_metrics import FleetMetrics
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_tokenizers import TokenizerStore
 from paceline.node.offers import WarmModel, learn_digests
+from paceline.node.weights import weights_service
 from paceline.store.home import Home
 from paceline.transport.generate_service import GenerateServicer, LoadedModel
 from paceline.transport.trust.folder import FleetFolder
@@ -66,7 +67,7 @@ class FleetServing:
         """
         folder = FleetFolder(home.fleet)
         warm = () if node is None else (node.warm,)
-        portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm)
+        portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm)
         self.fleet = FleetNode(settings, folder, portrait, clock)
         created = 0 if node is None else node.model.created
         loaded = tuple(
@@ -77,7 +78,7 @@ class FleetServing:
         self.metrics = FleetMetrics(self.fleet)
         self._home = home
         self._ending = threading.Event()
-        self._learning: asyncio.Task[int] | None = None
+        self._learning: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen and be seen.
@@ -90,8 +91,14 @@ class FleetServing:
         def register(server: grpc.aio.Server) -> None:
             add_GenerateServiceServicer_to_server(generate, server)
 
-        await self.fleet.start(lambda _: register)
-        self._learning = asyncio.create_task(asyncio.to_thread(learn_digests, self._home, self._ending.is_set))
+        weights = weights_service(self._home)
+        await self.fleet.start(lambda _: register, lambda _: weights)
+        self._learning = asyncio.create_task(self._learn())
+
+    async def _learn(self) -> None:
+        """Only a model whose digest is known can be fetched from here: a new one is announced at once."""
+        if await asyncio.to_thread(learn_digests, self._home, self._ending.is_set):
+            await asyncio.to_thread(self._portrait.look)
 
     async def stop(self) -> None:
         """Say goodbye and end. Bounded; idempotent."""

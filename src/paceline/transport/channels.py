@@ -55,6 +55,7 @@ class Purpose(StrEnum):
     EXCHANGE = "exchange"
     STREAM = "stream"
     MEASURE = "measure"
+    WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class WeightsClient:
                     examined(part.examined_bytes, part.bytes_to_examine)
                 description.add(part)
                 if part.complete:
+                    await self._end(call)
                     return description.manifest()
         finally:
             call.cancel()
@@ -99,13 +100,21 @@ class WeightsClient:
                         if (got.file, got.piece) != (run.file, piece) or len(got.data) != manifest.files[run.file].piece_size(piece):
                             raise WrongBytes(f"{self._who} sends another piece than the one asked for")
                         yield Piece(run.file, piece, got.data)
+                await self._end(call)
             finally:
                 call.cancel()
+
+    async def _end(self, call: grpc.aio.UnaryStreamCall[Request, Response]) -> None:
+        """Wait for the call's end, so that the node has room for the next one."""
+        if await self._next(call) is not None:
+            raise WrongBytes(f"{self._who} sends more than was asked for")
 
     async def _next(self, call: grpc.aio.UnaryStreamCall[Request, Response]) -> Response | None:
         """The next message; None at the end."""
         try:
-            got = await asyncio.wait_for(call.read(), self._idle_s)
+            # Not wait_for: Python 3.11's loses a cancellation that comes together with the message.
+            async with asyncio.timeout(self._idle_s):
+                got = await call.read()
         except TimeoutError as error:
             raise SourceLost(f"{self._who} has sent nothing for {self._idle_s:g} s") from error
         except grpc.aio.AioRpcError as error:

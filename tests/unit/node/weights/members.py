@@ -1,0 +1,66 @@
+"""A member that gives weights and shows its card, and a PACELINE_HOME that belongs to its fleet."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+from tests.unit.node.weights.nodes import WatchedLibrary
+
+from paceline.fleet.card import ModelOffer, NodeCard
+from paceline.store.home import Home
+from paceline.testing.fleets import TestFleet
+from paceline.transport.trust.credentials import server_credentials
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.seals import sign_card
+from paceline.transport.weights_servicer import WeightsServicer
+from paceline.transport.wire import fleet_pb2 as wire
+from paceline.transport.wire.fleet_pb2_grpc import CapabilityServiceServicer, add_CapabilityServiceServicer_to_server
+from paceline.transport.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+
+
+class OwnCard(CapabilityServiceServicer):
+    """Says who it is, and nothing else."""
+
+    def __init__(self, identity: Identity, offers: tuple[ModelOffer, ...]) -> None:
+        self._identity, self._offers = identity, offers
+        self.address = ""
+
+    async def ExchangeCapabilities(self, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED)
+
+    async def MeasureLink(self, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED)
+
+    async def GetNodeCapability(self, request: Any, context: Any) -> wire.GetNodeCapabilityResponse:
+        card = NodeCard(self._identity.node_id, 1, (self.address,), b"instance", 120, 1_800_000_000, models=self._offers)
+        sealed = sign_card(self._identity, card)
+        signed = wire.SignedCard.FromString(sealed.sealed)
+        signed.certificate = sealed.certificate
+        return wire.GetNodeCapabilityResponse(card=wire.PassedCard(card=signed))
+
+
+@asynccontextmanager
+async def member(fleet: TestFleet, name: str, home: Home, *offers: ModelOffer) -> AsyncIterator[tuple[str, WatchedLibrary]]:
+    """A member that serves; its address, and what it gave."""
+    identity = fleet.member(name)
+    card, library = OwnCard(identity, offers), WatchedLibrary(home)
+    server = grpc.aio.server()
+    add_CapabilityServiceServicer_to_server(card, server)
+    add_WeightsServiceServicer_to_server(WeightsServicer(library), server)
+    card.address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', server_credentials(identity))}"
+    await server.start()
+    try:
+        yield card.address, library
+    finally:
+        await server.stop(None)
+
+
+def belongs(home: Home, fleet: TestFleet, name: str, *peers: str) -> None:
+    """Make `home` a member's that knows these addresses."""
+    folder = FleetFolder(home.fleet)
+    folder.write_secret(folder.identity_file, fleet.member(name).to_pem())
+    folder.keep_peers(peers)
