@@ -17,7 +17,7 @@ from paceline.fleet import choices
 from paceline.fleet.card import NodeCard, Role
 from paceline.fleet.cost import Seconds
 from paceline.fleet.machines import Links, Machine, fetchers, groups, live_cards, matching_offers
-from paceline.fleet.pins import pinned
+from paceline.fleet.pins import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, pinned
 from paceline.fleet.pipelines import pipelines
 from paceline.fleet.plan import Choice, Constraint, Excluded, Plan, PlanRequest, Way
 
@@ -56,7 +56,7 @@ def plan(view: Iterable[NodeCard], request: PlanRequest) -> Plan:
         runners_up=tuple(others[:RUNNERS_UP]),
         constraint=constraint,
         because=because,
-        notes=tuple(_notes(best, others, free)),
+        notes=(*_notes(best, others, free), *_assumed(best, links)),
         excluded=tuple(excluded),
     )
 
@@ -234,6 +234,14 @@ def _notes(best: Choice, others: Sequence[Choice], free: Choice | None) -> list[
     if len(best.stages) > 1 and len(ids) > 1:
         notes.append("the stages compute with different kernels: another machine in the place of one may give other bytes")
     return notes
+
+
+def _assumed(best: Choice, links: Links) -> list[str]:
+    """Links that a pin asked for and nobody has measured."""
+    ids = best.node_ids
+    hops = {tuple(sorted(pair)) for pair in zip(ids, [*ids[1:], ids[0]], strict=True)} if len(ids) > 1 else set[tuple[NodeId, ...]]()
+    assumed = f"{choices.seconds(ASSUMED_RTT_S)} and {ASSUMED_BYTES_PER_S / 1e6:.0f} MB/s are assumed"
+    return [f"the link between {a} and {b} was not measured: {assumed}" for a, b in sorted(hops) if links.between(a, b) is None]
 
 
 def _count(machines: int) -> str:
