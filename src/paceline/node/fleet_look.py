@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.core.errors import MembershipError, NodeUnreachable
 from paceline.node.fleet_state import read_running
 from paceline.store.home import Home
-from paceline.transport.control_service import Sight, fleet_id, read_sight
+from paceline.transport.control_service import Sight, control_channel, fleet_id, read_sight
 from paceline.transport.trust.folder import FleetFolder
 
 ASK_S = 5.0
@@ -34,7 +34,8 @@ async def look(home: Home) -> Looked:
     if running is None:
         raise MembershipError(f"The node of this machine ({identity.node_id}) does not run", "Start it: paceline up")
     try:
-        sight = await read_sight(identity, running.address, ASK_S)
+        async with control_channel(identity, running.address) as channel:
+            sight = await read_sight(channel, ASK_S)
     except NodeUnreachable as error:
         raise MembershipError(f"The node of this machine ({identity.node_id}) does not answer", "Start it: paceline up") from error
     return Looked(fleet_id(identity), sight)

@@ -10,6 +10,8 @@ from paceline.fleet.presets import Preset
 
 FLEET_PORT = 8154
 PRESETS = {"desk": presets.desk, "lan": presets.lan, "simulation": presets.simulation}
+MAX_TTL_S = 86400
+"""Peers believe no card that is to live for longer."""
 DEFAULT_PRESET = "lan"
 """All nodes of a fleet want the same."""
 
@@ -51,6 +53,9 @@ def parse_preset(text: str) -> Preset:
         if not 0 <= number < float("inf"):
             raise ConfigError(f"{field} can't be {value}", "It is 0 or more.")
         preset = replace(preset, **{field: number})
-    if preset.exchange_s <= 0 or preset.rpc_timeout_s <= 0 or preset.ttl_s <= preset.restamp_s:
-        raise ConfigError(f"The preset {text!r} can't work", "exchange_s and rpc_timeout_s are above 0, and ttl_s is above restamp_s.")
+    if preset.exchange_s <= 0 or preset.rpc_timeout_s <= 0 or not preset.restamp_s < preset.ttl_s <= MAX_TTL_S:
+        raise ConfigError(
+            f"The preset {text!r} can't work",
+            f"exchange_s and rpc_timeout_s are above 0, and ttl_s is above restamp_s, {MAX_TTL_S} at most.",
+        )
     return preset

@@ -52,6 +52,10 @@ class AddressBook:
             del self._failures[next(iter(self._failures))]
         return before is None
 
+    def is_failing(self, address: str) -> bool:
+        """Whether the last call to it failed."""
+        return address in self._failures
+
     def prefer(self, addresses: Iterable[str]) -> None:
         """These measured best, each for its node."""
         self._best = set(addresses)

@@ -42,7 +42,7 @@ CHANNEL_OPTIONS: Options = [
     *COMMON,
     ("grpc.enable_http_proxy", 0),  # the fleet is on this network, never behind an office's proxy
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # which also bounds one attempt: four round trips on a slow link
     ("grpc.max_reconnect_backoff_ms", 1000),
     # Otherwise a new channel would be given the old one's connection, dead or not.
     ("grpc.use_local_subchannel_pool", 1),

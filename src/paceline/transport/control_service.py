@@ -83,19 +83,23 @@ class ControlServicer(ControlServiceServicer):
         )
 
 
-async def read_sight(identity: Identity, address: str, timeout_s: float) -> Sight:
-    """What the node of this machine sees.
+def control_channel(identity: Identity, address: str) -> grpc.aio.Channel:
+    """To the node of this identity, and to no other."""
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", identity.member.tls_name)]
+    return grpc.aio.secure_channel(address, channel_credentials(identity), options)
+
+
+async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
+    """What a node sees, over a `control_channel`.
 
     Raises:
         NodeUnreachable: no node of this identity runs there.
         FleetError: it refuses.
     """
-    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", identity.member.tls_name)]
-    async with grpc.aio.secure_channel(address, channel_credentials(identity), options) as channel:
-        try:
-            message = await ControlServiceStub(channel).GetFleetView(wire.GetFleetViewRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error, f"The node at {address}") from error
+    try:
+        message = await ControlServiceStub(channel).GetFleetView(wire.GetFleetViewRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error, "The node of this machine") from error
     view = FleetView(
         own=NodeId(message.own_node_id),
         nodes=tuple(LiveCard(read_card(seen.card), seen.age_ms / 1000) for seen in message.nodes),

@@ -1,12 +1,13 @@
 """Calls a peer for gossip: tries its addresses, the likeliest first, and says who answered and what.
 
-A call that fails throws its channel away, so that the next one dials anew, and counts against its address until one succeeds there.
+A call that fails throws its channel away, unless that is still being dialled, and counts against its address until one succeeds there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import grpc
 import grpc.aio
 
 from paceline.core.clock import Clock
@@ -92,8 +93,10 @@ class Exchanger:
                 write_request(call.request), timeout=left, wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
-            self._met.pop(address, None)
-            self._pool.discard(Purpose.EXCHANGE, address, member)
+            # On a slow link dialling may take longer than a call: it goes on, once, until the next round.
+            if self._book.is_failing(address) or channel.get_state() is not grpc.ChannelConnectivity.CONNECTING:
+                self._met.pop(address, None)
+                self._pool.discard(Purpose.EXCHANGE, address, member)
             raise error_of(error, f"{member.node_id} at {address}") from error
         self._bounds.check(measure_reply(message))
         return Answer(member.node_id, address, await read_reply(message, self._opener, refuse))

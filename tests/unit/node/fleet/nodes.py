@@ -47,14 +47,20 @@ class Still:
 
 
 def make_node(
-    fleet: TestFleet, root: Path, name: str, *peers: FleetNode, offers: tuple[ModelOffer, ...] = (), preset: str = QUICK
+    fleet: TestFleet,
+    root: Path,
+    name: str,
+    *peers: FleetNode,
+    offers: tuple[ModelOffer, ...] = (),
+    preset: str = QUICK,
+    host: str = "127.0.0.1",
 ) -> FleetNode:
     """A node that was not started; its folder is kept between calls."""
     folder = FleetFolder(root / name / "fleet")
     if not folder.is_member:
         folder.write_secret(folder.identity_file, fleet.member(name).to_pem())
     addresses = tuple(address for peer in peers for address in peer.addresses)
-    settings = FleetSettings(0, "127.0.0.1", addresses, mdns=False, preset=parse_preset(preset))
+    settings = FleetSettings(0, host, addresses, mdns=False, preset=parse_preset(preset))
     return FleetNode(settings, folder, Still(*offers), SystemClock())
 
 

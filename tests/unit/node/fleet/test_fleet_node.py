@@ -7,14 +7,19 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from tests.unit.node.fleet.nodes import in_loop, make_node, running, until, until_seen
+from tests.unit.node.fleet.nodes import QUICK, in_loop, make_node, running, until, until_seen
 
-from paceline.core.errors import ConfigError, MembershipError, NodeUnreachable, PeerFloods
+from paceline.core.clock import SystemClock
+from paceline.core.errors import ConfigError, FleetError, MembershipError, NodeUnreachable, PeerFloods
 from paceline.fleet.card import ModelOffer, Role
+from paceline.fleet.effects import Call
+from paceline.fleet.messages import Request
+from paceline.node.fleet_settings import parse_preset
 from paceline.node.fleet_state import read_running, read_version
 from paceline.testing.fleets import TestFleet
 from paceline.transport.channels import Purpose
-from paceline.transport.control_service import read_sight
+from paceline.transport.control_service import control_channel, read_sight
+from paceline.transport.exchange import Exchanger
 from paceline.transport.proposer_service import NGRAM
 from paceline.transport.rpc_faults import error_of
 from paceline.transport.trust.folder import FleetFolder
@@ -45,6 +50,35 @@ async def test_three_nodes_in_a_row_see_one_another(tmp_path: Path) -> None:
             await until_seen(a, "a", "b")
             await until_seen(b, "a", "b")
     assert read_running(FleetFolder(tmp_path / "a" / "fleet")) is None
+
+
+@in_loop
+async def test_nodes_meet_over_ipv6_too(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a", host="::1")
+    async with running(a):
+        assert a.addresses[0].startswith("[::1]:")
+        b = make_node(fleet, tmp_path, "b", a, host="::1")
+        async with running(b):
+            await until_seen(a, "a", "b")
+            await until_seen(b, "a", "b")
+
+
+@in_loop
+async def test_an_address_that_leads_nowhere_does_not_keep_nodes_apart(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a)
+        async with running(b):
+            refused: list[FleetError] = []
+            call = Call(0, ("127.0.0.1:1", *a.addresses), None, Request(), 2.0)
+            bounds = parse_preset(QUICK).bounds
+            exchanger = Exchanger(b.node_id, b.pool, b.gossip.opener, b.book, bounds, SystemClock())
+            answer = await exchanger.call(call, refused.append)
+            assert not refused
+            assert (answer.peer, answer.address) == ("a", a.addresses[0])
+            assert b.book.is_failing("127.0.0.1:1")
 
 
 @in_loop
@@ -109,12 +143,13 @@ async def test_the_view_is_told_to_the_own_machine_only(tmp_path: Path) -> None:
     fleet = TestFleet()
     a = make_node(fleet, tmp_path, "a")
     async with running(a):
-        sight = await read_sight(a.identity, a.addresses[0], 5)
-        assert sight.view.ids == ("a",)
+        async with control_channel(a.identity, a.addresses[0]) as channel:
+            assert (await read_sight(channel, 5)).view.ids == ("a",)
         b = make_node(fleet, tmp_path, "b")
         # Another member meets another certificate than its own there, so it can't even ask by mistake.
-        with pytest.raises(NodeUnreachable):
-            await read_sight(b.identity, a.addresses[0], 5)
+        async with control_channel(b.identity, a.addresses[0]) as channel:
+            with pytest.raises(NodeUnreachable):
+                await read_sight(channel, 5)
         channel = b.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await ControlServiceStub(channel).GetFleetView(control_pb2.GetFleetViewRequest())
