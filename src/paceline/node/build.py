@@ -30,6 +30,7 @@ from paceline.node.speed import SpeedKey, learn_speed
 from paceline.server.inference import ServedModel
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
+from paceline.transport.trust.folder import FleetFolder
 
 BLOCK_SIZE = 16
 
@@ -69,8 +70,8 @@ class BuiltNode:
     model: ServedModel
     notes: tuple[str, ...]
     summary: str
-    warm: WarmModel
-    """What the node's card says of it."""
+    warm: WarmModel | None
+    """What the node's card says of it; None on a machine in no fleet."""
 
     def close(self) -> bool:
         """Stop; see `EngineHost.close`."""
@@ -144,14 +145,15 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
 
 
 def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None) -> BuiltNode:
-    """`build_engine`, behind a host with the engine in a thread of its own. The first time, the model's speed is measured: about a second.
+    """`build_engine`, behind a host with the engine in a thread of its own. In a fleet, a new model's speed is measured: about a second.
 
     Raises:
         UserError: something asked for can't be had.
     """
     clock = clock or SystemClock()
     built = build_engine(settings, progress, clock)
-    warm = introduced(built, Home.from_environment(), clock)
+    home = Home.from_environment()
+    warm = introduced(built, home, clock) if FleetFolder(home.fleet).is_member else None
     host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
     return BuiltNode(host, built.model, built.notes, built.summary, warm)
 

@@ -66,7 +66,7 @@ class FleetServing:
             MembershipError, IdentityError: this machine is in no fleet, or not any more.
         """
         folder = FleetFolder(home.fleet)
-        warm = () if node is None else (node.warm,)
+        warm = () if node is None or node.warm is None else (node.warm,)
         portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm)
         self.fleet = FleetNode(settings, folder, portrait, clock)
         created = 0 if node is None else node.model.created
