@@ -6,20 +6,15 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from inspect import isasyncgenfunction
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
-from paceline.transport.trust.handlers import Behaviour, Context, rewrap
-
-if TYPE_CHECKING:
-    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.aio.ServerInterceptor  # generic in its stubs only
+from paceline.transport.trust.handlers import Behaviour, Context, Request, Response, rewrap
 
 
-class RpcMeter(_Interceptor):
+class RpcMeter(grpc.aio.ServerInterceptor):
     """The first interceptor of a server: what others refuse counts too."""
 
     def __init__(self) -> None:
@@ -31,9 +26,9 @@ class RpcMeter(_Interceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Request, Response] | None:
         method = handler_call_details.method.rpartition(".")[2]
         return rewrap(await continuation(handler_call_details), lambda behaviour: self._counted(behaviour, method))
 

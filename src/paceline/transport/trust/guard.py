@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from inspect import isasyncgenfunction
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -22,16 +22,12 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.transport.trust.certificates import UNREADABLE, FleetRoot, Member
-from paceline.transport.trust.handlers import rewrap
+from paceline.transport.trust.handlers import Request, Response, rewrap
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.seals import Voids
 from paceline.transport.trust.sockets import hang_up, remote_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
-if TYPE_CHECKING:
-    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.aio.ServerInterceptor  # generic in its stubs only
 
 GRACE_S = 1.0
 """What a revoked caller is given to take what is on its way to it, before its connection is cut."""
@@ -79,7 +75,7 @@ class _Call:
             raise asyncio.CancelledError
 
 
-class PeerGuard(_Interceptor):
+class PeerGuard(grpc.aio.ServerInterceptor):
     """The interceptor of a node's gRPC server. Lives on one event loop.
 
     Args:
@@ -132,9 +128,9 @@ class PeerGuard(_Interceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Request, Response] | None:
         return rewrap(await continuation(handler_call_details), lambda behaviour: self._guarded(behaviour, handler_call_details.method))
 
     def _guarded(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[Any]]:

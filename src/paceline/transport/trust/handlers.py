@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -23,10 +23,8 @@ from paceline.transport.trust.sockets import remote_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Any]
-if TYPE_CHECKING:
-    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.aio.ServerInterceptor  # generic in its stubs only
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +35,11 @@ class _Unreadable:
 
 
 def rewrap(
-    handler: grpc.RpcMethodHandler[Any, Any] | None, wrap: Callable[[Any], Behaviour], read: Callable[[Any], Any] | None = None
-) -> grpc.RpcMethodHandler[Any, Any]:
+    handler: grpc.RpcMethodHandler[Request, Response] | None, wrap: Callable[[Any], Behaviour], read: Callable[[Any], Any] | None = None
+) -> grpc.RpcMethodHandler[Request, Response] | None:
     """A method's handler with its behaviour wrapped, and its requests read by another function if one is given."""
     if handler is None:  # no such method: gRPC answers that itself
-        return cast("grpc.RpcMethodHandler[Any, Any]", None)
+        return None
     make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
     make, behaviour = {
         (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
@@ -52,7 +50,7 @@ def rewrap(
     return make(wrap(behaviour), read or handler.request_deserializer, handler.response_serializer)
 
 
-class WellFormed(_Interceptor):
+class WellFormed(grpc.aio.ServerInterceptor):
     """Refuses requests that can't be read. The last interceptor of a server, next to its services.
 
     Args:
@@ -65,12 +63,12 @@ class WellFormed(_Interceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = cast("grpc.RpcMethodHandler[Any, Any] | None", await continuation(handler_call_details))
+    ) -> grpc.RpcMethodHandler[Request, Response] | None:
+        handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
-            return cast("grpc.RpcMethodHandler[Any, Any]", handler)
+            return handler
         method = handler_call_details.method
         return rewrap(handler, lambda behaviour: self._checked(behaviour, handler, method), _reader(handler, self._limits.get(method)))
 
