@@ -136,6 +136,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
+    from paceline.cli.membership import fleet_view
     from paceline.cli.plan import run_plan
 
     run_plan(
@@ -147,6 +148,7 @@ def plan(
         pins=pin or [],
         draft_on=draft_on,
         as_json=as_json,
+        view=fleet_view(),
     )
 
 

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 from paceline.core.errors import ConfigError, MembershipError
+from paceline.fleet.card import NodeCard
 from paceline.node.fleet_settings import FleetSettings, parse_preset
 from paceline.store.home import Home
+
+
+def is_member() -> bool:
+    """Whether this machine is in a fleet."""
+    return (Home.from_environment().fleet / "identity.pem").exists()
+
+
+def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
+    """The live cards of the fleet, as this machine's running node sees them; None where this machine is to be looked at alone."""
+    if not is_member():
+        return None
+    import asyncio
+
+    from paceline.node.fleet_look import look
+
+    try:
+        cards = asyncio.run(look(Home.from_environment())).sight.view.cards
+    except MembershipError as error:
+        print(f"note: {error.message}, so this is about this machine alone", file=sys.stderr)
+        return None
+    return lambda: cards
 
 
 def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, mdns: bool, needed: bool) -> FleetSettings | None:
@@ -25,7 +48,7 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
         MembershipError: this machine is in no fleet, and must be.
     """
     settings = FleetSettings(port, host, tuple(peers), mdns, parse_preset(preset))
-    if not (Home.from_environment().fleet / "identity.pem").exists():
+    if not is_member():
         if needed or peers:
             raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join TOKEN.")
         return None

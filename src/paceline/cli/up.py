@@ -62,6 +62,8 @@ def run_up(
     from paceline.server.serve import bind, serve
 
     bind(host, port).close()
+    if fleet is not None:
+        _check_fleet(fleet)
     console = Terminal()
     node = None if settings is None else load(settings, console)
     try:
@@ -99,6 +101,14 @@ def run_up(
             node.close()
     # Everything is closed and nothing is left to write; the interpreter's own end would free a model object by object.
     end_now(EXIT_OK)
+
+
+def _check_fleet(settings: FleetSettings) -> None:
+    from paceline.node.fleet_state import check_startable
+    from paceline.store.home import Home
+    from paceline.transport.trust.folder import FleetFolder
+
+    check_startable(FleetFolder(Home.from_environment().fleet), settings.host, settings.port)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import IO, Protocol
 
 import grpc.aio
 
@@ -25,7 +25,7 @@ from paceline.node.fleet_gossip import GossipDriver
 from paceline.node.fleet_links import LinkDriver
 from paceline.node.fleet_meter import FleetMeter
 from paceline.node.fleet_settings import FleetSettings
-from paceline.node.fleet_state import Running, forget_running, keep_running
+from paceline.node.fleet_state import Running, claim_running, forget_running, keep_running
 from paceline.transport.address_book import AddressBook
 from paceline.transport.capability_service import CapabilityServicer
 from paceline.transport.channels import ChannelPool
@@ -115,6 +115,7 @@ class FleetNode:
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self._measured)
         self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
         self._server: NodeServer | None = None
+        self._lock: IO[bytes] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         """The join port, where the CA is on this machine."""
@@ -131,7 +132,16 @@ class FleetNode:
 
         Raises:
             ConfigError: the port can't be used.
+            MembershipError: this machine's node runs already.
         """
+        self._lock = await asyncio.to_thread(claim_running, self._folder)
+        try:
+            await self._start(services)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self, services: tuple[Callable[[PeerGuard], Service], ...]) -> None:
         strangers = StrangerWatch(self.refusals)
         guard = self._guard = PeerGuard(self.identity.root, self.gossip.voids, self._clock, self.refusals, on_caller=strangers.caller)
         server = NodeServer(self.identity, guard, strangers, self.rpcs)
@@ -146,16 +156,12 @@ class FleetNode:
         )
         self._port = await server.start(self._settings.host, self._settings.port)
         self._server = server
-        try:
-            self._look_at_addresses()
-            await asyncio.to_thread(self._portrait.look)
-            local = join_host(self._settings.host or "127.0.0.1", self._port)
-            await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
-            bounds = self._settings.preset.bounds
-            await self.gossip.start(Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock))
-        except BaseException:
-            await self.stop()
-            raise
+        self._look_at_addresses()
+        await asyncio.to_thread(self._portrait.look)
+        local = join_host(self._settings.host or "127.0.0.1", self._port)
+        await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
+        bounds = self._settings.preset.bounds
+        await self.gossip.start(Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock))
         self._watcher = asyncio.create_task(self._watch(), name="fleet-watch")
         self._links.start()
         if self._settings.mdns:
@@ -163,9 +169,14 @@ class FleetNode:
 
     async def stop(self) -> None:
         """Say goodbye, let calls under way finish, and end. Bounded; idempotent."""
-        if self._server is None:
-            return
         server, self._server = self._server, None
+        if server is not None:
+            await self._stop(server)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    async def _stop(self, server: NodeServer) -> None:
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await self.gossip.leave(GOODBYE_S)

@@ -6,11 +6,15 @@ running.json   process id and port of the node that runs now
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
+from paceline.core.errors import ConfigError, MembershipError
+from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.folder import FleetFolder
 
 
@@ -34,6 +38,46 @@ def read_version(folder: FleetFolder) -> int:
 def keep_version(folder: FleetFolder, version: int) -> None:
     """Before a card of this version is announced. Blocks."""
     folder.write_secret(folder.root / "version", str(version).encode())
+
+
+def claim_running(folder: FleetFolder) -> IO[bytes]:
+    """Be the process that runs this identity, until the file that is returned is closed.
+
+    Raises:
+        MembershipError: another process is.
+    """
+    lock = (folder.root / ".running").open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        running = read_running(folder)
+        which = f" (process {running.pid}, at {running.address})" if running is not None else ""
+        raise MembershipError(
+            f"This machine's node runs already{which}",
+            "Stop it first. A second one on one machine needs a PACELINE_HOME and an identity of its own",
+        ) from None
+    return lock
+
+
+def check_startable(folder: FleetFolder, host: str, port: int) -> None:
+    """What would keep a node from starting, found out before a model is loaded for it.
+
+    Raises:
+        MembershipError: this machine's node runs already.
+        ConfigError: its port is taken, or its address not this machine's.
+    """
+    claim_running(folder).close()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen on {join_host(host or '0.0.0.0', port)} for the fleet: {error.strerror}",  # noqa: S104 - shown, not bound
+                "Stop what listens there, or choose another --fleet-port or --fleet-host.",
+            ) from error
 
 
 def keep_running(folder: FleetFolder, running: Running) -> None:

@@ -15,7 +15,7 @@ from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.effects import Call
 from paceline.fleet.messages import Request
 from paceline.node.fleet_settings import parse_preset
-from paceline.node.fleet_state import read_running, read_version
+from paceline.node.fleet_state import check_startable, read_running, read_version
 from paceline.testing.fleets import TestFleet
 from paceline.transport.channels import Purpose
 from paceline.transport.control_service import control_channel, read_sight
@@ -211,8 +211,26 @@ async def test_a_taken_port_is_told_and_leaves_nothing(tmp_path: Path) -> None:
         b._settings = type(b._settings)(int(port), "127.0.0.1", mdns=False)
         with pytest.raises(ConfigError, match=port):
             await b.start()
+        with pytest.raises(ConfigError, match=port):
+            check_startable(FleetFolder(tmp_path / "b" / "fleet"), "127.0.0.1", int(port))
+        check_startable(FleetFolder(tmp_path / "b" / "fleet"), "127.0.0.1", 0)
         await b.stop()
     assert not [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("fleet")]
+
+
+@in_loop
+async def test_one_identity_runs_once(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a, again = make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "a")
+    async with running(a):
+        with pytest.raises(MembershipError, match="runs already"):
+            await again.start()
+        with pytest.raises(MembershipError, match="runs already"):
+            check_startable(FleetFolder(tmp_path / "a" / "fleet"), "", 0)
+        await again.stop()
+        assert read_running(FleetFolder(tmp_path / "a" / "fleet")) is not None
+    async with running(again):
+        assert again.view().ids == ("a",)
 
 
 @in_loop
