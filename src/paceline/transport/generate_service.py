@@ -82,7 +82,10 @@ class GenerateServicer(GenerateServiceServicer):
         loaded = self._models.find(request.model_id)
         if loaded is None:
             await abort(context, _not_here(request.model_id))
-        digest, packed = await self._models.packed_tokenizer(loaded.name)
+        try:
+            digest, packed = await self._models.packed_tokenizer(loaded.name)
+        except PacelineError as error:
+            await abort(context, error)
         description = wire.DescribeModelResponse(
             digest=loaded.digest,
             quantization=loaded.weights,
