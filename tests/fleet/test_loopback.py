@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from tests.fleet.machines import Machine, machines, token_in, until
@@ -41,6 +45,10 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def fail() -> NoReturn:
+    raise AssertionError("a process was started without a pipe")
+
+
 def test_a_machine_that_joined_needs_nothing_else_to_find_the_others(fleet: tuple[Machine, Machine]) -> None:
     a, b = fleet
     said = a.status()
@@ -56,8 +64,15 @@ def test_a_machine_that_joined_needs_nothing_else_to_find_the_others(fleet: tupl
 
 def test_a_goodbye_is_seen_before_its_sender_has_ended(fleet: tuple[Machine, Machine]) -> None:
     a, b = fleet
-    b.node.stop()
-    assert a.sees() == {"a"}
+    watching = subprocess.Popen(a.command("status", "--watch", "--json"), env=a.environment, stdout=subprocess.PIPE, text=True)
+    with watching, watching.stdout or fail() as lines:
+        shown = (frozenset(node["node_id"] for node in json.loads(line)["nodes"]) for line in lines)
+        assert next(shown) == {"a", "b"}
+        b.node.stop()
+        assert a.sees() == {"a"}
+        assert {"a"} in shown
+        watching.send_signal(signal.SIGINT)
+    assert watching.returncode == 130
     assert "does not run" in b.run("status", code=2)
 
 
