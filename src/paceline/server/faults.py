@@ -8,7 +8,7 @@ import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded, PacelineError, UnknownModel
+from paceline.core.errors import ContextOverflow, InvalidRequest, NodeUnreachable, Overloaded, PacelineError, PlacementError, UnknownModel
 from paceline.server.requests import REFUSED, UNION_TAGS
 
 
@@ -78,6 +78,8 @@ def of_error(error: PacelineError) -> Fault:
             return Fault(404, str(error), param="model", code="model_not_found")
         case Overloaded():
             return overloaded(str(error), error.retry_after_s)
+        case NodeUnreachable() | PlacementError():
+            return Fault(503, str(error), "server_error", code="no_machine", headers={"Retry-After": "5"})
         case _:
             return server_fault(str(error))
 

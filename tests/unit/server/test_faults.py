@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import orjson
 
-from paceline.core.errors import InvalidRequest
+from paceline.core.errors import InvalidRequest, NodeUnreachable
 from paceline.server.faults import of_error
 
 
@@ -10,3 +10,8 @@ def test_what_no_json_can_hold_is_replaced() -> None:
     fault = of_error(InvalidRequest("the template says \ud800\x00"))
     assert orjson.loads(fault.body())["error"]["message"] == "the template says ?\x00"
     assert fault.event().startswith(b"data: {")
+
+
+def test_a_machine_that_is_gone_is_no_bug_of_ours() -> None:
+    fault = of_error(NodeUnreachable("b is gone"))
+    assert (fault.status, fault.code, fault.headers) == (503, "no_machine", {"Retry-After": "5"})
