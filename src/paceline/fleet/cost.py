@@ -62,6 +62,19 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
+class Bill:
+    """What of a pipeline's cost depends on how its layers are split, seconds: sum(n x each) + waits x max(transfer, n x busy)."""
+
+    each: tuple[float, ...]
+    """What a layer adds to the request, by machine."""
+    busy: tuple[float, ...]
+    """How long a layer is at work on a chunk of the prompt, by machine."""
+    waits: int
+    """Chunks that wait for the slowest stage or transfer."""
+    transfer: float
+
+
+@dataclass(frozen=True, slots=True)
 class Proposer:
     """Who drafts, as the cost model sees it."""
 
@@ -90,6 +103,15 @@ def draft(machine: Machine, proposer: Proposer, link: Link | None, request: Plan
     return estimate(_first_token_alone(machine, request), token, request, measured=measured), length
 
 
+def bill(machines: Sequence[Machine], links: Sequence[Link], request: PlanRequest) -> Bill:
+    """The part of `pipeline` that a split decides; arguments as there."""
+    chunks, rows = _chunks(request)
+    transfers = [rows * ROW_BYTES * machines[0].shape.hidden / link.bytes_per_s for link in links[:-1]]
+    busy = tuple(machine.prompt_layer_s * rows for machine in machines)
+    each = tuple(machine.layer_s * (request.answer_tokens - 1) + at_work for machine, at_work in zip(machines, busy, strict=True))
+    return Bill(each, busy, chunks - 1, max(transfers))
+
+
 def pipeline(machines: Sequence[Machine], layers: Sequence[int], links: Sequence[Link], request: PlanRequest) -> Estimate:
     """Several machines, each a range of layers.
 
@@ -106,8 +128,7 @@ def pipeline(machines: Sequence[Machine], layers: Sequence[int], links: Sequence
     stages = [Seconds(machine.layer_s * n) for machine, n in zip(machines, layers, strict=True)]
     token = _sum([edge, *stages, *hops])
 
-    chunks = -(-request.prompt_tokens // CHUNK)
-    rows = request.prompt_tokens / chunks
+    chunks, rows = _chunks(request)
     at_work = [Seconds(machine.prompt_layer_s * n * rows) for machine, n in zip(machines, layers, strict=True)]
     transfers = [Seconds(bandwidth=rows * row_bytes / link.bytes_per_s) for link in links[:-1]]
     slowest = max([*at_work, *transfers], key=lambda part: part.all)
@@ -130,6 +151,12 @@ def expected_tokens(acceptance: float, length: int) -> float:
         share *= acceptance
         expected += share
     return expected
+
+
+def _chunks(request: PlanRequest) -> tuple[int, float]:
+    """How many chunks the prompt takes, and how many rows each has."""
+    chunks = -(-request.prompt_tokens // CHUNK)
+    return chunks, request.prompt_tokens / chunks
 
 
 def _first_token_alone(machine: Machine, request: PlanRequest) -> Seconds:

@@ -1,9 +1,8 @@
 """Which machines in which order, and how many layers each: the pipelines worth a look.
 
 Law: every set and order of up to four machines is looked at; beyond that the best few of each length are extended by each other machine
-(a beam), so that twenty machines take milliseconds. Layers are split in two ways, and the cheaper is kept: evenly by speed, which keeps all
-machines equally busy with a prompt, and fastest first, which makes each token quickest; both within memory. Links between neighbours
-decide the order. Machines without a measured link are no neighbours.
+(a beam), so that twenty machines take milliseconds. For each order the split of the layers is the best there is within memory. Links between
+neighbours decide the order. Machines without a measured link are no neighbours.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from math import fsum, inf
+from operator import mul
 
 from paceline.core.ids import NodeId
 from paceline.fleet import cost
@@ -26,6 +25,8 @@ _BEAM = 96
 """Divided by the number of machines: how many pipelines of each length are extended."""
 _KEPT = 3
 """Of each length, how many are worth naming."""
+_EQUAL = 1 + 1e-9
+"""Costs that differ by less are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,56 +57,56 @@ def pipelines(group: Sequence[Machine], links: Links, request: PlanRequest) -> l
 def arranged(
     machines: Sequence[Machine], link: Callable[[NodeId, NodeId], Link | None], request: PlanRequest, layers: Sequence[int] | None = None
 ) -> Pipeline | None:
-    """Machines in this order with their better split of the layers, or with the one given. None where memory or links don't allow it."""
+    """Machines in this order with their best split of the layers, or with the one given. None where memory or links don't allow it."""
     ids = [machine.node_id for machine in machines]
     way = [link(sender, receiver) for sender, receiver in zip(ids, [*ids[1:], ids[0]], strict=True)]
     measured = [hop for hop in way if hop is not None]
-    splits = [layers] if layers is not None else [by_speed(machines), fastest_first(machines)]
-    estimates = [
-        (cost.pipeline(machines, split, measured, request), tuple(split)) for split in splits if split and len(measured) == len(way)
-    ]
-    if not estimates:
+    if len(measured) < len(way):
         return None
-    best, split = min(estimates, key=lambda pair: (pair[0].total_s, pair[1]))
-    return Pipeline(tuple(machines), split, best)
+    if layers is None:
+        bill = cost.bill(machines, measured, request)
+        room = [machine.holds(edges=place == 0) for place, machine in enumerate(machines)]
+        layers = split(machines[0].shape.n_layers, room, bill.each, bill.busy, bill.waits, bill.transfer)
+    return Pipeline(tuple(machines), tuple(layers), cost.pipeline(machines, layers, measured, request)) if layers else None
 
 
-def by_speed(machines: Sequence[Machine]) -> list[int]:
-    """Layers such that the slowest stage is as quick as it can be, within memory. Empty where they don't fit."""
-    room = _room(machines)
-    layers = [1] * len(machines)
-    left = machines[0].shape.n_layers - len(machines)
+def split(n_layers: int, room: Sequence[int], each: Sequence[float], busy: Sequence[float], waits: int, floor: float = 0.0) -> list[int]:
+    """Layers for each machine: the split with the least of sum(n x each) + waits x max(floor, n x busy). Empty where they don't fit.
+
+    Begins with as many as fit on the cheapest, then moves layers one by one off the slowest stage to the cheapest that stays below it: what
+    it passes are the best splits for each bound on the slowest stage, so the best of them is the best of all; among equals the most even.
+
+    Args:
+        n_layers: to be split; each machine gets one or more.
+        room: layers each can hold.
+        each: seconds a layer adds to the request on each machine.
+        busy: seconds a layer keeps each machine busy with a chunk of the prompt.
+        waits: how often the request waits for the slowest stage.
+        floor: seconds it waits each time whatever the stages do: the slowest transfer.
+    """
+    layers = [1] * len(room)
+    left = n_layers - len(room)
     if left < 0 or min(room) < 1:
         return []
-    heap = [(2 * machine.layer_s, place) for place, machine in enumerate(machines) if room[place] > 1]
-    heapify(heap)
-    while left and heap:
-        _, place = heap[0]
-        layers[place] += 1
-        left -= 1
-        full = layers[place] == room[place]
-        heapreplace(heap, (inf if full else (layers[place] + 1) * machines[place].layer_s, place))
-        if heap[0][0] == inf:
-            break
-    return [] if left else layers
-
-
-def fastest_first(machines: Sequence[Machine]) -> list[int]:
-    """As many layers as fit on the fastest machine, then on the next, at least one on each. Empty where they don't fit."""
-    room = _room(machines)
-    layers = [1] * len(machines)
-    left = machines[0].shape.n_layers - len(machines)
-    if left < 0 or min(room) < 1:
-        return []
-    for place in sorted(range(len(machines)), key=lambda place: (machines[place].layer_s, place)):
+    by_cost = sorted(range(len(room)), key=lambda place: (each[place], place))
+    for place in by_cost:
         more = min(left, room[place] - 1)
         layers[place] += more
         left -= more
-    return [] if left else layers
-
-
-def _room(machines: Sequence[Machine]) -> list[int]:
-    return [machine.holds(edges=place == 0) for place, machine in enumerate(machines)]
+    if left:
+        return []
+    best, least = layers, inf
+    while True:
+        slowest = max(range(len(room)), key=lambda place: (layers[place] * busy[place], place))
+        ceiling = layers[slowest] * busy[slowest]
+        total = fsum([*map(mul, layers, each), waits * max(floor, ceiling)])
+        if total <= least * _EQUAL:
+            best, least = [*layers], min(total, least)
+        to = next((place for place in by_cost if layers[place] < room[place] and (layers[place] + 1) * busy[place] < ceiling), None)
+        if to is None or layers[slowest] == 1:
+            return best
+        layers[slowest] -= 1
+        layers[to] += 1
 
 
 class _Hops:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
+from operator import mul
 
 import pytest
 from hypothesis import assume, given, settings
@@ -17,7 +18,7 @@ from paceline.core.model import LayerRange
 from paceline.fleet import cost
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.machines import Links, groups, live_cards, matching_offers
-from paceline.fleet.pipelines import arranged, by_speed, fastest_first, pipelines
+from paceline.fleet.pipelines import arranged, pipelines, split
 from paceline.fleet.placement import plan, still_holds, why_broken
 from paceline.fleet.plan import Constraint, Pin, Plan, PlanRequest, Way
 
@@ -169,8 +170,12 @@ def test_a_machine_that_can_take_no_part_changes_nothing(view: list[NodeCard], r
 @settings(max_examples=40, deadline=None)
 @given(fleets, st.sampled_from(list(Way)), st.floats(1.0, 100.0), st.floats(1.01, 50.0))
 def test_a_faster_machine_is_never_below_its_slower_twin(view: list[NodeCard], way: Way, decode: float, times: float) -> None:
-    """Among all choices that differ only in which of the two runs layers or drafts."""
-    others = [replace(card, links=()) for card in view if card.node_id not in {"ant", "bee"}]
+    """Among all choices that differ only in which of the two runs layers or drafts; of other weights their speed would not be known."""
+    others = [
+        replace(card, links=(), models=tuple(replace(model, digest="d" * 64, shape=SHAPE) for model in card.models))
+        for card in view
+        if card.node_id not in {"ant", "bee"}
+    ]
     reach = dict.fromkeys(("cat", "dog", "elk"), (0.001, 100000000.0))
     pair = [
         node("bee", offer(tokens_per_second=decode), offer(role=Role.PROPOSER, tokens_per_second=decode), free=4 * GIB, links=reach),
@@ -231,18 +236,37 @@ def machines(*rooms_and_rates: tuple[float, float]) -> list[object]:
     return next(iter(groups(matching_offers(by_id, request), request)))
 
 
-def test_layers_are_split_by_speed_within_memory() -> None:
-    assert by_speed(machines((30, 10), (30, 20))) == [8, 16]
-    assert by_speed(machines((30, 10), (10, 20))) == [14, 10]
-    assert by_speed(machines((30, 10), (30, 10), (30, 10))) == [8, 8, 8]
-    assert by_speed(machines((10, 10), (10, 10))) == []
-    assert by_speed(machines((30, 10), (0, 10))) == []
+def test_layers_go_to_the_fastest_where_only_each_token_counts() -> None:
+    assert split(24, [30, 30], [2.0, 1.0], [2.0, 1.0], waits=0) == [1, 23]
+    assert split(24, [30, 20], [2.0, 1.0], [2.0, 1.0], waits=0) == [4, 20]
+    assert split(24, [10, 10], [2.0, 1.0], [2.0, 1.0], waits=0) == []
+    assert split(24, [30, 0], [1.0, 1.0], [1.0, 1.0], waits=0) == []
 
 
-def test_or_as_many_as_fit_go_to_the_fastest() -> None:
-    assert fastest_first(machines((30, 10), (30, 20))) == [1, 23]
-    assert fastest_first(machines((30, 10), (20, 20))) == [4, 20]
-    assert fastest_first(machines((10, 10), (10, 20))) == []
+def test_layers_are_shared_by_speed_where_the_slowest_stage_counts() -> None:
+    assert split(24, [30, 30], [2.0, 1.0], [2.0, 1.0], waits=1000) == [8, 16]
+    assert split(24, [30, 10], [2.0, 1.0], [2.0, 1.0], waits=1000) == [14, 10]
+    assert split(24, [30, 30, 30], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0], waits=1000) == [8, 8, 8]
+    assert split(24, [30, 30], [2.0, 1.0], [2.0, 1.0], waits=1000, floor=100.0) == [1, 23]
+
+
+seconds = st.floats(0.01, 10.0)
+stages = st.lists(st.tuples(st.integers(0, 12), seconds, seconds), min_size=1, max_size=4)
+
+
+@given(stages, st.integers(1, 12), st.integers(0, 20), st.floats(0.0, 5.0))
+def test_no_split_is_better(machines: list[tuple[int, float, float]], n_layers: int, waits: int, floor: float) -> None:
+    room, each, busy = (list(column) for column in zip(*machines, strict=True))
+
+    def price(layers: tuple[int, ...] | list[int]) -> float:
+        return math.fsum(map(mul, layers, each)) + waits * max(floor, *map(mul, layers, busy))
+
+    every = [layers for layers in product(*(range(1, min(most, n_layers) + 1) for most in room)) if sum(layers) == n_layers]
+    found = split(n_layers, room, each, busy, waits, floor)
+    assert bool(found) == bool(every)
+    if every:
+        assert tuple(found) in every
+        assert price(found) == pytest.approx(min(map(price, every)), rel=1e-8)
 
 
 def test_the_first_stage_has_room_for_the_edges_too() -> None:
