@@ -28,6 +28,18 @@ PacelineError
 |   |-- WeightsError          weights that don't come from another node
 |   |   |-- SourceLost        the node can't be reached, does not have them, or went away mid-way
 |   |   `-- WrongBytes        it describes or sends something else than the model asked for
+|   |-- PipelineError         one model over several machines; `code` is what a client is told
+|   |   |-- PipelineDisabled      `pipeline_disabled`: this machine's settings don't allow it
+|   |   |-- ShardUnavailable      `shard_unavailable`: no machines cover all layers, or they have no stream free
+|   |   |-- WeightsMismatch       `weights_mismatch`: a shard's weights or format differ from those asked for
+|   |   |-- BadPipelineRequest    `bad_request`: an unknown model, a malformed message
+|   |   |-- ShardCorrupt          `shard_corrupt`: what a shard sent is no activations, or not what its layers compute
+|   |   `-- PipelineStalled       `pipeline_stalled`: no progress within its bound
+|   |-- TensorStreamError     a stream of activations is broken, for good
+|   |   |-- StreamClosed          the other side went away
+|   |   |-- StreamStalled         the other side takes or sends nothing within the bound
+|   |   |-- TensorTooLarge        `tensor_too_large`: a tensor beyond the receive bound
+|   |   `-- StreamCorrupt         a gap, an overrun, a shape that does not match, bytes that are no chunk
 |   `-- GossipRefused         what a peer sent is not taken, and changed nothing
 |       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
 |       |-- MalformedMessage  bytes that are not the message they should be
@@ -216,3 +228,65 @@ class ExecutorLost(PacelineError):
     def __init__(self, message: str, spans: tuple[LostSpan, ...], hint: str = "") -> None:
         super().__init__(message, hint)
         self.spans = spans
+
+
+class PipelineError(FleetError):
+    """One model over several machines. `code` is what a client is told, by the name it has on the wire."""
+
+    code = "pipeline_error"
+
+
+class PipelineDisabled(PipelineError):
+    """This machine's settings don't allow it."""
+
+    code = "pipeline_disabled"
+
+
+class ShardUnavailable(PipelineError):
+    """No machines cover all layers of the model, or those that could have no stream free."""
+
+    code = "shard_unavailable"
+
+
+class WeightsMismatch(PipelineError):
+    """A shard's weights, or their format, differ from those asked for."""
+
+    code = "weights_mismatch"
+
+
+class BadPipelineRequest(PipelineError):
+    """An unknown model, or a malformed message."""
+
+    code = "bad_request"
+
+
+class ShardCorrupt(PipelineError):
+    """What a shard sent is no activations, or not what its layers compute."""
+
+    code = "shard_corrupt"
+
+
+class PipelineStalled(PipelineError):
+    """No progress within its bound."""
+
+    code = "pipeline_stalled"
+
+
+class TensorStreamError(FleetError):
+    """A stream of activations is broken, for good."""
+
+
+class StreamClosed(TensorStreamError):
+    """The other side went away, or this side closed."""
+
+
+class StreamStalled(TensorStreamError):
+    """The other side takes or sends nothing within the bound."""
+
+
+class TensorTooLarge(TensorStreamError):
+    """A tensor beyond the receive bound."""
+
+
+class StreamCorrupt(TensorStreamError):
+    """A gap, an overrun, a shape that does not match, bytes that are no chunk."""

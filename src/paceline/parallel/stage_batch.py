@@ -1,0 +1,48 @@
+"""A step batch as stages see it: which rows stand where, and no token ids.
+
+Stages run activations; the orchestrator alone knows tokens. What a stage must know of a batch is where each row's KV belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.ids import BatchId, SequenceId
+from paceline.engine.executor import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StageBatch:
+    """One batch: columns of a table with an entry a sequence. Rows of a sequence are contiguous, in the order of the columns."""
+
+    batch_id: BatchId
+    sequences: Sequence[SequenceId]
+    row_counts: Sequence[int]
+    first_positions: Sequence[int]
+    paths: Sequence[int]
+    block_counts: Sequence[int]
+    """Blocks each sequence's table gained."""
+    blocks: Sequence[int]
+    """Those blocks, one sequence after the other."""
+    released: Sequence[SequenceId] = ()
+    """Sequences to forget before this batch runs."""
+
+    @property
+    def n_rows(self) -> int:
+        return sum(self.row_counts)
+
+
+def without_tokens(batch: StepBatch) -> StageBatch:
+    """What stages are told of a batch."""
+    steps = batch.steps
+    return StageBatch(
+        batch.batch_id,
+        [step.sequence for step in steps],
+        [len(step.token_ids) for step in steps],
+        [step.first_position for step in steps],
+        [int(step.path) for step in steps],
+        [len(step.new_blocks) for step in steps],
+        [block for step in steps for block in step.new_blocks],
+        batch.released,
+    )
