@@ -44,6 +44,7 @@ PacelineError
 |       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
 |       |-- MalformedMessage  bytes that are not the message they should be
 |       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
+|-- ExecutorUnavailable       nothing can run the model for now; `code` is what clients are told
 `-- ExecutorLost              spans of the model can't be reached any more
 """
 
@@ -220,6 +221,14 @@ class LostSpan:
     start: int
     stop: int
     holder: str
+
+
+class ExecutorUnavailable(PacelineError):
+    """Nothing can run the model for now: what is under way ends with an error, and a later request may find it running again."""
+
+    def __init__(self, message: str, hint: str = "", *, code: str) -> None:
+        super().__init__(message, hint)
+        self.code = code
 
 
 class ExecutorLost(PacelineError):

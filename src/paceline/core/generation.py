@@ -68,6 +68,15 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that happened to an answer and is no part of it, for clients that ask: a machine was lost, another took over."""
+
+    kind: str
+    """`shard_status`, `shard_failover`, `pipeline_aborted`, `local_fallback`."""
+    detail: Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationChunk:
     """What one sequence of a request gained in one step.
 
@@ -85,3 +94,5 @@ class GenerationChunk:
     """Set with `FinishReason.ERROR`: what happened."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""
+    notices: tuple[Notice, ...] = ()
+    """Set on chunks that carry nothing else."""

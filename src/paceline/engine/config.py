@@ -28,7 +28,7 @@ class EngineConfig:
     step_timeout_s: float = 60.0
     """How long one step may take before the executor counts as lost. Raising it delays the news of a hang."""
     max_losses: int = 8
-    """Losses of the executor, with no step between them, before the engine gives up. Raising it delays the news of an outage."""
+    """Losses of the executor, with no step between them, before live requests end with an error. Raising it delays the news of an outage."""
     model_digest: str = ""
     """Names the weights in the keys of cached blocks, so that blocks of two models are never taken for each other."""
 

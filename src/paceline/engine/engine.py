@@ -2,7 +2,8 @@
 
 Laws:
 - Every sequence of a request that was added ends exactly once, with a chunk that has a finish reason; nothing follows it.
-- A lost executor costs time: live sequences are run again from their ids. Any other failure of it ends them with errors, and the engine.
+- A lost executor costs time: live sequences are run again from their ids. One that can't be had any more, or is lost again and again,
+  ends them with errors, and later requests may find it back. Any other failure of it ends the engine too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from itertools import count
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ExecutorLost, InvalidRequest, PacelineError
+from paceline.core.errors import ExecutorLost, ExecutorUnavailable, InvalidRequest, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
 from paceline.core.ids import RequestId, SequenceId
 from paceline.core.stats import EngineStats
@@ -69,6 +70,8 @@ class Engine:
         """Endings that happened outside a step; the next one delivers them."""
         self._sequence_ids = count()
         self._losses = 0
+        self._lost = False
+        """KV was lost, and the executor has run nothing since."""
         self._failure: str | None = None
         self._steps = 0
         self._prompt_tokens = 0
@@ -120,12 +123,15 @@ class Engine:
 
     def submit(self) -> None:
         """Keep the executor full. Raises as `collect` does."""
+        if not self._is_ready():
+            return
         while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
             self._in_flight.append(planned)
             try:
                 self._executor.submit(planned.batch)
             except ExecutorLost as lost:
                 self._replay(lost, self._outbox)
+                return
             except Exception as error:
                 self._fail(error, self._outbox)
                 raise
@@ -141,13 +147,15 @@ class Engine:
             if self._in_flight:
                 output = self._executor.collect(self._clock.monotonic() + self._config.step_timeout_s)
                 self._read(self._in_flight.popleft(), output, chunks)
-            elif self._live:
+            elif self._live and not self._lost:
                 raise RuntimeError(f"{self._n_live} sequences are live and none can run")
         except ExecutorLost as lost:
             self._replay(lost, chunks)
         except Exception as error:
             self._fail(error, chunks)
             raise
+        if notices := tuple(self._executor.notices()):
+            chunks += [GenerationChunk(request_id, live[0].index, (), "", notices=notices) for request_id, live in self._live.items()]
         return chunks
 
     def stats(self) -> EngineStats:
@@ -181,6 +189,27 @@ class Engine:
         )
 
     # ------------------------------------------------------------------------------------------------------------------- inside
+
+    def _is_ready(self) -> bool:
+        """Whether batches may be submitted. After a loss this is where the executor is found again, perhaps with other sizes."""
+        if not self.has_work:
+            return False
+        try:
+            if not self._executor.ready():
+                return False
+        except ExecutorUnavailable as error:
+            self._end_all(f"{error.code}: {error}", self._outbox)
+            return False
+        except Exception as error:
+            self._fail(error, self._outbox)
+            raise
+        if self._lost and not self._in_flight:
+            self._lost = False
+            for seq in self._scheduler.resume():
+                self._outbox.append(
+                    self._end(seq, FinishReason.ERROR, error="shard_unavailable: what is left of the machines has not the memory")
+                )
+        return True
 
     def _read(self, planned: PlannedBatch, output: StepOutput, chunks: list[GenerationChunk]) -> None:
         self._scheduler.collected(planned)
@@ -238,17 +267,22 @@ class Engine:
 
     def _replay(self, lost: ExecutorLost, chunks: list[GenerationChunk]) -> None:
         self._losses += 1
+        self._lost = True
         if self._losses > self._config.max_losses:
-            self._fail(lost, chunks)
-            raise lost
-        self._scheduler.lost(self._in_flight)
-        self._in_flight.clear()
+            self._losses = 0
+            self._end_all(f"pipeline_aborted: {lost}", chunks)
+        else:
+            self._scheduler.lost(self._in_flight)
+            self._in_flight.clear()
 
     def _fail(self, error: Exception, chunks: list[GenerationChunk]) -> None:
         """End everything; what this step had to say is said by the next, since this one raises."""
         self._failure = f"{type(error).__name__}: {error}"
+        self._end_all(self._failure, chunks)
+        self._outbox = chunks
+
+    def _end_all(self, reason: str, chunks: list[GenerationChunk]) -> None:
         self._scheduler.lost(self._in_flight)
         self._in_flight.clear()
         for sequences in tuple(self._live.values()):
-            chunks += [self._end(seq, FinishReason.ERROR, error=self._failure) for seq in tuple(sequences)]
-        self._outbox = chunks
+            chunks += [self._end(seq, FinishReason.ERROR, error=reason) for seq in tuple(sequences)]

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.generation import Notice
 from paceline.core.ids import BatchId, BlockId, SequenceId
 
 
@@ -67,7 +68,7 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """Batches that may be in flight: a pipeline's stages, 1 alone."""
+        """Batches that may be in flight: a pipeline's stages, 1 alone. May change where KV was lost, as `n_blocks` and `numerics_id` may."""
         ...
 
     @property
@@ -88,6 +89,18 @@ class Executor(Protocol):
     @property
     def numerics_id(self) -> str:
         """Hash of what the kernels compute here; equal ids give equal bytes (rule 7)."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether a batch may be submitted. Where machines are being looked for in place of lost ones, waits a moment and says False.
+
+        Raises:
+            ExecutorUnavailable: none were found, and nobody looks any longer until this is asked again.
+        """
+        ...
+
+    def notices(self) -> Sequence[Notice]:
+        """What clients may want to know that happened since this was asked last."""
         ...
 
     def submit(self, batch: StepBatch) -> None:

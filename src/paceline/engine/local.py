@@ -93,6 +93,12 @@ class LocalExecutor(Generic[Activations]):
         self._tables = BlockTables()
         self._pending: deque[_Prepared] = deque()
 
+    def ready(self) -> bool:
+        return True
+
+    def notices(self) -> tuple[()]:
+        return ()
+
     def submit(self, batch: StepBatch) -> None:
         if len(self._pending) >= self.depth:
             raise RuntimeError(f"batch {batch.batch_id} submitted with {len(self._pending)} in flight; depth is {self.depth}")

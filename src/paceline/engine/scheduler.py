@@ -39,6 +39,7 @@ class Scheduler:
     """Waiting and running sequences over one pool."""
 
     def __init__(self, executor: Executor, config: EngineConfig) -> None:
+        self._executor = executor
         self.pool = BlockPool(executor.n_blocks)
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -126,6 +127,15 @@ class Scheduler:
             self._requeue(seq)
             seq.epoch += 1
         self.pool.forget_cached()
+
+    def resume(self) -> list[SequenceState]:
+        """The executor runs again, with the sizes it has now. Returns the sequences that don't fit it any more; they are to be ended."""
+        executor = self._executor
+        self.pool = BlockPool(executor.n_blocks)
+        self._depth = executor.depth
+        self._released.clear()  # nobody is left who knows them
+        most = executor.n_blocks
+        return [seq for seq in self.waiting if blocks_for(seq.n_prompt + seq.request.max_tokens - 1, self._block_size) > most]
 
     # --------------------------------------------------------------------------------------------------------------- inside: rows
 

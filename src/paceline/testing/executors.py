@@ -39,6 +39,12 @@ class InOrderExecutor:
         self._named: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
         self._written: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
 
+    def ready(self) -> bool:
+        return True
+
+    def notices(self) -> tuple[()]:
+        return ()
+
     def submit(self, batch: StepBatch) -> None:
         assert len(self._pending) < self.depth, "more batches in flight than the executor is deep"
         for sequence in batch.released:

@@ -7,10 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.errors import ConfigError, ContextOverflow, ExecutorLost, InvalidRequest, Overloaded, PacelineError
-from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
+from paceline.core.errors import (
+    ConfigError,
+    ContextOverflow,
+    ExecutorLost,
+    ExecutorUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PacelineError,
+)
+from paceline.core.generation import FinishReason, GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
+from paceline.engine.executor import StepOutput
 from paceline.engine.sequence import SequenceState
 from paceline.testing.engines import EngineBench, answer_alone
 
@@ -202,6 +211,34 @@ class TestAborts:
         assert bench.engine.stats().finished == {"length": 1}
 
 
+class Search:
+    """Makes an executor that was lost answer `ready` with these, one a time, and come back with other sizes."""
+
+    def __init__(self, bench: EngineBench, answers: list[bool | Exception], n_blocks: int | None = None) -> None:
+        self.answers, self._executor, self._n_blocks = answers, bench.executor, n_blocks
+        self._collect = bench.executor.collect
+        self._lost = False
+        bench.executor.collect = self.collect  # type: ignore[method-assign]
+        bench.executor.ready = self.ready  # type: ignore[method-assign]
+
+    def collect(self, deadline: float) -> StepOutput:
+        try:
+            return self._collect(deadline)
+        except ExecutorLost:
+            self._lost = True
+            raise
+
+    def ready(self) -> bool:
+        if not self._lost or not self.answers:
+            return True
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer and self._n_blocks is not None:
+            self._executor.n_blocks = self._n_blocks
+        return answer
+
+
 class TestFailures:
     @pytest.mark.parametrize("depth", [1, 2, 4])
     def test_a_lost_executor_costs_time_and_no_byte(self, depth: int) -> None:
@@ -211,13 +248,56 @@ class TestFailures:
         for one in requests:
             assert answers[one.request_id, 0].token_ids == answer_alone(one).token_ids
 
-    def test_an_executor_that_stays_lost_ends_the_engine(self) -> None:
-        bench = EngineBench(lose=range(2, 100), max_losses=3)
-        bench.add(request("a"), request("b"))
-        with pytest.raises(ExecutorLost):
-            bench.run()
-        bench.read(bench.engine.step())
-        assert {answer.finish for answer in bench.answers.values()} == {FinishReason.ERROR}
+    def test_an_executor_that_is_lost_again_and_again_ends_what_is_live_and_serves_what_comes_later(self) -> None:
+        bench = EngineBench(lose=range(2, 6), max_losses=3)
+        answers = bench.run(request("a"), request("b"))
+        assert {answer.finish for answer in answers.values()} == {FinishReason.ERROR}
+        assert all("pipeline_aborted" in (answer.error or "") for answer in answers.values())
+        bench.check_rest()
+        later = request("c")
+        assert bench.run(later)[RequestId("c"), 0].token_ids == answer_alone(later).token_ids
+
+    @pytest.mark.parametrize("depth", [1, 3])
+    def test_while_machines_are_looked_for_nothing_runs_and_nothing_is_lost(self, depth: int) -> None:
+        bench = EngineBench(depth=depth, lose={3})
+        search = Search(bench, answers=[False, False, True])
+        one = request("a", n_prompt=9, max_tokens=10)
+        assert bench.run(one)[RequestId("a"), 0].token_ids == answer_alone(one).token_ids
+        assert not search.answers
+
+    def test_when_none_are_found_what_is_live_ends_and_later_requests_are_served(self) -> None:
+        bench = EngineBench(lose={3})
+        Search(bench, answers=[False, ExecutorUnavailable("no machine has layer 7", code="shard_unavailable")])
+        answers = bench.run(request("a"), request("b"))
+        assert {(answer.finish, answer.error) for answer in answers.values()} == {
+            (FinishReason.ERROR, "shard_unavailable: no machine has layer 7")
+        }
+        bench.check_rest()
+        later = request("c")
+        assert bench.run(later)[RequestId("c"), 0].token_ids == answer_alone(later).token_ids
+
+    def test_what_does_not_fit_the_machines_that_are_left_ends(self) -> None:
+        bench = EngineBench(lose={3}, n_blocks=64)
+        Search(bench, answers=[True], n_blocks=8)
+        small = request("small", n_prompt=9, max_tokens=10)
+        answers = bench.run(small, request("large", n_prompt=30, max_tokens=10))
+        assert answers[RequestId("small"), 0].token_ids == answer_alone(small).token_ids
+        assert "has not the memory" in (answers[RequestId("large"), 0].error or "")
+        assert bench.engine.stats().blocks_total == 8
+
+    def test_notices_reach_every_live_request(self) -> None:
+        bench = EngineBench()
+        pending = [Notice("shard_failover", {"shard": "x"})]
+
+        def notices() -> list[Notice]:
+            said, pending[:] = list(pending), []
+            return said
+
+        bench.executor.notices = notices  # type: ignore[method-assign,assignment]
+        bench.add(request("a", n=2), request("b"))
+        chunks = [chunk for chunk in bench.engine.step() if chunk.notices]
+        assert sorted(chunk.request_id for chunk in chunks) == ["a", "b"]
+        assert all(chunk.notices[0].kind == "shard_failover" and not chunk.token_ids for chunk in chunks)
 
     @pytest.mark.parametrize("depth", [1, 2])
     def test_any_other_failure_ends_requests_with_errors(self, depth: int) -> None:
