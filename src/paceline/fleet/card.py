@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
 
 
 class Role(StrEnum):
@@ -41,6 +42,25 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardState:
+    """Layers that are loaded on a node for others, and how busy they are. Two significant digits where a figure would flap."""
+
+    layers: LayerRange
+    max_streams: int
+    """Sessions it runs at once, at most."""
+    streams: int = 0
+    """Those it runs."""
+    queue_depth: int = 0
+    """Batches that wait, over all streams."""
+    memory_bytes: int = 0
+    """What weights and KV of these layers take."""
+
+    @property
+    def streams_free(self) -> int:
+        return max(0, self.max_streams - self.streams)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOffer:
     """One model in one role on one node. Rates have two significant digits; 0 means not measured."""
 
@@ -63,6 +83,8 @@ class ModelOffer:
     shape: ModelShape | None = None
     vocabulary: str = ""
     """Hash of the tokens' bytes in order: equal hashes, equal ids, so one may draft for the other. Empty: not known, or none (prompt lookup)."""
+    shard: ShardState | None = None
+    """Of a `SHARD` that is loaded: which layers. None: any range may be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +127,10 @@ class NodeCard:
     """The node says goodbye."""
     stamp_anchor: bytes = b""
     """`StampChain.anchor`: what later stamps of this card are checked against. Empty: the card is never stamped."""
+    serves_shards: bool = False
+    """Loads and runs layers for other members."""
+    shard_memory_bytes: int = 0
+    """What further layers and their KV may take there. Two significant digits."""
 
 
 @dataclass(frozen=True, slots=True)

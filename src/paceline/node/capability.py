@@ -17,7 +17,7 @@ from paceline.backends import cpu
 from paceline.backends.memory import available_bytes, total_bytes
 from paceline.backends.table import Kernels
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
+from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.figures import settled
 from paceline.node import accelerator
 from paceline.node.cores import usable_cores
@@ -58,6 +58,8 @@ class SelfPortrait:
         self._shelf = Shelf(home, usable_cores(), cuda=self._cuda)
         self._seen: Seen | None = None
         self._memory_rate: float | None = None
+        self._shards: tuple[ModelOffer, ...] = ()
+        self._shard_memory: int | None = None
 
     def look(self, warm: Sequence[WarmModel] = (), drafts: Sequence[ModelOffer] = (LOOKUP,), beside: Sequence[ModelLocation] = ()) -> bool:
         """Measure. Blocks for about 0.1 s the first time in a machine's uptime; afterwards for as long as reading new models' heads takes.
@@ -85,6 +87,21 @@ class SelfPortrait:
         )
         return self._seen != before
 
+    def show_shards(self, shards: Sequence[ModelOffer], memory_bytes: int | None) -> bool:
+        """What the card says of shards from now on. Measures nothing, so it may be called whenever one comes, goes, or gets busier.
+
+        Args:
+            shards: layers loaded here for others, one offer a range (`offers.shard_offer`).
+            memory_bytes: what further ones may take; None: this node serves no shards.
+
+        Returns:
+            Whether the card changed.
+        """
+        before = self._shards, self._shard_memory
+        self._shards = _steady(shards, self._shards)
+        self._shard_memory = None if memory_bytes is None else _settled(memory_bytes, self._shard_memory or 0)
+        return before != (self._shards, self._shard_memory)
+
     def card(self, addresses: tuple[str, ...] = (), links: tuple[Link, ...] = ()) -> NodeCard:
         """The card as of the last look; the first call looks. Version, instance, stamp and TTL are for whoever announces it."""
         if self._seen is None:
@@ -104,11 +121,13 @@ class SelfPortrait:
             memory_total_bytes=seen.memory_total_bytes,
             memory_free_bytes=seen.memory_free_bytes,
             memory_bytes_per_s=seen.memory_bytes_per_s,
-            models=seen.models,
+            models=(*seen.models, *self._shards),
             links=links,
             ring_address=seen.ring_address,
             mlx_version=mlx_version(),
             software=__version__,
+            serves_shards=self._shard_memory is not None,
+            shard_memory_bytes=self._shard_memory or 0,
         )
 
 
@@ -140,16 +159,32 @@ def _settled(value: float, shown: int) -> int:
 
 def _steady(offers: Sequence[ModelOffer], before: Sequence[ModelOffer]) -> tuple[ModelOffer, ...]:
     """Offers with figures of two digits, which stay what they were while they mean the same."""
-    shown = {(offer.model_id, offer.role, offer.weights): offer for offer in before}
+    shown = {_subject(offer): offer for offer in before}
     steady: list[ModelOffer] = []
     for offer in offers:
-        last = shown.get((offer.model_id, offer.role, offer.weights), offer)
+        last = shown.get(_subject(offer), offer)
         same = last.numerics_id == offer.numerics_id and last is not offer
         steady.append(
             replace(
                 offer,
                 tokens_per_second=settled(offer.tokens_per_second, last.tokens_per_second if same else 0.0),
                 prefill_tokens_per_second=settled(offer.prefill_tokens_per_second, last.prefill_tokens_per_second if same else 0.0),
+                shard=_steady_shard(offer.shard, last.shard if last is not offer else None),
             )
         )
     return tuple(steady)
+
+
+def _subject(offer: ModelOffer) -> tuple[object, ...]:
+    """What two offers with different figures are both about."""
+    return (offer.model_id, offer.role, offer.weights, None if offer.shard is None else offer.shard.layers)
+
+
+def _steady_shard(shard: ShardState | None, last: ShardState | None) -> ShardState | None:
+    if shard is None:
+        return None
+    return replace(
+        shard,
+        queue_depth=_settled(shard.queue_depth, last.queue_depth if last else 0),
+        memory_bytes=_settled(shard.memory_bytes, last.memory_bytes if last else 0),
+    )

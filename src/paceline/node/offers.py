@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.backends import table
 from paceline.core.errors import PacelineError
 from paceline.core.model import ModelSpec, WeightsFormat
-from paceline.fleet.card import ModelOffer, Role
+from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.node.shapes import model_shape, stored_format
 from paceline.node.speed import Speed, SpeedCache, SpeedKey
 from paceline.store.catalog import ModelLocation, locations, open_weights
@@ -103,6 +103,11 @@ def warm_offer(model: WarmModel) -> ModelOffer:
     offer = _offer(model.name, model.digest, model.weights, model.spec, model.size_bytes, model.speed)
     assert offer.shape is not None
     return replace(offer, warm=True, shape=replace(offer.shape, max_context=model.context))
+
+
+def shard_offer(model: WarmModel, state: ShardState) -> ModelOffer:
+    """Layers of a model that are loaded for others, as a card says it. `model.speed` is that of the whole model, where it was measured."""
+    return replace(warm_offer(model), role=Role.SHARD, shard=state)
 
 
 def learn_digests(home: Home, stopped: Callable[[], bool]) -> int:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 
 from paceline.core.errors import MalformedMessage, MessageTooLarge
-from paceline.fleet.card import Link, ModelOffer, NodeCard
+from paceline.fleet.card import Link, ModelOffer, NodeCard, ShardState
 from paceline.transport.trust.addresses import is_address
 from paceline.transport.trust.names import is_node_id
 
@@ -17,6 +17,8 @@ MAX_CARD_BYTES = 64 << 10
 MAX_ADDRESSES = 64
 MAX_MODELS = 1024
 MAX_LINKS = 1024
+MAX_LAYERS = 1 << 16
+MAX_STREAMS = 1 << 16
 MAX_TEXT = 300
 MAX_TTL_S = 86400
 MAX_NONCE_BYTES = 64
@@ -67,6 +69,7 @@ def check_card(card: NodeCard) -> None:
         ("memory", card.memory_total_bytes),
         ("free memory", card.memory_free_bytes),
         ("memory bandwidth", card.memory_bytes_per_s),
+        ("memory for shards", card.shard_memory_bytes),
     ):
         _within(who, what, size, 0, MOST)
     for offer in card.models:
@@ -82,10 +85,12 @@ def _check_offer(who: str, offer: ModelOffer) -> None:
     _rates(who, (offer.tokens_per_second, offer.prefill_tokens_per_second))
     _within(who, "model's size", offer.size_bytes, 0, MOST)
     shape = offer.shape
+    if offer.shard is not None:
+        _check_shard(who, offer.shard, MAX_LAYERS if shape is None else shape.n_layers)
     if shape is None:
         return
     for what, size, most in (
-        ("number of layers", shape.n_layers, 1 << 16),
+        ("number of layers", shape.n_layers, MAX_LAYERS),
         ("hidden size", shape.hidden, 1 << 24),
         ("bytes a layer", shape.layer_bytes, MOST >> 16),
         ("bytes beside layers", shape.edge_bytes, MOST >> 16),
@@ -93,6 +98,15 @@ def _check_offer(who: str, offer: ModelOffer) -> None:
         ("context", shape.max_context, 1 << 31),
     ):
         _within(who, what, size, 0, most)
+
+
+def _check_shard(who: str, shard: ShardState, n_layers: int) -> None:
+    _within(who, "shard's first layer", shard.layers.start, 0, n_layers - 1)
+    _within(who, "shard's end", shard.layers.stop, shard.layers.start + 1, n_layers)
+    _within(who, "shard's most streams", shard.max_streams, 1, MAX_STREAMS)
+    _within(who, "shard's streams in use", shard.streams, 0, MAX_STREAMS)
+    _within(who, "shard's queue", shard.queue_depth, 0, 1 << 31)
+    _within(who, "shard's memory", shard.memory_bytes, 0, MOST)
 
 
 def _check_link(who: str, link: Link) -> None:

@@ -10,7 +10,8 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import MalformedMessage
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.core.model import LayerRange
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.transport.wire import fleet_pb2 as wire
 
 _TO_WIRE = {
@@ -49,6 +50,8 @@ def write_card(card: NodeCard) -> bytes:
             for link in card.links
         ],
         stamp_anchor=card.stamp_anchor,
+        serves_shards=card.serves_shards,
+        shard_memory_bytes=card.shard_memory_bytes,
     )
     return message.SerializeToString(deterministic=True)
 
@@ -85,6 +88,8 @@ def read_card(data: bytes) -> NodeCard:
         software=message.software_version,
         leaving=message.leaving,
         stamp_anchor=message.stamp_anchor,
+        serves_shards=message.serves_shards,
+        shard_memory_bytes=message.shard_memory_bytes,
     )
 
 
@@ -112,6 +117,18 @@ def _write_offer(offer: ModelOffer) -> wire.ModelCapability:
             kv_bytes_per_token_per_layer=shape.kv_bytes_per_token_per_layer,
             max_context=shape.max_context,
         ),
+        shard=None if offer.shard is None else _write_shard(offer.shard),
+    )
+
+
+def _write_shard(shard: ShardState) -> wire.ShardCapability:
+    return wire.ShardCapability(
+        first_layer=shard.layers.start,
+        stop_layer=shard.layers.stop,
+        max_concurrent_streams=shard.max_streams,
+        streams_in_use=shard.streams,
+        queue_depth=shard.queue_depth,
+        memory_bytes=shard.memory_bytes,
     )
 
 
@@ -134,4 +151,10 @@ def _read_offer(offer: wire.ModelCapability, role: Role) -> ModelOffer:
         if offer.HasField("shape")
         else None,
         vocabulary=offer.vocabulary,
+        shard=_read_shard(offer.shard) if offer.HasField("shard") else None,
     )
+
+
+def _read_shard(shard: wire.ShardCapability) -> ShardState:
+    layers = LayerRange(shard.first_layer, shard.stop_layer)
+    return ShardState(layers, shard.max_concurrent_streams, shard.streams_in_use, shard.queue_depth, shard.memory_bytes)

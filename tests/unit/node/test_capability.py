@@ -13,9 +13,9 @@ import pytest
 from paceline.backends import memory
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
-from paceline.core.model import WeightsFormat
+from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
-from paceline.fleet.card import Role
+from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.figures import two_digits
 from paceline.node import memory_rate as rates
 from paceline.node.build import BLOCK_SIZE, build_engine, introduced
@@ -237,6 +237,27 @@ def test_a_look_that_sees_the_same_changes_nothing(home: Home, monkeypatch: pyte
     portrait = SelfPortrait(NodeId("me"), home)
     assert [portrait.look() for _ in range(5)] == [True, False, False, False, True]
     assert portrait.card().memory_free_bytes == 11_000_000_000
+
+
+def test_shards_come_and_go_without_a_look(home: Home) -> None:
+    portrait = SelfPortrait(NodeId("me"), home)
+    before = portrait.card()
+    assert not before.serves_shards
+    idle = ShardState(LayerRange(0, 8), max_streams=4, memory_bytes=123_456_789)
+    other = replace(idle, layers=LayerRange(8, 30), queue_depth=117)
+    offers = [ModelOffer("m", Role.SHARD, "int4", warm=True, shard=shard) for shard in (idle, other)]
+    assert portrait.show_shards(offers, 9_876_543_210)
+    card = portrait.card()
+    assert (card.serves_shards, card.shard_memory_bytes) == (True, 9_900_000_000)
+    assert [offer.shard for offer in card.models if offer.role is Role.SHARD] == [
+        replace(idle, memory_bytes=120_000_000),
+        replace(other, queue_depth=120, memory_bytes=120_000_000),
+    ]
+    noise = replace(offers[1], shard=replace(other, queue_depth=122, memory_bytes=124_000_000))
+    assert not portrait.show_shards([offers[0], noise], 9_870_000_000)
+    assert portrait.show_shards([replace(offers[0], shard=replace(idle, streams=1))], 9_870_000_000)
+    assert portrait.show_shards([], None)
+    assert portrait.card() == before
 
 
 def test_what_is_loaded_is_warm_and_measured(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

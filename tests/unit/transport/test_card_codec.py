@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import MalformedMessage
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.core.model import LayerRange
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.transport.card_codec import read_card, write_card
 from paceline.transport.wire import fleet_pb2 as wire
 
@@ -19,6 +20,7 @@ sizes = st.integers(0, (1 << 64) - 1)
 small = st.integers(0, (1 << 32) - 1)
 rates = st.floats(allow_nan=False)
 shapes = st.builds(ModelShape, small, small, sizes, sizes, sizes, small)
+shards = st.builds(ShardState, st.builds(LayerRange, small, small), small, small, small, sizes)
 offers = st.builds(
     ModelOffer,
     names,
@@ -33,6 +35,7 @@ offers = st.builds(
     sizes,
     st.none() | shapes,
     names,
+    st.none() | shards,
 )
 links = st.builds(Link, names.map(NodeId), names, rates, rates)
 cards = st.builds(
@@ -56,6 +59,8 @@ cards = st.builds(
     software=names,
     leaving=st.booleans(),
     stamp_anchor=st.binary(max_size=16),
+    serves_shards=st.booleans(),
+    shard_memory_bytes=sizes,
 )
 
 

@@ -71,6 +71,7 @@ class ModelCapability(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     role: Global___CapabilityRole.ValueType
     quantization: _builtins.str
@@ -92,6 +93,10 @@ class ModelCapability(_message.Message):
     """Hash of the tokens' bytes in order: one model may draft for another only with an equal one."""
     @_builtins.property
     def shape(self) -> Global___ModelShape: ...
+    @_builtins.property
+    def shard(self) -> Global___ShardCapability:
+        """Where the role is SHARD: the layers that are loaded. Absent: any range may be asked for."""
+
     def __init__(
         self,
         *,
@@ -107,14 +112,54 @@ class ModelCapability(_message.Message):
         size_bytes: _builtins.int = ...,
         shape: Global___ModelShape | None = ...,
         vocabulary: _builtins.str = ...,
+        shard: Global___ShardCapability | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "holds_identity", b"holds_identity", "model_id", b"model_id", "numerics_id", b"numerics_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "role", b"role", "shape", b"shape", "size_bytes", b"size_bytes", "tokens_per_second", b"tokens_per_second", "vocabulary", b"vocabulary", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "holds_identity", b"holds_identity", "model_id", b"model_id", "numerics_id", b"numerics_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "role", b"role", "shape", b"shape", "shard", b"shard", "size_bytes", b"size_bytes", "tokens_per_second", b"tokens_per_second", "vocabulary", b"vocabulary", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelCapability: _TypeAlias = ModelCapability  # noqa: Y015
+
+@_typing.final
+class ShardCapability(_message.Message):
+    """Layers that are loaded on a node, and how busy they are. Two significant digits where a figure would flap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    STOP_LAYER_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENT_STREAMS_FIELD_NUMBER: _builtins.int
+    STREAMS_IN_USE_FIELD_NUMBER: _builtins.int
+    QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    first_layer: _builtins.int
+    """Layers [first_layer, stop_layer)."""
+    stop_layer: _builtins.int
+    max_concurrent_streams: _builtins.int
+    streams_in_use: _builtins.int
+    queue_depth: _builtins.int
+    """Batches that wait, over all streams."""
+    memory_bytes: _builtins.int
+    """What weights and KV of these layers take."""
+    def __init__(
+        self,
+        *,
+        first_layer: _builtins.int = ...,
+        stop_layer: _builtins.int = ...,
+        max_concurrent_streams: _builtins.int = ...,
+        streams_in_use: _builtins.int = ...,
+        queue_depth: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "max_concurrent_streams", b"max_concurrent_streams", "memory_bytes", b"memory_bytes", "queue_depth", b"queue_depth", "stop_layer", b"stop_layer", "streams_in_use", b"streams_in_use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardCapability: _TypeAlias = ShardCapability  # noqa: Y015
 
 @_typing.final
 class ModelShape(_message.Message):
@@ -178,6 +223,8 @@ class NodeCapability(_message.Message):
     SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     STAMP_ANCHOR_FIELD_NUMBER: _builtins.int
+    SERVES_SHARDS_FIELD_NUMBER: _builtins.int
+    SHARD_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     ring_address: _builtins.str
     """mlx.distributed endpoint, hostname:rank; empty where there is none."""
@@ -201,6 +248,10 @@ class NodeCapability(_message.Message):
     software_version: _builtins.str
     stamp_anchor: _builtins.bytes
     """End of a chain of hashes: each stamp that follows reveals the link before it (see Stamps). Empty: the card is never stamped."""
+    serves_shards: _builtins.bool
+    """The node loads and runs layers for other members."""
+    shard_memory_bytes: _builtins.int
+    """What further layers and their KV may take there. Two significant digits."""
     @_builtins.property
     def grpc_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of the node's gRPC services, all interfaces; the reader picks."""
@@ -231,10 +282,12 @@ class NodeCapability(_message.Message):
         software_version: _builtins.str = ...,
         links: _abc.Iterable[Global___Link] | None = ...,
         stamp_anchor: _builtins.bytes = ...,
+        serves_shards: _builtins.bool = ...,
+        shard_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "backend", b"backend", "device", b"device", "grpc_addresses", b"grpc_addresses", "instance_nonce", b"instance_nonce", "leaving", b"leaving", "links", b"links", "memory_bandwidth_bytes_per_second", b"memory_bandwidth_bytes_per_second", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "ring_address", b"ring_address", "software_version", b"software_version", "stamp_anchor", b"stamp_anchor", "ttl_seconds", b"ttl_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "backend", b"backend", "device", b"device", "grpc_addresses", b"grpc_addresses", "instance_nonce", b"instance_nonce", "leaving", b"leaving", "links", b"links", "memory_bandwidth_bytes_per_second", b"memory_bandwidth_bytes_per_second", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "ring_address", b"ring_address", "serves_shards", b"serves_shards", "shard_memory_bytes", b"shard_memory_bytes", "software_version", b"software_version", "stamp_anchor", b"stamp_anchor", "ttl_seconds", b"ttl_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,8 @@ import pytest
 
 from paceline.core.errors import FleetError, IdentityError, MalformedMessage, MessageTooLarge, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, SealedCard
+from paceline.core.model import LayerRange
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, SealedCard, ShardState
 from paceline.testing.fleets import TestFleet, card_of, sealed_card
 from paceline.transport.card_codec import write_card
 from paceline.transport.trust.identity import Identity
@@ -162,6 +163,29 @@ def test_a_member_cant_say_what_no_node_says(fleet: TestFleet, changes: dict[str
     with pytest.raises((MalformedMessage, NotTrusted)) as caught:
         opened(fleet, lying(alice, replace(good, **changes)))
     assert caught.value.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": LayerRange(0, 0)},
+        {"layers": LayerRange(9, 8)},
+        {"layers": LayerRange(0, 31)},
+        {"max_streams": 0},
+        {"max_streams": 1 << 17},
+        {"streams": 1 << 17},
+        {"queue_depth": (1 << 31) + 1},
+        {"memory_bytes": 1 << 63},
+    ],
+)
+def test_a_shard_says_nothing_that_no_shard_says(fleet: TestFleet, changes: dict[str, Any]) -> None:
+    alice = fleet.member("alice-1")
+    shard = ShardState(LayerRange(0, 30), 4, 1, 2, 1 << 20)
+    offer = ModelOffer("m", Role.SHARD, "int4", shape=ModelShape(30, 576, 1, 1, 1, 512), shard=shard)
+    good = replace(card_of(alice), models=(offer,), serves_shards=True, shard_memory_bytes=1 << 30)
+    assert opened(fleet, lying(alice, good)).card == good
+    with pytest.raises(MalformedMessage):
+        opened(fleet, lying(alice, replace(good, models=(replace(offer, shard=replace(shard, **changes)),))))
 
 
 def test_too_large_a_card_is_not_even_read(fleet: TestFleet) -> None:
