@@ -1,0 +1,222 @@
+"""Which shards that are loaded already cover a model's layers, so that a pipeline opens with no weights to move.
+
+Law: from the first uncovered layer on, of the shards that include it the one with the lowest queue; among equals the one that reaches
+farthest, then throughput, memory, id. Who has no stream free is passed over, not waited for. The order in which shards are given is
+nobody's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.core.errors import ShardUnavailable, WeightsMismatch
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
+from paceline.fleet.card import NodeCard, Role, ShardState
+from paceline.fleet.machines import live_cards
+
+
+@dataclass(frozen=True, slots=True)
+class WarmShard:
+    """Layers that a node has loaded for others, as its card says."""
+
+    node_id: NodeId
+    instance: bytes
+    """Of the node's process: another one has lost the KV."""
+    model_id: str
+    digest: str
+    weights: str
+    numerics_id: str
+    state: ShardState
+    tokens_per_s: float
+    """Of the whole model on that node; 0: not measured."""
+    memory_bytes: int
+    """All of the node's."""
+
+    @property
+    def shard_id(self) -> str:
+        """`node/model:first-last`, as metrics and logs name it."""
+        return f"{self.node_id}/{self.model_id}:{span(self.state.layers)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CoverRequest:
+    """What is to be covered, and by whom it may be."""
+
+    model_id: str
+    digest: str
+    weights: str
+    """Weights format."""
+    layers: LayerRange
+    numerics_id: str = ""
+    """Only shards that compute these very bytes; empty: any."""
+    own: NodeId | None = None
+    """Who asks."""
+    allow_self: bool = True
+    """Whether shards of whoever asks count."""
+    max_shards: int = 16
+    exclude_nodes: frozenset[NodeId] = frozenset()
+    exclude_shards: frozenset[str] = frozenset()
+    """By `shard_id`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoverPart:
+    """A shard, and which of its layers are used."""
+
+    shard: WarmShard
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """Shards in the order of their layers, which they cover without gap or overlap."""
+
+    request: CoverRequest
+    parts: tuple[CoverPart, ...]
+
+
+def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:
+    """Every shard that the cards of a view say is loaded."""
+    return [
+        WarmShard(
+            *(card.node_id, card.instance, offer.model_id, offer.digest, offer.weights, offer.numerics_id, offer.shard),
+            *(offer.tokens_per_second, card.memory_total_bytes),
+        )
+        for card in live_cards(view).values()
+        for offer in card.models
+        if offer.role is Role.SHARD and offer.warm and offer.shard is not None
+    ]
+
+
+def pick(shards: Iterable[WarmShard], request: CoverRequest) -> Cover:
+    """Cover the layers.
+
+    Args:
+        shards: what there is, in any order, of any model.
+        request: what for.
+
+    Raises:
+        WeightsMismatch: only shards with other weights than those asked for could.
+        ShardUnavailable: none could, or not so few, or they have no stream free; names the layers.
+    """
+    named = [shard for shard in shards if _is_allowed(shard, request)]
+    same = [shard for shard in named if (shard.digest, shard.weights) == (request.digest, request.weights)]
+    free = [shard for shard in same if shard.state.streams_free and request.numerics_id in {"", shard.numerics_id}]
+    fewest = sorted(free, key=_farthest, reverse=True)
+    parts = _greedy(sorted(fewest, key=lambda shard: shard.state.queue_depth), request.layers)
+    if parts is not None and len(parts) > request.max_shards:
+        parts = _greedy(fewest, request.layers)
+    if parts is None or len(parts) > request.max_shards:
+        raise _none(request, named, same, free, parts)
+    return Cover(request, tuple(parts))
+
+
+def repick(cover: Cover, shards: Iterable[WarmShard], *, nodes: Collection[NodeId] = (), shard_ids: Collection[str] = ()) -> Cover:
+    """Cover the same layers anew, without these nodes and shards, nor those excluded before.
+
+    Args:
+        cover: the last one.
+        shards: what there is by now.
+        nodes: that failed.
+        shard_ids: that failed, while others on their nodes may do.
+
+    Raises:
+        WeightsMismatch, ShardUnavailable: as `pick`.
+    """
+    before = cover.request
+    without = replace(before, exclude_nodes=before.exclude_nodes.union(nodes), exclude_shards=before.exclude_shards.union(shard_ids))
+    return pick(shards, without)
+
+
+def span(layers: LayerRange) -> str:
+    """Layers as the seed and people write them: first and last."""
+    return f"{layers.start}-{layers.stop - 1}"
+
+
+def _is_allowed(shard: WarmShard, request: CoverRequest) -> bool:
+    if shard.node_id == request.own and not request.allow_self:
+        return False
+    if shard.node_id in request.exclude_nodes or shard.shard_id in request.exclude_shards:
+        return False
+    return shard.model_id == request.model_id or (shard.digest != "" and shard.digest == request.digest)
+
+
+_Farthest = tuple[int, float, int, str, str]
+
+
+def _greedy(shards: Sequence[WarmShard], layers: LayerRange) -> list[CoverPart] | None:
+    """The first shard that includes the next layer, again and again. None where none does."""
+    parts: list[CoverPart] = []
+    cursor = layers.start
+    while cursor < layers.stop:
+        best = next((shard for shard in shards if cursor in shard.state.layers), None)
+        if best is None:
+            return None
+        start, cursor = cursor, min(best.state.layers.stop, layers.stop)
+        parts.append(CoverPart(best, LayerRange(start, cursor)))
+    return parts
+
+
+def _farthest(shard: WarmShard) -> _Farthest:
+    return (shard.state.layers.stop, shard.tokens_per_s, shard.memory_bytes, shard.node_id, repr(shard))
+
+
+def _none(
+    request: CoverRequest,
+    named: Sequence[WarmShard],
+    same: Sequence[WarmShard],
+    free: Sequence[WarmShard],
+    parts: Sequence[CoverPart] | None,
+) -> ShardUnavailable | WeightsMismatch:
+    model = request.model_id[:200]
+    if parts is not None:
+        return ShardUnavailable(
+            f"Layers {span(request.layers)} of {model} are loaded on {len(parts)} shards at the least, and a request may use "
+            f"{request.max_shards}",
+            "Raise max_shards_per_request, or have machines load longer ranges.",
+        )
+    missing = _uncovered(request.layers, free)
+    layers = ", ".join(span(each) for each in missing)
+    busy = sorted({shard.shard_id for shard in same if not shard.state.streams_free and _touches(shard, missing)})
+    if busy:
+        return ShardUnavailable(
+            f"Layers {layers} of {model} have no stream free: {_listed(busy)} run as many as they may",
+            "Ask again later, or have another machine load them.",
+        )
+    others = sorted(
+        f"{shard.shard_id} ({shard.digest[:12] or 'no digest'}, {shard.weights})"
+        for shard in named
+        if (shard.digest, shard.weights) != (request.digest, request.weights) and _touches(shard, missing)
+    )
+    if others:
+        return WeightsMismatch(
+            f"Layers {layers} of {model} are loaded with other weights than {request.digest[:12]}, {request.weights}: {_listed(others)}",
+            "Pull the same model on all machines.",
+        )
+    if any(_touches(shard, missing) for shard in same):
+        return ShardUnavailable(
+            f"Layers {layers} of {model} are loaded only where they are computed with other kernels", "Have another machine load them."
+        )
+    return ShardUnavailable(f"Layers {layers} of {model} are loaded nowhere", "Have a machine load them.")
+
+
+def _uncovered(layers: LayerRange, shards: Sequence[WarmShard]) -> list[LayerRange]:
+    missing: list[LayerRange] = []
+    cursor = layers.start
+    for shard in sorted(shards, key=lambda shard: shard.state.layers.start):
+        if shard.state.layers.start > cursor:
+            missing.append(LayerRange(cursor, min(shard.state.layers.start, layers.stop)))
+        cursor = max(cursor, shard.state.layers.stop)
+        if cursor >= layers.stop:
+            return missing
+    return [*missing, LayerRange(cursor, layers.stop)]
+
+
+def _touches(shard: WarmShard, missing: Sequence[LayerRange]) -> bool:
+    return any(shard.state.layers.start < each.stop and each.start < shard.state.layers.stop for each in missing)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
