@@ -27,21 +27,33 @@ class BlockTables:
 
     def update(self, batch: StepBatch) -> None:
         """Forget what a batch releases, then add what its sequences gained."""
-        for sequence in batch.released:
+        self.forget(batch.released)
+        for step in batch.steps:
+            if step.new_blocks or step.sequence not in self._row:
+                self.extend(step.sequence, step.new_blocks)
+
+    def forget(self, sequences: Sequence[SequenceId]) -> None:
+        """Drop the tables of sequences; of those unknown there is nothing to drop."""
+        for sequence in sequences:
             row = self._row.pop(sequence, None)
             if row is not None:
                 self._array[row, : self._length.pop(sequence)] = _NO_BLOCK
                 self._free_rows.append(row)
-        for step in batch.steps:
-            if step.new_blocks or step.sequence not in self._row:
-                self._extend(step.sequence, step.new_blocks)
+
+    def length(self, sequence: SequenceId) -> int:
+        """Blocks in a sequence's table; 0 where it has none."""
+        return self._length.get(sequence, 0)
+
+    def __len__(self) -> int:
+        return len(self._row)
 
     def of(self, sequences: Sequence[SequenceId]) -> npt.NDArray[np.int32]:
         """Tables of sequences, [S, B], padded with -1. A copy, C-contiguous."""
         longest = max((self._length[sequence] for sequence in sequences), default=0)
         return self._array[:, :longest][[self._row[sequence] for sequence in sequences]]
 
-    def _extend(self, sequence: SequenceId, blocks: Sequence[int]) -> None:
+    def extend(self, sequence: SequenceId, blocks: Sequence[int]) -> None:
+        """Append blocks to a table, which begins with the first."""
         row = self._row.get(sequence)
         if row is None:
             if not self._free_rows:

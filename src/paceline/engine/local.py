@@ -6,17 +6,21 @@ Shapes: T rows, S sequences, B blocks of the longest table, R rows with logits, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.ids import BatchId
+from paceline.core.model import LayerRange
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.executor import StepBatch, StepOutput
 
 Int32 = npt.NDArray[np.int32]
+WireBits = npt.NDArray[np.uint16]
 Activations = TypeVar("Activations")
 
 
@@ -34,12 +38,31 @@ class RowPlan:
     """Block ids, padded with -1. Entry b holds positions [b * block_size, (b + 1) * block_size)."""
 
 
+def row_plan(n_rows: Sequence[int], first_positions: Sequence[int], paths: Sequence[int], tables_SB: Int32) -> RowPlan:
+    """The plan of rows that lie one sequence after the other.
+
+    Args:
+        n_rows: of each sequence.
+        first_positions: of each sequence's first row.
+        paths: `Path` of each sequence's rows.
+        tables_SB: as `RowPlan` has them.
+    """
+    # One array for four: making a small array costs as much as a row of it.
+    columns = np.array([[0, *accumulate(n_rows)][:-1], n_rows, first_positions, paths], np.int32)
+    return RowPlan(columns[0], columns[1], columns[2], columns[3], tables_SB)
+
+
 class LayerRunner(Protocol[Activations]):
     """A backend's view of a range of layers: it holds weights and KV, and no scheduling state.
 
     Each method is invariant: a row's result does not depend on the rows beside it, on how a prompt was cut, or on threads.
     The activations type is the backend's own; across a wire it is bf16 [T, D].
     """
+
+    @property
+    def layers(self) -> LayerRange:
+        """Those it holds."""
+        ...
 
     @property
     def n_blocks(self) -> int: ...
@@ -56,11 +79,24 @@ class LayerRunner(Protocol[Activations]):
 
     def embed(self, token_ids_T: Int32) -> Activations: ...
 
-    def run_layers(self, x_TD: Activations, plan: RowPlan) -> Activations:
+    def run_layers(self, x_TD: Activations, plan: RowPlan, part: LayerRange | None = None) -> Activations:
         """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16, after the last layer.
 
         May reuse one buffer from call to call.
+
+        Args:
+            x_TD: the residual before the first of them.
+            plan: where the rows stand.
+            part: some of the layers it holds; None: all.
         """
+        ...
+
+    def to_wire(self, x_TD: Activations) -> WireBits:
+        """The bits of the residual, [T, D] of bf16. May be a view of what `run_layers` returned."""
+        ...
+
+    def from_wire(self, x_TD: WireBits) -> Activations:
+        """The residual that has these bits."""
         ...
 
     def logits(self, x_TD: Activations, rows_R: Int32) -> npt.NDArray[np.float32]:
@@ -68,6 +104,21 @@ class LayerRunner(Protocol[Activations]):
         ...
 
     def close(self) -> None: ...
+
+
+def token_ids(batch: StepBatch) -> Int32:
+    """Of all rows, [T]."""
+    return np.array([token for step in batch.steps for token in step.token_ids], np.int32)
+
+
+def logits_rows(batch: StepBatch) -> Int32:
+    """Rows of the batch whose logits are wanted, [R]."""
+    rows: list[int] = []
+    start = 0
+    for step in batch.steps:
+        rows += [start + row for row in step.logits_rows]
+        start += len(step.token_ids)
+    return np.array(rows, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +154,12 @@ class LocalExecutor(Generic[Activations]):
         if len(self._pending) >= self.depth:
             raise RuntimeError(f"batch {batch.batch_id} submitted with {len(self._pending)} in flight; depth is {self.depth}")
         self._tables.update(batch)
-        token_ids: list[int] = []
-        starts: list[int] = []
-        rows: list[int] = []
-        for step in batch.steps:
-            start = len(token_ids)
-            starts.append(start)
-            token_ids += step.token_ids
-            rows += [start + row for row in step.logits_rows]
-        ids, logits_rows = np.array(token_ids, np.int32), np.array(rows, np.int32)
-        self._pending.append(_Prepared(batch.batch_id, ids, self._plan(batch, starts), logits_rows))
+        steps = batch.steps
+        tables_SB = self._tables.of([step.sequence for step in steps])
+        plan = row_plan(
+            [len(step.token_ids) for step in steps], [step.first_position for step in steps], [step.path for step in steps], tables_SB
+        )
+        self._pending.append(_Prepared(batch.batch_id, token_ids(batch), plan, logits_rows(batch)))
 
     def collect(self, deadline: float) -> StepOutput:  # noqa: ARG002  kernels in this thread can't be given up half way
         batch = self._pending.popleft()
@@ -123,13 +170,3 @@ class LocalExecutor(Generic[Activations]):
         self._tables = BlockTables()
         self._pending.clear()
         self._runner.close()
-
-    def _plan(self, batch: StepBatch, starts: list[int]) -> RowPlan:
-        steps = batch.steps
-        # One array for four: making a small array costs as much as a row of it.
-        columns = np.array(
-            [starts, [len(step.token_ids) for step in steps], [step.first_position for step in steps], [step.path for step in steps]],
-            np.int32,
-        )
-        tables_SB = self._tables.of([step.sequence for step in steps])
-        return RowPlan(columns[0], columns[1], columns[2], columns[3], tables_SB)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.engine.local import Int32, RowPlan
+from paceline.core.model import LayerRange
+from paceline.engine.local import Int32, RowPlan, WireBits
 
 _EMPTY = -1
 UInt64 = npt.NDArray[np.uint64]
@@ -23,6 +24,7 @@ class NullRunner:
     """A `LayerRunner` whose activations are hashes: uint64 [T], of the token before the layers, of the history after them."""
 
     holds_identity = True
+    layers = LayerRange(0, 1)
 
     def __init__(self, *, n_blocks: int, block_size: int = 4, vocab: int = 64, one_path: bool = False) -> None:
         self.n_blocks, self.block_size, self.one_path = n_blocks, block_size, one_path
@@ -35,7 +37,7 @@ class NullRunner:
     def embed(self, token_ids_T: Int32) -> UInt64:
         return token_ids_T.astype(np.uint64)
 
-    def run_layers(self, x_TD: UInt64, plan: RowPlan) -> UInt64:
+    def run_layers(self, x_TD: UInt64, plan: RowPlan, part: LayerRange | None = None) -> UInt64:
         out = np.empty_like(x_TD)
         for s in range(len(plan.n_rows_S)):
             first, n = int(plan.first_position_S[s]), int(plan.n_rows_S[s])
@@ -60,6 +62,12 @@ class NullRunner:
         mixed_RV = (mixed_RV ^ (mixed_RV >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed_RV ^= mixed_RV >> np.uint64(29)
         return (mixed_RV >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22)
+
+    def to_wire(self, x_TD: UInt64) -> WireBits:
+        return x_TD.view(np.uint16).reshape(len(x_TD), 4)
+
+    def from_wire(self, x_TD: WireBits) -> UInt64:
+        return np.ascontiguousarray(x_TD).view(np.uint64).reshape(len(x_TD))
 
     def close(self) -> None:
         self.wipe()

@@ -21,7 +21,7 @@ from paceline.backends.cpu.gemm import INT4
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.rope import rope_tables
-from paceline.core.model import ModelSpec
+from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.local import Int32, RowPlan
 
 Bf16 = npt.NDArray[np.uint16]
@@ -60,6 +60,7 @@ class CpuRunner:
     def __init__(self, model: PackedModel, *, n_blocks: int, threads: int, numerics_id: str, max_rows: int) -> None:
         spec = model.spec
         self._model, self.n_blocks, self.numerics_id = model, n_blocks, numerics_id
+        self.layers = model.layers
         self._max_context = min(spec.max_context, n_blocks * BLOCK)
         self._max_blocks = math.ceil(self._max_context / BLOCK)
         self._max_rows = max_rows
@@ -83,7 +84,6 @@ class CpuRunner:
             (step.HEAD_DIM, spec.head_dim),
             (step.FFN, spec.ffn),
             (step.VOCAB, self._model.padded_vocab),
-            (step.N_LAYERS, len(self._model.layers)),
             (step.EPS, int(np.float32(spec.rms_eps).view(np.int32))),
             (step.SCALE, int(np.float32(spec.head_dim**-0.5 * math.log2(math.e)).view(np.int32))),
             (step.FORM, self._model.form),
@@ -149,12 +149,15 @@ class CpuRunner:
         embed_rows(ids.ctypes.data, len(ids), self._model.head_form, self._model.embedding, spec.hidden, out.ctypes.data)
         return out
 
-    def run_layers(self, x_TD: Bf16, plan: RowPlan) -> Bf16:
+    def run_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange | None = None) -> Bf16:
         arrays, batch, rows = self._arrays, self._batch, len(x_TD)
+        part = self.layers if part is None else part
+        if part.start < self.layers.start or part.stop > self.layers.stop:
+            raise ValueError(f"layers {part}; this runner holds {self.layers}")
         if rows > self._max_rows:
             raise ValueError(f"a batch of {rows} rows; this runner takes {self._max_rows}")
         n_sequences, width = plan.tables_SB.shape
-        if n_sequences == 0:
+        if n_sequences == 0 or not part:
             return x_TD
         arrays.tables[:n_sequences, :width] = plan.tables_SB
         tiles = 0
@@ -176,6 +179,7 @@ class CpuRunner:
                 tiles += len(starts)
         arrays.x_bf16[:rows] = x_TD
         batch[step.ROWS], batch[step.N_TILES], batch[step.TABLE_STRIDE] = rows, tiles, arrays.tables.strides[0]
+        batch[step.FIRST_LAYER], batch[step.STOP_LAYER] = part.start - self.layers.start, part.stop - self.layers.start
         self._team.run_layers()
         return arrays.x_bf16[:rows]
 
@@ -195,6 +199,12 @@ class CpuRunner:
         self._batch[step.LOGIT_ROWS] = n
         self._team.run_head()
         return self._logits[:n, : self._model.spec.vocab]
+
+    def to_wire(self, x_TD: Bf16) -> Bf16:
+        return x_TD
+
+    def from_wire(self, x_TD: Bf16) -> Bf16:
+        return x_TD
 
     def close(self) -> None:
         if not self._closed:

@@ -17,8 +17,8 @@ from paceline.backends.cpu.gemm import BF16, INT4, gemm, input_bytes, record_byt
 from paceline.backends.cpu.rows import add_into, add_rounded, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
 
 # Places in `sizes` (int64): what never changes.
-(HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, N_LAYERS, EPS, SCALE, FORM, HEAD_FORM, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- P_STRIDE, SCRATCH_STRIDE, N_SIZES) = range(17)  # fmt: skip
+(HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, FORM, HEAD_FORM, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
+ P_STRIDE, SCRATCH_STRIDE, N_SIZES) = range(16)  # fmt: skip
 
 # Places in `weights` [layer, place] (addresses; 0 where a family has no such tensor).
 ATTN_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE_UP, DOWN, N_WEIGHTS = range(10)
@@ -31,7 +31,7 @@ FINAL_NORM, HEAD, COS, SIN, N_EDGES = range(5)
  HEAD_ROWS, LOGITS, SCRATCH, ZEROS, CONTROL, N_BUFFERS) = range(22)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch.
-ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, N_BATCH = range(7)
+ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, N_BATCH = range(9)
 
 # Kinds of phases: by rows, by heads, matrix products.
 START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
@@ -267,11 +267,11 @@ def phase(work, position, sizes, batch):
             return NORM_HEAD, 0, logit_rows
         return (PROJECT_HEAD, 0, _tasks(sizes[VOCAB], logit_rows, CHUNK)) if position == 1 else (-1, 0, 0)
     row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
-    layer, at = position // 7, position % 7
-    if layer == sizes[N_LAYERS]:
+    layer, at = batch[FIRST_LAYER] + position // 7, position % 7
+    if layer == batch[STOP_LAYER]:
         return (END, 0, row_tasks) if at == 0 else (-1, 0, 0)
     if at == 0:
-        return (NORM_ATTENTION if layer else START), layer, row_tasks
+        return (NORM_ATTENTION if position else START), layer, row_tasks
     if at == 1:
         dim = sizes[HEAD_DIM]
         return PROJECT_QKV, layer, _tasks((sizes[Q_HEADS] + 2 * kv_heads) * dim, rows, dim // 16)

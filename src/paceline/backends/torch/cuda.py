@@ -8,6 +8,7 @@ Shapes: T rows, D hidden, R rows with logits, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,13 @@ from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.torch.graphs import DecodeGraphs
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
 from paceline.backends.torch.paged import PAGE, CudaPool, CudaStep, Tables, to_device
-from paceline.backends.torch.runner import Model, edges_of
+from paceline.backends.torch.runner import Layer, Model, edges_of, from_bits, wire_bits
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.model import WeightsFormat
+from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path
-from paceline.engine.local import Int32, LayerRunner, RowPlan
+from paceline.engine.local import Int32, LayerRunner, RowPlan, WireBits
 
 MAX_HEAD_DIM = 256
 """FlashAttention's limit."""
@@ -53,6 +54,7 @@ class CudaRunner:
     def __init__(self, model: Model, n_layers: int, n_blocks: int, numerics: Numerics, device: torch.device) -> None:
         spec = model.spec
         self._model, self._device, self.n_blocks = model, device, n_blocks
+        self.layers = model.held
         self.numerics_id, self.holds_identity = numerics.id, numerics.holds_identity
         context = min(spec.max_context, n_blocks * PAGE)
         self._rope = Rope(spec.rope, spec.head_dim, context, device)
@@ -67,13 +69,13 @@ class CudaRunner:
         return edges_of(self._model).embedding.rows(self._index(token_ids_T))
 
     @torch.inference_mode()
-    def run_layers(self, x_TD: Tensor, plan: RowPlan) -> Tensor:
-        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]."""
+    def run_layers(self, x_TD: Tensor, plan: RowPlan, part: LayerRange | None = None) -> Tensor:
+        """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]. Graphs hold all layers."""
         if not len(x_TD):
             return x_TD
-        if self._graphs is not None and self._graphs.takes(plan):
+        if self._graphs is not None and part in {None, self.layers} and self._graphs.takes(plan):
             return self._graphs.run(x_TD, plan).clone()
-        return self._forward(x_TD, to_device(plan, self._device))
+        return self._run(self._model.part(part), x_TD, to_device(plan, self._device))
 
     @torch.inference_mode()
     def logits(self, x_TD: Tensor, rows_R: Int32) -> npt.NDArray[np.float32]:
@@ -86,13 +88,22 @@ class CudaRunner:
     def close(self) -> None:
         """Free weights, KV and graphs. Idempotent."""
         spec = self._model.spec
-        self._graphs, self._model = None, Model(spec, (), None, one_path=True)
+        self._graphs, self._model = None, Model(spec, LayerRange(0, 0), (), None, one_path=True)
         self._pool = CudaPool(0, 0, spec.n_kv_heads, spec.head_dim, self._device)
         torch.cuda.empty_cache()
 
+    def to_wire(self, x_TD: Tensor) -> WireBits:
+        return wire_bits(x_TD)
+
+    def from_wire(self, x_TD: WireBits) -> Tensor:
+        return from_bits(x_TD).to(self._device)
+
     def _forward(self, x_TD: Tensor, tables: Tables) -> Tensor:
+        return self._run(self._model.layers, x_TD, tables)
+
+    def _run(self, layers: Sequence[Layer], x_TD: Tensor, tables: Tables) -> Tensor:
         step = CudaStep(tables, self._pool, self._rope, self._model.spec.head_dim**-0.5)
-        for layer in self._model.layers:
+        for layer in layers:
             x_TD = layer(x_TD, step)
         return x_TD
 
@@ -138,7 +149,11 @@ def _measured(model: Model, options: LoadOptions, device: torch.device) -> Numer
         rows = min(_LONG, model.spec.max_context)
         # Real sizes, and rows enough for the kernels of long prompts.
         first = CudaRunner(
-            Model(model.spec, model.layers[:1], None, one_path=True), 1, -(-_LONG // PAGE), Numerics("", holds_identity=False), device
+            Model(model.spec, LayerRange(0, 1), model.layers[:1], None, one_path=True),
+            1,
+            -(-_LONG // PAGE),
+            Numerics("", holds_identity=False),
+            device,
         )
         x_TD = seeded_rows(rows, model.spec.hidden).to(device)
         holds = cuts_agree(first, x_TD, ((rows,), (rows // 2, rows - rows // 2), (*[1] * 8, rows - 8)))

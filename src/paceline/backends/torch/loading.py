@@ -24,10 +24,10 @@ from paceline.backends.torch.qwen2 import Qwen2Layer
 from paceline.backends.torch.qwen3 import Qwen3Layer
 from paceline.backends.torch.qwen3_moe import Qwen3MoeLayer
 from paceline.backends.torch.reader import Reader, linear_numbers
-from paceline.backends.torch.runner import Edges, Layer, Model, TorchRunner
+from paceline.backends.torch.runner import Edges, Layer, Model, TorchRunner, wire_bits
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, WeightSource
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner
@@ -68,7 +68,7 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
     if options.edges:
         embedding = reader.table(EMBEDDING)
         edges = Edges(embedding, reader.norm(FINAL_NORM), embedding if spec.tied_head else reader.table(HEAD))
-    return Model(spec, layers, edges, options.weights is WeightsFormat.BF16)
+    return Model(spec, options.layers, layers, edges, options.weights is WeightsFormat.BF16)
 
 
 def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> TorchRunner:
@@ -113,7 +113,7 @@ def _first_layer_holds(model: Model, options: LoadOptions) -> bool:
     """Whether the first loaded layer, in its real sizes, gives whole and cut runs the same bytes."""
     if not model.layers:
         return True
-    first = Model(model.spec, model.layers[:1], None, model.one_path)
+    first = Model(model.spec, LayerRange(0, 1), model.layers[:1], None, model.one_path)
     small = LoadOptions(options.layers, options.weights, -(-ROWS // options.block_size), options.block_size, options.threads)
     runner = _runner(first, 1, small, Numerics("", holds_identity=False))
     return cuts_agree(runner, seeded_rows(ROWS, model.spec.hidden), CUTS)
@@ -132,7 +132,7 @@ def seeded_rows(rows: int, hidden: int) -> Tensor:
 
 def tensor_bytes(x_TD: Tensor) -> bytes:
     """Bits of a bf16 tensor."""
-    return x_TD.contiguous().view(torch.int16).cpu().numpy().tobytes()
+    return wire_bits(x_TD).tobytes()
 
 
 def _scratch(spec: ModelSpec, options: LoadOptions) -> Scratch | None:

@@ -22,9 +22,9 @@ from paceline.backends.torch.attention import CpuStep, KvPool
 from paceline.backends.torch.blocks import RmsNorm
 from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.step import Rope, Step, of_path
-from paceline.core.model import ModelSpec
+from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.executor import Path
-from paceline.engine.local import Int32, RowPlan
+from paceline.engine.local import Int32, RowPlan, WireBits
 
 
 class Layer(Protocol):
@@ -47,9 +47,18 @@ class Model:
     """Weights of a range of layers, loaded."""
 
     spec: ModelSpec
+    held: LayerRange
     layers: Sequence[Layer]
     edges: Edges | None
     one_path: bool
+
+    def part(self, part: LayerRange | None) -> Sequence[Layer]:
+        """Some of its layers; None: all."""
+        if part is None:
+            return self.layers
+        if part.start < self.held.start or part.stop > self.held.stop:
+            raise ValueError(f"layers {part}; this runner holds {self.held}")
+        return self.layers[part.start - self.held.start : part.stop - self.held.start]
 
 
 class TorchRunner:
@@ -65,6 +74,7 @@ class TorchRunner:
 
     def __init__(self, model: Model, pool: KvPool, rope: Rope, threads: int, numerics: Numerics) -> None:
         self._model, self._pool, self._rope, self._threads = model, pool, rope, threads
+        self.layers = model.held
         self.n_blocks, self.block_size, self.one_path = pool.n_blocks, pool.block_size, model.one_path
         self.numerics_id, self.holds_identity = numerics.id, numerics.holds_identity
 
@@ -73,19 +83,20 @@ class TorchRunner:
         return edges_of(self._model).embedding.rows(torch.from_numpy(token_ids_T.astype(np.int64)))
 
     @torch.inference_mode()
-    def run_layers(self, x_TD: Tensor, plan: RowPlan) -> Tensor:
+    def run_layers(self, x_TD: Tensor, plan: RowPlan, part: LayerRange | None = None) -> Tensor:
         """Run the layers, writing K and V of the rows into their blocks. Returns the residual, bf16 [T, D]."""
         self._use_threads()
+        layers = self._model.part(part)
         if self.one_path:
-            return self._run(x_TD, plan, Path.PROMPT) if len(x_TD) else x_TD
+            return self._run(layers, x_TD, plan, Path.PROMPT) if len(x_TD) else x_TD
         paths = [path for path in Path if (plan.path_S == path).any()]
         if len(paths) == 1:
-            return self._run(x_TD, plan, paths[0])
+            return self._run(layers, x_TD, plan, paths[0])
         out_TD = x_TD.clone()
         for path in paths:
-            part, rows = of_path(plan, path)
+            its_plan, rows = of_path(plan, path)
             chosen = torch.from_numpy(rows)
-            out_TD[chosen] = self._run(x_TD[chosen], part, path)
+            out_TD[chosen] = self._run(layers, x_TD[chosen], its_plan, path)
         return out_TD
 
     @torch.inference_mode()
@@ -98,20 +109,36 @@ class TorchRunner:
         h_RD = edges.norm(x_TD[torch.from_numpy(rows_R.astype(np.int64))])
         return edges.head(h_RD, Path.GENERATED).float().numpy()
 
+    def to_wire(self, x_TD: Tensor) -> WireBits:
+        return wire_bits(x_TD)
+
+    def from_wire(self, x_TD: WireBits) -> Tensor:
+        return from_bits(x_TD)
+
     def close(self) -> None:
         """Free weights and KV. Idempotent."""
-        self._model = Model(self._model.spec, (), None, self._model.one_path)
+        self._model = Model(self._model.spec, LayerRange(0, 0), (), None, self._model.one_path)
         self._pool = KvPool(0, 0, self.block_size, self._pool.n_kv, self._pool.head_dim)
 
-    def _run(self, x_TD: Tensor, plan: RowPlan, path: Path) -> Tensor:
+    def _run(self, layers: Sequence[Layer], x_TD: Tensor, plan: RowPlan, path: Path) -> Tensor:
         step = CpuStep(plan, path, self._model.spec, self._pool, self._rope)
-        for layer in self._model.layers:
+        for layer in layers:
             x_TD = layer(x_TD, step)
         return x_TD
 
     def _use_threads(self) -> None:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
+
+
+def wire_bits(x_TD: Tensor) -> WireBits:
+    """Bits of a bf16 tensor."""
+    return x_TD.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
+
+
+def from_bits(x_TD: WireBits) -> Tensor:
+    """The bf16 tensor that has these bits, on the CPU."""
+    return torch.from_numpy(np.ascontiguousarray(x_TD).view(np.int16)).view(torch.bfloat16)
 
 
 def edges_of(model: Model) -> Edges:

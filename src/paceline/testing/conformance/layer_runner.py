@@ -143,6 +143,19 @@ class LayerRunnerSuite:
             head.close()
             tail.close()
 
+    def test_a_part_of_the_layers_runs_alone_and_travels(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
+        cut = case.spec.n_layers // 2
+        whole, plan = run(runner, prompt)[0], plan_of([prompt])
+        x_TD = runner.run_layers(runner.embed(np.array(prompt.ids, np.int32)), plan, LayerRange(0, cut))
+        bits_TD = runner.to_wire(x_TD).copy()
+        assert bits_TD.shape == (LENGTH, case.spec.hidden)
+        x_TD = runner.run_layers(runner.from_wire(bits_TD), plan, LayerRange(cut, case.spec.n_layers))
+        assert np.array_equal(whole.x_TD, activation_bits(x_TD))
+        nothing = LayerRange(cut, cut)
+        assert np.array_equal(runner.to_wire(runner.run_layers(runner.from_wire(bits_TD), plan, nothing)), bits_TD)
+        with pytest.raises(ValueError, match="holds"):
+            runner.run_layers(runner.from_wire(bits_TD), plan, LayerRange(0, case.spec.n_layers + 1))
+
     def test_only_the_tensors_asked_for_are_read_and_once(self, case: RunnerCase) -> None:
         source = case.source()
         case.runner(layers=LayerRange(1, 2), edges=False, source=source).close()

@@ -1,0 +1,105 @@
+"""One orchestrator's use of one stage, from the moment it asks: what is asked, what is told, and where results go. Values only.
+
+A session lives as long as the call that opened it. Its identity is the caller's and the id the caller drew: nobody else can name it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange, WeightsFormat
+
+SESSION_ID_BYTES = 16
+TICKET_BYTES = 32
+
+
+class ActivationDtype(StrEnum):
+    """What activations are between stages. All but bf16 are outside the identity promise."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    """What an orchestrator asks of a stage."""
+
+    session_id: bytes
+    model_id: str
+    """For people: weights are found by their digest."""
+    digest: str
+    """SHA-256 of the weights, hex."""
+    weights: WeightsFormat
+    layers: LayerRange
+    n_blocks: int
+    """KV blocks wanted; fewer may be leased."""
+    least_blocks: int
+    """The fewest that are of use."""
+    max_rows: int
+    """Of a batch."""
+    dtype: ActivationDtype = ActivationDtype.BF16
+    report_s: float = 0.25
+    """How often the stage says how far it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoading:
+    """Weights are fetched or loaded."""
+
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageOpened:
+    """A stage that waits to be connected."""
+
+    tensor_port: int
+    """On the node's addresses."""
+    ticket: bytes
+    """Whoever brings it may send to this session; good once."""
+    n_blocks: int
+    block_size: int
+    numerics_id: str
+    one_path: bool
+    holds_identity: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """How far a session is: batches since it was opened."""
+
+    received: int = 0
+    computed: int = 0
+    sent: int = 0
+    queue_depth: int = 0
+    """Batches that wait."""
+    p95_latency_ms: float = 0.0
+    """Of the time from a batch's arrival to its result's departure, over the last few hundred."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageFault:
+    """Why a session can't go on."""
+
+    code: str
+    """As `core.errors.PipelineError` and its kin have it."""
+    message: str
+    blames: NodeId | None
+    """Whom the stage holds responsible; None: itself."""
+
+
+StageEvent = StageLoading | StageOpened | StageReport | StageFault
+
+
+@dataclass(frozen=True, slots=True)
+class NextStage:
+    """Where a stage's results go."""
+
+    node_id: NodeId
+    addresses: tuple[str, ...]
+    """host:port of its tensor streams, the best first."""
+    ticket: bytes

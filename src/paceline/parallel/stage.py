@@ -1,0 +1,90 @@
+"""A range of layers that runs batches of one orchestrator, in blocks of its own.
+
+Law: whatever a batch says, nothing outside the leased blocks is read or written, and a batch that is refused changes nothing. Kernels reach KV
+by address, so what comes from another machine is checked here, before they run.
+
+Shapes: T rows, D hidden, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.core.errors import BadPipelineRequest
+from paceline.core.model import LayerRange
+from paceline.engine.block_tables import BlockTables
+from paceline.engine.local import LayerRunner, WireBits, row_plan
+from paceline.parallel.stage_batch import StageBatch
+
+
+class Stage:
+    """One session's part of a runner. For one thread.
+
+    Args:
+        runner: holds the layers, maybe more, and the blocks, certainly more.
+        layers: those to run.
+        base_block: the session's block 0 in the runner's pool.
+        n_blocks: leased from there on.
+        max_rows: rows of a batch at most.
+        max_context: positions of a sequence at most.
+        width: of a row on the wire.
+    """
+
+    def __init__(
+        self, runner: LayerRunner[Any], layers: LayerRange, *, base_block: int, n_blocks: int, max_rows: int, max_context: int, width: int
+    ) -> None:
+        self._runner, self._layers = runner, layers
+        self._base, self._n_blocks = base_block, n_blocks
+        self._max_rows, self._max_context, self._width = max_rows, max_context, width
+        self._tables = BlockTables()
+
+    def run(self, batch: StageBatch, x_TD: WireBits) -> WireBits:
+        """Run a batch's rows through the layers. The result is good until the runner's next batch.
+
+        Raises:
+            BadPipelineRequest: the batch can't be right.
+        """
+        runner = self._runner
+        return runner.to_wire(self.run_activations(batch, runner.from_wire(x_TD)))
+
+    def run_activations(self, batch: StageBatch, x_TD: Any) -> Any:
+        """`run`, for a runner's own activations: the orchestrator's stage."""
+        self.check(batch, len(x_TD))
+        tables, base = self._tables, self._base
+        tables.forget(batch.released)
+        at = 0
+        for sequence, count in zip(batch.sequences, batch.block_counts, strict=True):
+            if count or not tables.length(sequence):
+                tables.extend(sequence, [base + block for block in batch.blocks[at : at + count]])
+            at += count
+        plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, tables.of(batch.sequences))
+        return self._runner.run_layers(x_TD, plan, self._layers)
+
+    def check(self, batch: StageBatch, n_rows: int) -> None:
+        """Refuse what can't be right.
+
+        Raises:
+            BadPipelineRequest: naming what is wrong.
+        """
+        n = len(batch.sequences)
+        columns = (batch.row_counts, batch.first_positions, batch.paths, batch.block_counts)
+        if any(len(column) != n for column in columns) or len(set(batch.sequences)) != n:
+            raise BadPipelineRequest(f"Batch {batch.batch_id} has columns of different lengths, or a sequence twice")
+        if batch.n_rows != n_rows or n_rows > self._max_rows or (n and min(batch.row_counts) < 1):
+            raise BadPipelineRequest(f"Batch {batch.batch_id} says {batch.n_rows} rows, has {n_rows}, and may have {self._max_rows}")
+        if sum(batch.block_counts) != len(batch.blocks) or (
+            len(batch.blocks) and not 0 <= min(batch.blocks) <= max(batch.blocks) < self._n_blocks
+        ):
+            raise BadPipelineRequest(f"Batch {batch.batch_id} names blocks outside the {self._n_blocks} leased")
+        if not set(batch.paths) <= {0, 1}:
+            raise BadPipelineRequest(f"Batch {batch.batch_id} names paths that are none")
+        released = frozenset(batch.released)
+        for sequence, count, first, gained in zip(
+            batch.sequences, batch.row_counts, batch.first_positions, batch.block_counts, strict=True
+        ):
+            blocks = gained + (0 if sequence in released else self._tables.length(sequence))
+            end = first + count
+            if end > min(self._max_context, blocks * self._runner.block_size) or blocks > self._n_blocks:
+                raise BadPipelineRequest(f"Batch {batch.batch_id} has rows up to position {end} of a sequence with {blocks} blocks")
+        if len(self._tables) + n > self._n_blocks * self._runner.block_size:
+            raise BadPipelineRequest(f"More than {len(self._tables)} sequences for {self._n_blocks} blocks")
