@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ class _Lines:
 
 
 class Refusals:
-    """The log of refused parties of one process.
+    """The log of refused parties of one process. For any thread.
 
     Args:
         clock: for the minute.
@@ -32,6 +33,7 @@ class Refusals:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
         self._lines: OrderedDict[str, _Lines] = OrderedDict()
         self.total = 0
         """Refusals since the start, logged or not."""
@@ -44,17 +46,19 @@ class Refusals:
             why: what was wrong.
             at: more of where, such as a port.
         """
-        self.total += 1
-        now = self._clock.monotonic()
-        lines = self._lines.get(who)
-        if lines is None or now - lines.since >= self.EVERY_S:
-            lines = self._lines[who] = _Lines(now)
-            if len(self._lines) > self.REMEMBERED:
-                self._lines.popitem(last=False)
-        self._lines.move_to_end(who)
-        lines.count += 1
-        if lines.count <= self.LINES:
-            last = " (no more of this for a minute)" if lines.count == self.LINES else ""
+        with self._lock:
+            self.total += 1
+            now = self._clock.monotonic()
+            lines = self._lines.get(who)
+            if lines is None or now - lines.since >= self.EVERY_S:
+                lines = self._lines[who] = _Lines(now)
+                if len(self._lines) > self.REMEMBERED:
+                    self._lines.popitem(last=False)
+            self._lines.move_to_end(who)
+            lines.count += 1
+            count = lines.count
+        if count <= self.LINES:
+            last = " (no more of this for a minute)" if count == self.LINES else ""
             logger.warning("refused %s: %s%s", _printable(f"{who} ({at})" if at else who), _printable(why), last)
 
 

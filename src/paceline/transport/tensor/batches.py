@@ -1,0 +1,99 @@
+"""Batches on tensor streams: the sink and the source that stages and executors use.
+
+To them activations are bf16 bits (uint16). fp16 and fp32 are ways to write them on the wire, for those who asked; fp16 loses what it can't hold.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import StreamCorrupt
+from paceline.parallel.links import Activations
+from paceline.parallel.stage_batch import StageBatch
+from paceline.transport.tensor.batch_codec import read_batch, write_batch
+from paceline.transport.tensor.streams import TensorReceiver, TensorSender
+
+ActivationType = Literal["bf16", "fp16", "fp32"]
+WIRE: Final[dict[ActivationType, np.dtype[np.generic]]] = {
+    "bf16": np.dtype(np.uint16),
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+}
+
+
+def from_bf16(x: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Exact."""
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Rounded to the nearest, halves to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def for_wire(x_TD: Activations, activation_type: ActivationType) -> Activations:
+    """Activations as they are written."""
+    dtype = WIRE[activation_type]
+    if x_TD.dtype == dtype:
+        return x_TD
+    values = from_bf16(x_TD.view(np.uint16)) if x_TD.dtype == np.uint16 else x_TD.astype(np.float32)
+    if activation_type == "bf16":
+        return to_bf16(values)
+    with np.errstate(over="ignore"):  # what fp16 can't hold becomes infinite, and is found by whoever checks for that
+        return values.astype(dtype)
+
+
+class StreamSink:
+    """`parallel.links.ActivationSink` over a tensor stream.
+
+    Args:
+        sender: the stream; closed with this.
+        activation_type: how activations are written.
+    """
+
+    def __init__(self, sender: TensorSender, activation_type: ActivationType = "bf16") -> None:
+        self._sender = sender
+        self._type: ActivationType = activation_type
+
+    def send(self, batch: StageBatch, x_TD: Activations, deadline: float) -> None:
+        self._sender.send(write_batch(batch), for_wire(x_TD, self._type), deadline)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+class StreamSource:
+    """`parallel.links.ActivationSource` over a tensor stream.
+
+    Args:
+        receiver: the stream; closed with this.
+        activation_type: how activations are written there.
+        width: of a row; None: not checked.
+    """
+
+    def __init__(self, receiver: TensorReceiver, activation_type: ActivationType = "bf16", width: int | None = None) -> None:
+        self._receiver, self._width = receiver, width
+        self._type: ActivationType = activation_type
+
+    def receive(self, deadline: float) -> tuple[StageBatch, Activations]:
+        message = self._receiver.receive(deadline)
+        x_TD = message.array
+        if x_TD.dtype != WIRE[self._type] or x_TD.ndim != 2 or (self._width is not None and x_TD.shape[1] != self._width):
+            raise self._receiver.refuse(StreamCorrupt(f"{self._receiver.peer} sent {x_TD.dtype} of shape {x_TD.shape} as activations"))
+        try:
+            batch = read_batch(message.header, x_TD.shape[0])
+        except StreamCorrupt as error:
+            raise self._receiver.refuse(error) from error
+        return batch, x_TD if self._type == "bf16" else to_bf16(x_TD.astype(np.float32))
+
+    def acknowledge(self) -> None:
+        """The last batch is done with and passed on. Costs nothing most times."""
+        self._receiver.acknowledge()
+
+    def close(self) -> None:
+        self._receiver.close()

@@ -1,0 +1,255 @@
+"""The two ends of a tensor stream: one sends tensors, one receives them. Each is for one thread; `close` is for any.
+
+Acknowledgements stay off the path of a message: the receiver sends one when half the window lacks it, and after its user says that the result is
+passed on; the sender looks for them when half the window is used, and waits for them when all of it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError, TensorTooLarge
+from paceline.core.ids import NodeId
+from paceline.transport.tensor.conversation import Conversation, Event
+from paceline.transport.tensor.frames import (
+    CODES,
+    MAX_CHUNK_BYTES,
+    MAX_DIMENSIONS,
+    MAX_HEADER_BYTES,
+    MAX_TENSOR_BYTES,
+    WINDOW,
+    CloseCode,
+    ack,
+    chunk_start,
+    close,
+    code_of,
+    error_of,
+    hello,
+    tensor_start,
+)
+from paceline.transport.tensor.incoming import FROM_RECEIVER, Array, Closed, Incoming, Message
+from paceline.transport.tensor.pipe import Pipe
+
+HALF = WINDOW // 2
+JOINED_BYTES = 48 << 10
+"""Frames up to here are put together, so that each is one write."""
+
+
+class _End:
+    """What both ends have in common."""
+
+    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
+        self._pipe, self._conversation, self._incoming = pipe, conversation, incoming
+        self._on_close = on_close
+
+    @property
+    def peer(self) -> NodeId:
+        """Whose certificate the other end showed."""
+        return self._pipe.peer
+
+    @property
+    def closed(self) -> bool:
+        return self._pipe.closed
+
+    def close(self, code: CloseCode = CloseCode.DONE, why: str = "") -> None:
+        """Idempotent, from any thread; wakes the one that reads or writes.
+
+        Args:
+            code: told to the other side where no thread is reading or writing.
+            why: likewise.
+        """
+        self._pipe.close(close(code, why))
+        if self._on_close is not None:
+            self._on_close()
+
+    def _fail(self, error: TensorStreamError) -> None:
+        self.close(code_of(error), error.message)
+
+
+class TensorSender(_End):
+    """Sends tensors, once `greet` has opened the stream."""
+
+    def __init__(self, pipe: Pipe, on_close: Callable[[], None] | None = None) -> None:
+        conversation = Conversation()
+        super().__init__(pipe, conversation, Incoming(conversation, FROM_RECEIVER, 4096), on_close)
+        self._joined = bytearray(JOINED_BYTES)
+
+    def greet(self, ticket: bytes, deadline: float) -> None:
+        """Say which ticket this is, and wait until it is taken.
+
+        Raises:
+            TensorStreamError: it is not, or not in time.
+        """
+        try:
+            with self._pipe:
+                self._conversation.on(Event.HELLO)
+                self._pipe.send(hello(ticket), deadline)
+                self._hear(deadline)
+        except TensorStreamError as error:
+            self._fail(error)
+            raise
+
+    def send(self, header: bytes, array: Array, deadline: float) -> None:
+        """A tensor, and what is to be known of it. Returns once the system has it; `array` may be reused then.
+
+        Args:
+            header: at most 512 KiB.
+            array: uint16 (bf16 bits), float16 or float32, of at most four dimensions and 64 MiB.
+            deadline: on the monotonic clock.
+
+        Raises:
+            TensorTooLarge: beyond these bounds. The stream is good for another.
+            StreamCorrupt: of another dtype or with more dimensions. The stream is good for another.
+            StreamStalled: the other side takes too little.
+            TensorStreamError: the stream is broken.
+        """
+        code = CODES.get(array.dtype)
+        total, n_header = array.nbytes, len(header)
+        if code is None or array.ndim > MAX_DIMENSIONS:
+            raise StreamCorrupt(f"A tensor of dtype {array.dtype} with {array.ndim} dimensions can't be sent")
+        if total > MAX_TENSOR_BYTES or n_header > MAX_HEADER_BYTES:
+            raise TensorTooLarge(
+                f"A tensor of {total} bytes with a header of {n_header}; {MAX_TENSOR_BYTES} and {MAX_HEADER_BYTES} are taken"
+            )
+        data = np.ascontiguousarray(array).data.cast("B") if total else memoryview(b"")
+        conversation = self._conversation
+        try:
+            with self._pipe:
+                self._make_way(deadline)
+                seq, at = conversation.next_seq, min(total, MAX_CHUNK_BYTES - n_header)
+                conversation.tensor(seq, total, at)
+                self._put(tensor_start(seq, n_header, total, code, array.shape, at) + header, data[:at], deadline)
+                while at < total:
+                    self._make_way(deadline)
+                    seq, n = conversation.next_seq, min(total - at, MAX_CHUNK_BYTES)
+                    conversation.chunk(seq, n)
+                    self._put(chunk_start(seq, n), data[at : at + n], deadline)
+                    at += n
+        except TensorStreamError as error:
+            told = self._told(error)
+            self._fail(told)
+            raise told from error
+
+    def _put(self, start: bytes, data: memoryview, deadline: float) -> None:
+        """A frame: its start and its data, in one write where that is cheap."""
+        at, n = len(start), len(data)
+        if at + n <= JOINED_BYTES:
+            joined = self._joined
+            joined[:at] = start
+            joined[at : at + n] = data
+            self._pipe.send(memoryview(joined)[: at + n], deadline)
+        else:
+            self._pipe.send(start, deadline)
+            self._pipe.send(data, deadline)
+
+    def _make_way(self, deadline: float) -> None:
+        """Have room for a chunk in the window."""
+        conversation = self._conversation
+        if conversation.unacknowledged >= HALF:
+            while self._hear_now():
+                pass
+            while conversation.unacknowledged >= WINDOW:
+                self._hear(deadline)
+
+    def _hear(self, deadline: float) -> None:
+        """One thing that the other side says."""
+        while not self._heard():
+            self._incoming.filled(self._pipe.receive(self._incoming.space(), deadline))
+
+    def _hear_now(self) -> bool:
+        """Likewise, if it has been said."""
+        if self._heard():
+            return True
+        n = self._pipe.receive_now(self._incoming.space())
+        self._incoming.filled(n)
+        return n > 0
+
+    def _heard(self) -> bool:
+        event = self._incoming.next()
+        if isinstance(event, Closed):
+            raise error_of(event.code, event.message, self.peer)
+        return event is not None
+
+    def _told(self, error: TensorStreamError) -> TensorStreamError:
+        """What the other side gave as its reason, where a write failed; else the error itself."""
+        if self.closed or self._conversation.over:
+            return error
+        try:
+            with self._pipe:
+                while self._hear_now():
+                    pass
+        except TensorStreamError as reason:
+            return reason if self._conversation.over else error
+        return error
+
+
+class TensorReceiver(_End):
+    """Receives tensors. The listener makes it, from a connection that has been greeted."""
+
+    def receive(self, deadline: float) -> Message:
+        """The next tensor. Its array is good until the next call.
+
+        Args:
+            deadline: on the monotonic clock.
+
+        Raises:
+            StreamStalled: it was not all there in time. Calling again goes on where this left off.
+            TensorStreamError: the stream is broken.
+        """
+        try:
+            with self._pipe:
+                event = self._next(deadline)
+        except StreamStalled:
+            raise
+        except TensorStreamError as error:
+            self._fail(error)
+            raise
+        if isinstance(event, Closed):
+            error = error_of(event.code, event.message, self.peer)
+            self._fail(error)
+            raise error
+        return event
+
+    def refuse(self, error: TensorStreamError) -> TensorStreamError:
+        """What came makes no sense to its user: the stream ends, and the other side is told. Returns the error, to be raised."""
+        self._fail(error)
+        return error
+
+    def acknowledge(self) -> None:
+        """The user is done with what it received, so more may come.
+
+        Raises:
+            TensorStreamError: the stream is broken.
+        """
+        if self._conversation.unacknowledged >= HALF:
+            try:
+                with self._pipe:
+                    self._ack(None)
+            except TensorStreamError as error:
+                self._fail(error)
+                raise
+
+    def _next(self, deadline: float) -> Message | Closed:
+        incoming, pipe, conversation = self._incoming, self._pipe, self._conversation
+        if conversation.unacknowledged > HALF + HALF // 2:
+            # Nobody acknowledges; but asking for more says as much.
+            self._ack(deadline)
+        while True:
+            event = incoming.next()
+            if event is None:
+                incoming.filled(pipe.receive(incoming.space(), deadline))
+            elif isinstance(event, Message | Closed):
+                return event
+            elif conversation.unacknowledged >= HALF:
+                self._ack(deadline)
+
+    def _ack(self, deadline: float | None) -> None:
+        """For every chunk that has come. It is a few bytes: who can't take them takes nothing any more."""
+        seq = self._conversation.next_seq
+        self._conversation.acknowledge(seq)
+        try:
+            self._pipe.send(ack(seq), deadline)
+        except StreamStalled as error:
+            raise StreamClosed(f"{self.peer} takes no acknowledgements") from error
