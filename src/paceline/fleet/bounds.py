@@ -5,6 +5,7 @@ Transport calls `Gossip.admit` with a message's measures before it checks a sign
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import MessageTooLarge
@@ -31,11 +32,22 @@ class Bounds:
     max_card_bytes: int = 16384
     """Card, signature and certificate; a card with ten models and twenty links has some 3 KB."""
     max_cards: int = 256
-    """Cards in one message; the rest follow in the next call. With `max_card_bytes`: what one message can make a node allocate."""
+    """Cards in one message; the rest follow in the next call."""
+    max_message_bytes: int = 1 << 20
+    """Of cards in one message; the rest follow in the next call, as above."""
     max_revocations: int = 4096
     """Revocations in one message. The set itself only grows by the CA's word."""
     burst: int = 32
     """Requests one peer may send at once; one more is earned every `exchange_s / burst`."""
+
+    def fitting(self, sizes: Sequence[int]) -> int:
+        """How many cards, of so many bytes each and in this order, go into one message. The first one always does."""
+        filled = 0
+        for count, size in enumerate(sizes[: self.max_cards]):
+            filled += size
+            if count and filled > self.max_message_bytes:
+                return count
+        return min(len(sizes), self.max_cards)
 
     def check(self, measures: Measures) -> None:
         """Raise `MessageTooLarge` where a request exceeds a bound."""

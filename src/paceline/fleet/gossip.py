@@ -150,7 +150,7 @@ class Gossip:
         revocations = () if request.revocations_digest == self._revocations.digest else self._revocations.all()
         if request.digests is None:
             return Answered(Reply(revocations=revocations, revocations_digest=self._revocations.digest), effects)
-        apart = self._registry.compare(request.digests, now, complete=True, max_cards=self._preset.bounds.max_cards)
+        apart = self._registry.compare(request.digests, now, complete=True, bounds=self._preset.bounds)
         reply = Reply(apart.stamps, apart.cards, apart.wanted, revocations, self._revocations.digest, apart.more)
         return Answered(reply, effects)
 
@@ -166,8 +166,7 @@ class Gossip:
         effects = self._intake.sweep(now)
         effects += self._intake.take(reply.revocations, reply.cards, reply.stamps, peer, now)
         effects += self._rise(now)
-        most = self._preset.bounds.max_cards
-        apart = self._registry.compare(reply.wanted, now, complete=False, max_cards=most)
+        apart = self._registry.compare(reply.wanted, now, complete=False, bounds=self._preset.bounds)
         again = reply.more or apart.more
         behind = reply.revocations_digest != self._revocations.digest
         if (again or behind or apart.cards or apart.stamps) and exchange.calls < self._preset.max_calls:

@@ -44,6 +44,11 @@ class PassedCard:
     with_certificate: bool = True
     """Whether the reader needs the certificate; transport leaves it off the wire otherwise."""
 
+    @property
+    def nbytes(self) -> int:
+        """On the wire, nearly."""
+        return len(self.sealed.sealed) + (len(self.sealed.certificate) if self.with_certificate else 0) + 40
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

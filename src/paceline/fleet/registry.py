@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.core.ids import NodeId
+from paceline.fleet.bounds import Bounds
 from paceline.fleet.card import NodeCard, SealedCard
 from paceline.fleet.entry import Difference, Entry, Floor, Merged, change, received
 from paceline.fleet.messages import Digest, PassedCard, Stamp
@@ -170,14 +171,14 @@ class CardRegistry:
             return frozenset(digest for digest in self._digests if digest.key not in self._lacking)
         return frozenset(self._digests)
 
-    def compare(self, theirs: Iterable[Digest], now: float, *, complete: bool, max_cards: int) -> Difference:
+    def compare(self, theirs: Iterable[Digest], now: float, *, complete: bool, bounds: Bounds) -> Difference:
         """What to hand over to somebody who holds `theirs`, and what to ask of them. Call `sweep` first.
 
         Args:
             theirs: what they hold.
             now: monotonic seconds.
             complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
-            max_cards: hand over no more.
+            bounds: of a message.
         """
         theirs, mine = frozenset(theirs), self.digests()
         cards, stamps, wanted = list[PassedCard](), list[Stamp](), list[Digest]()
@@ -196,7 +197,8 @@ class CardRegistry:
         if complete:
             unknown = sorted(digest.key for digest in self._digests - theirs if digest.key not in differing)
             cards.extend(self._entries[key].passed(now, with_certificate=True) for key in unknown)
-        return Difference(tuple(cards[:max_cards]), tuple(stamps), tuple(wanted), more=len(cards) > max_cards)
+        fitting = bounds.fitting([passed.nbytes for passed in cards])
+        return Difference(tuple(cards[:fitting]), tuple(stamps), tuple(wanted), more=len(cards) > fitting)
 
     def passed(self, node_id: NodeId, now: float) -> PassedCard | None:
         """The card held of a node, to be passed on whole."""

@@ -15,6 +15,7 @@ import grpc.aio
 
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId
+from paceline.transport.exchange_codec import MAX_EXCHANGE_BYTES
 from paceline.transport.rpc_faults import error_of
 from paceline.transport.trust.certificates import NODE_NAME, Member
 from paceline.transport.trust.credentials import channel_credentials, check_callable, meet
@@ -25,14 +26,17 @@ MAX_CHANNELS = 512
 """Open at once; the one used longest ago is closed."""
 MAX_MESSAGE_BYTES = 8 << 20
 """A link's measure carries 4 MiB, 256 cards of 16 KB as much. Raising it: what one message can make a node hold."""
+MAX_CARD_MESSAGE_BYTES = 128 << 10
+"""What somebody who is only met may say: one card."""
 KEEPALIVE_S = 10
 """Of silence in a call, until the other side is asked for a sign of life. Raising it: the streams of a machine that lost its power hang for
 longer."""
 KEEPALIVE_TIMEOUT_S = 5
 
+RECEIVE = "grpc.max_receive_message_length"
 Options = list[tuple[str, str | int]]
 COMMON: Options = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    (RECEIVE, MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
@@ -89,7 +93,8 @@ class ChannelPool:
         key = (purpose, address, member.serial)
         found = self._open.get(key)
         if found is None:
-            found = self._open[key] = _Open(self._dial(address, member.tls_name), member)
+            most = MAX_EXCHANGE_BYTES if purpose is Purpose.EXCHANGE else MAX_MESSAGE_BYTES
+            found = self._open[key] = _Open(self._dial(address, member.tls_name, most), member)
             if len(self._open) > MAX_CHANNELS:
                 self._end(self._open.popitem(last=False)[1])
         self._open.move_to_end(key)
@@ -102,7 +107,7 @@ class ChannelPool:
             NodeUnreachable: nobody of this fleet answers there.
             FleetError: what it sent proves nothing, or it was revoked.
         """
-        channel = self._dial(address, NODE_NAME)
+        channel = self._dial(address, NODE_NAME, MAX_CARD_MESSAGE_BYTES)
         try:
             return await meet(channel, self._identity, self._voids, self._clock.wall(), timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -132,8 +137,11 @@ class ChannelPool:
         self._open.clear()
         await asyncio.gather(*self._closing)
 
-    def _dial(self, address: str, tls_name: str) -> grpc.aio.Channel:
-        return grpc.aio.secure_channel(address, self._credentials, [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls_name)])
+    def _dial(self, address: str, tls_name: str, most_bytes: int) -> grpc.aio.Channel:
+        """A channel that takes messages of so many bytes."""
+        options = [option for option in CHANNEL_OPTIONS if option[0] != RECEIVE]
+        options += [(RECEIVE, most_bytes), ("grpc.ssl_target_name_override", tls_name)]
+        return grpc.aio.secure_channel(address, self._credentials, options)
 
     def _end(self, found: _Open) -> None:
         task = asyncio.get_running_loop().create_task(found.channel.close(None))

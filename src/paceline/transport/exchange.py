@@ -18,11 +18,13 @@ from paceline.fleet.effects import Call
 from paceline.fleet.messages import Reply
 from paceline.transport.address_book import AddressBook
 from paceline.transport.channels import ChannelPool, Purpose
-from paceline.transport.exchange_codec import Refuse, measure_reply, read_reply, write_request
+from paceline.transport.exchange_codec import Refuse, measure_reply, parse_reply, read_reply, write_request
 from paceline.transport.opener import MemberOpener
 from paceline.transport.rpc_faults import error_of
 from paceline.transport.trust.certificates import Member
-from paceline.transport.wire.fleet_pb2_grpc import CapabilityServiceStub
+from paceline.transport.wire import fleet_pb2 as wire
+
+EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +91,16 @@ class Exchanger:
         channel = self._pool.get(Purpose.EXCHANGE, address, member)
         left = max(0.001, timeout_s - (self._clock.monotonic() - began))
         try:
-            message = await CapabilityServiceStub(channel).ExchangeCapabilities(
-                write_request(call.request), timeout=left, wait_for_ready=True
-            )
+            # Not the stub: a reply is looked at before it is decoded.
+            ask = channel.unary_unary(EXCHANGE, wire.ExchangeCapabilitiesRequest.SerializeToString)
+            data = await ask(write_request(call.request), timeout=left, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             # On a slow link dialling may take longer than a call: it goes on, once, until the next round.
             if self._book.is_failing(address) or channel.get_state() is not grpc.ChannelConnectivity.CONNECTING:
                 self._met.pop(address, None)
                 self._pool.discard(Purpose.EXCHANGE, address, member)
             raise error_of(error, f"{member.node_id} at {address}") from error
+        message = parse_reply(data)
         self._bounds.check(measure_reply(message))
         return Answer(member.node_id, address, await read_reply(message, self._opener, refuse))
 

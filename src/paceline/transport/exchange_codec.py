@@ -1,7 +1,7 @@
 """ExchangeCapabilities as `fleet.messages` says it, and back.
 
 Law: nothing in a message is believed before its signature was checked here, and what does not hold is left out and told: one forged card
-does not cost the other cards their way.
+does not cost the other cards their way. Of a peer that lies on and on, the rest is left unread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -18,14 +18,25 @@ from paceline.core.ids import NodeId
 from paceline.fleet.bounds import Measures
 from paceline.fleet.card import SealedCard, SealedRevocation
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
+from paceline.transport.parts import check_parts
 from paceline.transport.wire import fleet_pb2 as wire
 
 PROOF_BYTES = 16
 MOST_MEASURED = 4096
 """More cards than any preset's bounds let through."""
-CARDS_AT_ONCE = 8
+CHECKED_AT_ONCE = 8
 """Checked before the event loop does something else: two signatures each, 0.1 ms a signature."""
+MOST_LIES = 8
+"""Things in one message that may prove nothing before the rest is left unread. Raising it: what a liar can make a node compute."""
+MAX_EXCHANGE_BYTES = 2 << 20
+"""Of a request or a reply: what is packed for one (`Bounds.max_message_bytes` of cards), and revocations."""
+MAX_EXCHANGE_PARTS = 8192
+"""Cards and revocations in one: more than any preset's bounds let through."""
 _MOST_MS = (1 << 32) - 1
+
+
+Message = TypeVar("Message")
+Held = TypeVar("Held")
 
 
 class Opener(Protocol):
@@ -89,6 +100,20 @@ def write_request(request: Request) -> wire.ExchangeCapabilitiesRequest:
     )
 
 
+def parse_reply(data: bytes) -> wire.ExchangeCapabilitiesResponse:
+    """A reply from its bytes.
+
+    Raises:
+        MessageTooLarge: it has more parts than any.
+        MalformedMessage: it can't be read.
+    """
+    check_parts(data, MAX_EXCHANGE_PARTS)
+    try:
+        return wire.ExchangeCapabilitiesResponse.FromString(data)
+    except DecodeError as error:
+        raise MalformedMessage("A reply can't be read") from error
+
+
 async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: Opener, refuse: Refuse) -> Request:
     """A request, checked.
 
@@ -96,7 +121,7 @@ async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: Opener
         MalformedMessage: its columns don't fit together.
     """
     return Request(
-        revocations=_read_revocations(message.revocations, opener, refuse),
+        revocations=await _read_revocations(message.revocations, opener, refuse),
         digests=frozenset(_read_digests(message.digests)) if message.HasField("digests") else None,
         stamps=_read_stamps(message.stamps),
         cards=await _read_cards(message.cards, opener, refuse),
@@ -124,7 +149,7 @@ async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: Opener,
     return Reply(
         stamps=_read_stamps(message.stamps),
         wanted=_read_digests(message.wanted),
-        revocations=_read_revocations(message.revocations, opener, refuse),
+        revocations=await _read_revocations(message.revocations, opener, refuse),
         cards=await _read_cards(message.cards, opener, refuse),
         revocations_digest=message.revocations_digest,
         more=message.more,
@@ -140,31 +165,35 @@ def write_passed(passed: PassedCard) -> wire.PassedCard:
 
 
 async def _read_cards(messages: Iterable[wire.PassedCard], opener: Opener, refuse: Refuse) -> tuple[PassedCard, ...]:
-    cards: list[PassedCard] = []
+    def read(message: wire.PassedCard) -> PassedCard:
+        return PassedCard(opener.card(message.card), message.beat, message.proof, message.age_ms / 1000)
+
+    return await _read(messages, read, refuse)
+
+
+async def _read_revocations(messages: Iterable[wire.SignedRevocation], opener: Opener, refuse: Refuse) -> tuple[SealedRevocation, ...]:
+    return await _read(messages, opener.revocation, refuse)
+
+
+async def _read(messages: Iterable[Message], read: Callable[[Message], Held], refuse: Refuse) -> tuple[Held, ...]:
+    """What holds, in order."""
+    taken: list[Held] = []
+    lies = 0
     for place, message in enumerate(messages):
-        if place % CARDS_AT_ONCE == CARDS_AT_ONCE - 1:
+        if place % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
             await asyncio.sleep(0)
         try:
-            sealed = opener.card(message.card)
+            taken.append(read(message))
         except FleetError as error:
             refuse(error)
-        else:
-            cards.append(PassedCard(sealed, message.beat, message.proof, message.age_ms / 1000))
-    return tuple(cards)
+            lies += 1
+            if lies == MOST_LIES:
+                break
+    return tuple(taken)
 
 
 def _write_revocations(revocations: Iterable[SealedRevocation]) -> list[wire.SignedRevocation]:
     return [wire.SignedRevocation.FromString(one.sealed) for one in revocations]
-
-
-def _read_revocations(messages: Iterable[wire.SignedRevocation], opener: Opener, refuse: Refuse) -> tuple[SealedRevocation, ...]:
-    revocations: list[SealedRevocation] = []
-    for message in messages:
-        try:
-            revocations.append(opener.revocation(message))
-        except FleetError as error:
-            refuse(error)
-    return tuple(revocations)
 
 
 def _write_digests(digests: Iterable[Digest]) -> wire.CardDigests:

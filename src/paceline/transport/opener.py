@@ -16,6 +16,8 @@ from paceline.transport.trust.certificates import FleetRoot, Member
 from paceline.transport.trust.seals import Voids, open_card, open_revocation
 from paceline.transport.wire import fleet_pb2 as wire
 
+REVOCATIONS_REMEMBERED = 4096
+"""All that a message may hold: a peer that lacks one sends them all, each time."""
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -34,6 +36,7 @@ class MemberOpener:
     def __init__(self, root: FleetRoot, voids: Voids, lacks: Callable[[NodeId], None], clock: Clock, remembered: int = 1024) -> None:
         self._root, self._voids, self._lacks, self._clock, self._remembered = root, voids, lacks, clock, remembered
         self._certificates: OrderedDict[NodeId, bytes] = OrderedDict()
+        self._revocations: OrderedDict[bytes, SealedRevocation] = OrderedDict()
         self._opened: OrderedDict[bytes, SealedCard] = OrderedDict()
         """By hash: what comes by several ways, or again and again, costs one check."""
 
@@ -66,7 +69,12 @@ class MemberOpener:
         Raises:
             FleetError: it proves nothing.
         """
-        return open_revocation(signed, self._root)
+        key = hashlib.sha256(signed.SerializeToString(deterministic=True)).digest()
+        known = self._revocations.get(key)
+        if known is None:
+            known = open_revocation(signed, self._root)
+            _keep(self._revocations, key, known, REVOCATIONS_REMEMBERED)
+        return known
 
     def know(self, sealed: SealedCard) -> None:
         """Remember a card's certificate."""

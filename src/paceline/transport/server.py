@@ -9,11 +9,12 @@ import grpc.aio
 
 from paceline.core.errors import ConfigError
 from paceline.transport.channels import COMMON, Options
+from paceline.transport.exchange_codec import MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS
 from paceline.transport.rpc_meter import RpcMeter
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.credentials import server_credentials
 from paceline.transport.trust.guard import PeerGuard
-from paceline.transport.trust.handlers import WellFormed
+from paceline.transport.trust.handlers import Limit, WellFormed
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.strangers import StrangerWatch
 
@@ -26,11 +27,11 @@ SERVER_OPTIONS: Options = [
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
-REQUEST_BYTES = {
-    "/paceline.v1.CapabilityService/ExchangeCapabilities": 2 << 20,
-    "/paceline.v1.CapabilityService/GetNodeCapability": 1 << 10,
+REQUESTS = {
+    "/paceline.v1.CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS),
+    "/paceline.v1.CapabilityService/GetNodeCapability": Limit(1 << 10, 64),
 }
-"""What is read of a request at most, where less than `MAX_MESSAGE_BYTES` is enough: empty cards take 35 times their bytes."""
+"""What is read of a request at most, where less than `MAX_MESSAGE_BYTES` is enough."""
 
 Register = Callable[[grpc.aio.Server], None]
 
@@ -47,7 +48,7 @@ class NodeServer:
 
     def __init__(self, identity: Identity, guard: PeerGuard, strangers: StrangerWatch, meter: RpcMeter) -> None:
         self._identity, self._strangers = identity, strangers
-        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, REQUEST_BYTES)], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, REQUESTS)], options=SERVER_OPTIONS)
 
     def add(self, *services: Register) -> None:
         """Before `start`."""

@@ -175,3 +175,11 @@ def test_calls_that_never_come_back_are_forgotten() -> None:
         calls += sum(isinstance(effect, Call) for effect in node.tick(now))
     assert calls > 300
     assert len(node._exchanges) <= 2 * (lan().fanout_news + 1)
+
+
+def test_a_message_is_bounded_in_bytes_too_and_always_carries_something() -> None:
+    bounds = Bounds(max_cards=4, max_message_bytes=100)
+    assert bounds.fitting([]) == 0
+    assert bounds.fitting([10] * 9) == 4
+    assert bounds.fitting([40, 40, 40]) == 2
+    assert bounds.fitting([1000, 1]) == 1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.fleet.cards import TTL_S, card, passed, revocation
 
 from paceline.core.ids import NodeId
+from paceline.fleet.bounds import Bounds
 from paceline.fleet.card import SealedRevocation
 from paceline.fleet.messages import PassedCard
 from paceline.fleet.registry import CardRegistry
@@ -52,7 +53,7 @@ class Holder:
         return self
 
     def all(self, now: float = NOW) -> list[Fact]:
-        apart = self.registry.compare((), now, complete=True, max_cards=100)
+        apart = self.registry.compare((), now, complete=True, bounds=Bounds(max_cards=100))
         return [*self.revocations.all(), *apart.cards]
 
     def live(self) -> object:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tracemalloc
+from collections import Counter
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -11,11 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import FleetError, MalformedMessage
+from paceline.core.errors import FleetError, MalformedMessage, MessageTooLarge, NotTrusted
+from paceline.fleet.card import SealedCard, SealedRevocation
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
 from paceline.testing.fleets import TestFleet, sealed_card
-from paceline.transport.exchange_codec import PROOF_BYTES, read_reply, read_request, write_passed, write_reply, write_request
+from paceline.transport.exchange_codec import (
+    MAX_EXCHANGE_PARTS,
+    MOST_LIES,
+    PROOF_BYTES,
+    parse_reply,
+    read_reply,
+    read_request,
+    write_passed,
+    write_reply,
+    write_request,
+)
 from paceline.transport.opener import MemberOpener
+from paceline.transport.trust.certificates import FleetRoot
+from paceline.transport.trust.seals import open_revocation
 from paceline.transport.wire import fleet_pb2 as wire
 
 FLEET = TestFleet()
@@ -74,7 +89,7 @@ def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
         refused: list[FleetError] = []
         taken = asyncio.run(read_request(message, opener(), refused.append))
         assert not taken.cards
-        assert len(refused) == len(message.cards) + len(message.revocations)
+        assert len(refused) == min(MOST_LIES, len(message.cards)) + min(MOST_LIES, len(message.revocations))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +125,64 @@ def test_a_forged_card_does_not_cost_the_others_their_way() -> None:
     request = asyncio.run(read_request(wire.ExchangeCapabilitiesRequest(cards=messages), opener(), refused.append))
     assert [passed.sealed.card.node_id for passed in request.cards] == ["a", "c"]
     assert len(refused) == 1
+
+
+def test_of_a_peer_that_lies_on_and_on_the_rest_is_left_unread() -> None:
+    checked: list[str] = []
+
+    class Counting:
+        def card(self, signed: wire.SignedCard) -> SealedCard:
+            checked.append("card")
+            raise NotTrusted("a lie", who="mallory")
+
+        def revocation(self, signed: wire.SignedRevocation) -> SealedRevocation:
+            checked.append("revocation")
+            raise NotTrusted("a lie", who="mallory")
+
+    message = wire.ExchangeCapabilitiesRequest(
+        cards=[wire.PassedCard(beat=1)] * 100, revocations=[wire.SignedRevocation(revocation=b"x")] * 4096
+    )
+    asyncio.run(read_request(message, Counting(), lambda _: None))
+    assert Counter(checked) == {"card": MOST_LIES, "revocation": MOST_LIES}
+
+
+def test_a_revocation_that_comes_again_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[wire.SignedRevocation] = []
+
+    def counting(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRevocation:
+        checked.append(signed)
+        return open_revocation(signed, root)
+
+    monkeypatch.setattr("paceline.transport.opener.open_revocation", counting)
+    request = Request(revocations=(FLEET.revoke("z"),))
+    one = opener()
+    for _ in range(3):
+        assert asyncio.run(read_request(write_request(request), one, fail)) == request
+    assert len(checked) == 1
+
+
+def test_a_reply_of_empty_parts_is_refused_before_it_swells() -> None:
+    swelling = b"\x22\x00" * (1 << 20)
+    assert len(wire.ExchangeCapabilitiesResponse.FromString(swelling[:6]).cards) == 3
+    tracemalloc.start()
+    try:
+        with pytest.raises(MessageTooLarge, match=str(MAX_EXCHANGE_PARTS)):
+            parse_reply(swelling)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@given(replies)
+def test_what_nodes_say_can_be_counted(reply: Reply) -> None:
+    message = write_reply(reply)
+    assert parse_reply(message.SerializeToString()) == message
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_reply_or_refused(data: bytes) -> None:
+    with contextlib.suppress(MalformedMessage):
+        parse_reply(data)
 
 
 def test_many_cards_let_the_event_loop_go_on() -> None:

@@ -1,7 +1,7 @@
 """What interceptors of a server share: the same method with another behaviour, and requests that can't be read.
 
 A message that protobuf can't parse would be an exception inside gRPC, logged with a traceback as if it were our bug. Here it is a refusal, in the
-log with where it came from. A message may take 35 times its size once it is parsed (millions of empty parts), so some methods read less.
+log with where it came from. A message may take 35 times its size once it is parsed (millions of empty parts), so of some methods they are counted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from paceline.core.errors import GossipRefused, MalformedMessage, MessageTooLarge
+from paceline.transport.parts import check_parts
 from paceline.transport.rpc_faults import abort
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.sockets import remote_of
@@ -25,6 +26,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Any]
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Of a method's requests."""
+
+    nbytes: int
+    parts: int
+    """Outermost fields, counted before anything is decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +65,10 @@ class WellFormed(grpc.aio.ServerInterceptor):
 
     Args:
         refusals: the log.
-        limits: by method (/package.Service/Method), the most bytes that are read; others read what gRPC lets through.
+        limits: by method (/package.Service/Method), what is read at most; others read what gRPC lets through.
     """
 
-    def __init__(self, refusals: Refusals, limits: Mapping[str, int] | None = None) -> None:
+    def __init__(self, refusals: Refusals, limits: Mapping[str, Limit] | None = None) -> None:
         self._refusals, self._limits = refusals, dict(limits or {})
 
     async def intercept_service(
@@ -102,15 +112,19 @@ class WellFormed(grpc.aio.ServerInterceptor):
         await abort(context, unreadable.error)
 
 
-def _reader(handler: grpc.RpcMethodHandler[Any, Any], limit: int | None) -> Callable[[bytes], Any]:
+def _reader(handler: grpc.RpcMethodHandler[Any, Any], limit: Limit | None) -> Callable[[bytes], Any]:
     read = handler.request_deserializer
     assert read is not None, "only a handler that reads is wrapped"
 
     def reader(data: bytes) -> Any:
-        if limit is not None and len(data) > limit:
-            return _Unreadable(MessageTooLarge(f"A request of {len(data)} bytes; the bound is {limit}"))
         try:
+            if limit is not None:
+                if len(data) > limit.nbytes:
+                    raise MessageTooLarge(f"A request of {len(data)} bytes; the bound is {limit.nbytes}")
+                check_parts(data, limit.parts)
             return read(data)
+        except GossipRefused as error:
+            return _Unreadable(error)
         except DecodeError:
             return _Unreadable(MalformedMessage("A request can't be read"))
 

@@ -104,11 +104,12 @@ async def test_bytes_that_are_no_request_and_requests_that_swell_are_refused_unr
         for data, kind in (
             (b"\xff\xff", MalformedMessage),
             (empty_card * 1_100_000, MessageTooLarge),  # 2.2 MB that would take 70
-            (empty_card * 300_000, MessageTooLarge),  # counted, not opened
+            (empty_card * 300_000, MessageTooLarge),  # counted, not decoded
+            (empty_card * 300, MessageTooLarge),  # decoded, not opened
         ):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await raw(data, timeout=20)
             assert isinstance(error_of(refused.value, "a"), kind)
         assert "refused 127.0.0.1 (port" in caplog.text
-        assert "refused mallory: a peer sent 300000 cards" in caplog.text
+        assert "refused mallory: a peer sent 300 cards" in caplog.text
         await mallory.pool.close()

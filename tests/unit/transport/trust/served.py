@@ -15,7 +15,7 @@ from paceline.testing.fleets import TestFleet, sealed_card
 from paceline.transport.trust.certificates import NODE_NAME
 from paceline.transport.trust.credentials import channel_credentials, server_credentials
 from paceline.transport.trust.guard import Context, PeerGuard
-from paceline.transport.trust.handlers import WellFormed
+from paceline.transport.trust.handlers import Limit, WellFormed
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.strangers import StrangerWatch
@@ -121,7 +121,7 @@ async def served(fleet: TestFleet, name: str = "server-1") -> AsyncIterator[Serv
     refusals = Refusals()
     watch = StrangerWatch(refusals, look_s=0.02)
     guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch.caller)
-    server = grpc.aio.server(interceptors=[guard, WellFormed(refusals, {CARD: 1000})])
+    server = grpc.aio.server(interceptors=[guard, WellFormed(refusals, {CARD: Limit(1000, 64)})])
     services = Services(guard, identity)
     server.add_generic_rpc_handlers((services,))
     port = server.add_secure_port("127.0.0.1:0", server_credentials(identity, watch.connection))
