@@ -7,6 +7,7 @@ ends within its bound. What gossip learns goes to disk in threads, one write at 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import IO, Protocol
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import MembershipError
+from paceline.core.errors import FleetError, MembershipError, UserError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.effects import Appeared, Changed, Clashed, Effect, Expired, Left, Restarted, Revoked
@@ -124,6 +125,7 @@ class FleetNode:
         self._port = 0
         self._changed = asyncio.Event()
         self._kept: tuple[object, ...] = ()
+        self._looked = float("-inf")
 
     # --------------------------------------------------------------------------------------------------------------- its owner
 
@@ -158,11 +160,13 @@ class FleetNode:
         self._server = server
         self._look_at_addresses()
         await asyncio.to_thread(self._portrait.look)
+        self._looked = self._clock.monotonic()
         local = join_host(self._settings.host or "127.0.0.1", self._port)
         await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
         bounds = self._settings.preset.bounds
         await self.gossip.start(Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock))
         self._watcher = asyncio.create_task(self._watch(), name="fleet-watch")
+        self._watcher.add_done_callback(_tell_failure)
         self._links.start()
         if self._settings.mdns:
             self._discovery.start(self._addresses)
@@ -189,7 +193,10 @@ class FleetNode:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.gossip.close()
         await self.pool.close()
-        await self._keep()
+        try:
+            await self._keep()
+        except UserError as error:
+            logger.warning("what this node learned of its fleet is not kept: %s", error)
         await asyncio.to_thread(forget_running, self._folder)
 
     # -------------------------------------------------------------------------------------------------------------------- state
@@ -265,23 +272,33 @@ class FleetNode:
 
     async def _watch(self) -> None:
         """Notice what changes beside gossip, and keep what gossip learned."""
-        looked = self._clock.monotonic()
+        told: set[str] = set()
         while True:
-            with_news = True
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_S)
-            except TimeoutError:
-                with_news = False
             self._changed.clear()
-            if with_news:
-                await self._keep()
-            if self._joining is None and self._folder.has_authority:
-                self._joining = asyncio.create_task(self._join_host().run(), name="fleet-join-port")
-            if self._clock.monotonic() - looked >= PORTRAIT_S:
-                looked = self._clock.monotonic()
-                await asyncio.to_thread(self._portrait.look)
-            self._look_at_addresses()
-            await self.gossip.refresh()
+            troubles: set[str] = set()
+            for step in (self._keep, self._keep_join_port, self._look_again, self.gossip.refresh):
+                try:
+                    await step()
+                except (UserError, FleetError, OSError) as error:
+                    # A full disk or a damaged file is a person's to mend; meanwhile the other steps go on, and this one is tried again.
+                    troubles.add(str(error))
+            for trouble in sorted(troubles - told):
+                logger.warning("this node goes on, but: %s", trouble)
+            told = troubles
+
+    async def _keep_join_port(self) -> None:
+        """From when the CA is on this machine."""
+        if self._joining is None and self._folder.has_authority:
+            self._joining = asyncio.create_task(self._join_host().run(), name="fleet-join-port")
+            self._joining.add_done_callback(_tell_failure)
+
+    async def _look_again(self) -> None:
+        if self._clock.monotonic() - self._looked >= PORTRAIT_S:
+            self._looked = self._clock.monotonic()
+            await asyncio.to_thread(self._portrait.look)
+        self._look_at_addresses()
 
     def _join_host(self) -> JoinHost:
         return JoinHost(
@@ -311,8 +328,14 @@ class FleetNode:
         revocations = tuple(sealed.sealed for sealed in self.gossip.revocations)
         if (members, revocations) == self._kept:
             return
-        self._kept = (members, revocations)
         # Members that are all gone may be back: an address book is never emptied.
         if members:
             await asyncio.to_thread(self._folder.keep_peers, members)
         await asyncio.to_thread(self._folder.keep_revocations, revocations)
+        self._kept = (members, revocations)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    """What runs in the background must not end unheard."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s failed", task.get_name(), exc_info=error)

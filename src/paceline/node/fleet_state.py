@@ -6,6 +6,7 @@ running.json   process id and port of the node that runs now
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -44,9 +45,12 @@ def claim_running(folder: FleetFolder) -> IO[bytes]:
     """Be the process that runs this identity, until the file that is returned is closed.
 
     Raises:
-        MembershipError: another process is.
+        MembershipError: another process is, or the folder can't be written.
     """
-    lock = (folder.root / ".running").open("ab")
+    try:
+        lock = (folder.root / ".running").open("ab")
+    except OSError as error:
+        raise MembershipError(f"{folder.root} can't be written: {error.strerror}", "A node keeps what it used up there") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -89,7 +93,8 @@ def keep_running(folder: FleetFolder, running: Running) -> None:
 def forget_running(folder: FleetFolder) -> None:
     """This process ends."""
     if (running := read_running(folder)) is not None and running.pid == os.getpid():
-        (folder.root / "running.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # nothing answers there any more, which is what counts
+            (folder.root / "running.json").unlink(missing_ok=True)
 
 
 def read_running(folder: FleetFolder) -> Running | None:

@@ -114,9 +114,17 @@ class FleetFolder:
 
     @contextmanager
     def locked(self) -> Generator[None]:
-        """Alone in changing this folder's files, for as long as the block runs."""
-        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.root / ".lock").open("wb") as file:
+        """Alone in changing this folder's files, for as long as the block runs.
+
+        Raises:
+            MembershipError: it can't be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = (self.root / ".lock").open("wb")
+        except OSError as error:
+            raise MembershipError(f"{self.root} can't be written: {error.strerror}", "PACELINE_HOME names another folder") from error
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -124,7 +132,12 @@ class FleetFolder:
         """Serialised SignedRevocations, as they were kept; unchecked."""
         values = _read_json(self.revocations_file)
         try:
-            return [base64.b64decode(value, validate=True) for value in values] if isinstance(values, list) else []  # pyright: ignore[reportUnknownVariableType]
+            if values is None:
+                return []
+            # Anything else than what was written is damage: who was revoked must not be forgotten by it.
+            if not isinstance(values, list):
+                raise TypeError
+            return [base64.b64decode(value, validate=True) for value in values]  # pyright: ignore[reportUnknownVariableType]
         except (binascii.Error, TypeError, ValueError):
             raise _damaged(self.revocations_file) from None
 
@@ -154,7 +167,7 @@ class FleetFolder:
             return {}
         try:
             value: Any = json.loads(read_secret(self.issuer_file))
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise _damaged(self.issuer_file)
@@ -192,11 +205,14 @@ def read_secret(path: Path) -> bytes:
 def _read_json(path: Path) -> object:
     """None where there is no file."""
     try:
-        return json.loads(path.read_bytes())
+        value: object = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path) from error
+    if value is None:
+        raise _damaged(path)
+    return value
 
 
 def _damaged(path: Path) -> IdentityError:
