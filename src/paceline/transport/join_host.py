@@ -33,7 +33,14 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often files are looked at."""
 MAX_JOIN_BYTES = 16 << 10
-MAX_JOINS_AT_ONCE = 8
+MAX_CONNECTIONS = 512
+"""Anybody may open one before it has shown that it was invited. Raising it: what strangers can make this process hold."""
+MAX_STREAMS = 2
+"""Calls on one connection; a joiner makes one."""
+CONNECTION_S = 30
+"""Nobody has business here for longer."""
+LAST_CALLS_S = 5
+"""A call that was begun and never sent ends so long after its connection's time."""
 GRACE_S = 2.0
 """What a join under way is given when the port closes."""
 
@@ -84,9 +91,16 @@ class JoinHost:
         return self._server is not None
 
     def claim(self) -> bool:
-        """Become the one process that keeps the port; False where another does."""
+        """Become the one process that keeps the port; False where another does.
+
+        Raises:
+            MembershipError: the folder can't be written.
+        """
         if self._lock is None:
-            lock = self._folder.host_lock_file.open("wb")
+            try:
+                lock = self._folder.host_lock_file.open("wb")
+            except OSError as error:
+                raise MembershipError(f"{self._folder.host_lock_file} can't be written: {error.strerror}") from error
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -144,11 +158,13 @@ class JoinHost:
                 ("grpc.max_receive_message_length", MAX_JOIN_BYTES),
                 ("grpc.max_metadata_size", 8 << 10),
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_concurrent_streams", MAX_JOINS_AT_ONCE),
+                ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+                ("grpc.max_concurrent_streams", MAX_STREAMS),
                 ("grpc.server_handshake_timeout_ms", 10_000),
-                ("grpc.max_connection_age_ms", 60_000),  # nobody has business here for longer
+                ("grpc.max_connection_age_ms", CONNECTION_S * 1000),
+                ("grpc.max_connection_age_grace_ms", LAST_CALLS_S * 1000),
             ),
-            maximum_concurrent_rpcs=MAX_JOINS_AT_ONCE,
+            # No bound on calls at once: whoever begins some and never sends them would keep everybody else out.
         )
         add_JoinServiceServicer_to_server(self._service, server)
         authority = self.issuer.authority

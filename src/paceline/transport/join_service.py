@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 HINT_KEY = "paceline-hint"
 MAX_PEERS = 64
+MAX_AT_ONCE = 4
+"""Joins that are decided at a time; others wait. Each holds the folder's lock."""
 Context = grpc.aio.ServicerContext[wire.JoinRequest, Awaitable[wire.JoinResponse]]
 
 
@@ -46,12 +48,14 @@ class JoinServicer(JoinServiceServicer):
     ) -> None:
         self._issuer, self._folder, self._peers, self._refusals = issuer, folder, peers, refusals
         self._on_joined = on_joined
+        self._deciding = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
         attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce)
         try:
             # Signing and waiting for the disk are not for the event loop.
-            node_id, certificate = await asyncio.to_thread(self._issuer.admit, attempt)
+            async with self._deciding:
+                node_id, certificate = await asyncio.to_thread(self._issuer.admit, attempt)
             revocations = await asyncio.to_thread(self._folder.sealed_revocations)
         except (JoinRefused, NotTrusted) as error:
             host, port = remote_of(context.peer())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -82,6 +84,44 @@ class IssuerNode:
         credentials = grpc.ssl_channel_credentials(self.issuer.authority.root.pem)
         async with grpc.aio.secure_channel(f"127.0.0.1:{self.port}", credentials, options) as channel:
             yield JoinServiceStub(channel)
+
+
+@asynccontextmanager
+async def begun_calls(port: int, count: int) -> AsyncIterator[None]:
+    """A stranger's connection with calls whose headers were sent and whose requests never come. Spoken by hand: no client would."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    headers = {":method": "POST", ":scheme": "https", ":path": "/paceline.v1.JoinService/Join", ":authority": JOIN_NAME}
+    headers |= {"content-type": "application/grpc", "te": "trailers"}
+    block = b"".join(b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode() for key, value in headers.items())
+    try:
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, b""))
+        writer.write(b"".join(_frame(HEADERS, 1 + 2 * place, block) for place in range(count)) + _frame(PING, 0, bytes(8)))
+        await writer.drain()
+        # The answer to the ping comes after the headers were read.
+        async with asyncio.timeout(SOON_S):
+            while (await _read_frame(reader)) != (PING, ACKNOWLEDGED):
+                pass
+        yield
+    finally:
+        writer.transport.abort()
+
+
+HEADERS, SETTINGS, PING = 1, 4, 6
+ACKNOWLEDGED = 1
+
+
+def _frame(kind: int, stream: int, payload: bytes) -> bytes:
+    flags = 4 if kind == HEADERS else 0
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, int]:
+    head = await reader.readexactly(9)
+    await reader.readexactly(int.from_bytes(head[:3], "big"))
+    return head[3], head[4]
 
 
 def request_for(token: JoinToken, name: str) -> wire.JoinRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ import grpc.aio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.transport.trust.joining import SOON_S, IssuerNode, free_port, request_for
+from tests.unit.transport.trust.joining import SOON_S, IssuerNode, begun_calls, free_port, request_for
 from tests.unit.transport.trust.logs import logged
 
 from paceline.core.errors import IdentityError, JoinRefused, MembershipError, Unreachable
@@ -232,6 +233,18 @@ def test_the_port_is_open_while_a_token_lives(node: IssuerNode) -> None:
             await join(one, NodeId("bob-1"), node.clock)
             await host.refresh()
             assert not host.is_open
+
+    asyncio.run(main())
+
+
+def test_calls_that_are_begun_and_never_sent_keep_nobody_out(node: IssuerNode) -> None:
+    async def main() -> None:
+        token = node.mint()
+        async with node.hosted(), AsyncExitStack() as held:
+            for _ in range(16):
+                await held.enter_async_context(begun_calls(node.port, 8))
+            joined = await join(token, NodeId("bob-1"), node.clock)
+            assert joined.identity.node_id == "bob-1"
 
     asyncio.run(main())
 
