@@ -1,24 +1,20 @@
 """How activations travel, as stages and executors see it; `transport` has the real ones.
 
-Shapes: T rows of a batch, D hidden. Activations are bf16 bits (uint16), or fp16 or fp32 where somebody asked for that.
+Shapes: T rows of a batch, D hidden. Activations are bits of bf16, whatever they travel as.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from paceline.engine.local import WireBits
 from paceline.parallel.stage_batch import StageBatch
-
-Activations = npt.NDArray[np.generic]
 
 
 class ActivationSink(Protocol):
     """Takes batches, in order. For one thread."""
 
-    def send(self, batch: StageBatch, x_TD: Activations, deadline: float) -> None:
+    def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
         """Hand a batch on; returns once it is on its way.
 
         Args:
@@ -40,7 +36,7 @@ class ActivationSink(Protocol):
 class ActivationSource(Protocol):
     """Gives batches, in order. For one thread."""
 
-    def receive(self, deadline: float) -> tuple[StageBatch, Activations]:
+    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
         """The next batch. The array is good until the next call.
 
         Raises:

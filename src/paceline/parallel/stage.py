@@ -14,6 +14,7 @@ from paceline.core.errors import BadPipelineRequest
 from paceline.core.model import LayerRange
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.local import LayerRunner, WireBits, row_plan
+from paceline.parallel.checks import check_activations
 from paceline.parallel.stage_batch import StageBatch
 
 
@@ -43,8 +44,10 @@ class Stage:
 
         Raises:
             BadPipelineRequest: the batch can't be right.
+            ShardCorrupt: the activations can't.
         """
         runner = self._runner
+        check_activations(x_TD, len(x_TD), self._width)
         return runner.to_wire(self.run_activations(batch, runner.from_wire(x_TD)))
 
     def run_activations(self, batch: StageBatch, x_TD: Any) -> Any:
@@ -86,5 +89,7 @@ class Stage:
             end = first + count
             if end > min(self._max_context, blocks * self._runner.block_size) or blocks > self._n_blocks:
                 raise BadPipelineRequest(f"Batch {batch.batch_id} has rows up to position {end} of a sequence with {blocks} blocks")
-        if len(self._tables) + n > self._n_blocks * self._runner.block_size:
-            raise BadPipelineRequest(f"More than {len(self._tables)} sequences for {self._n_blocks} blocks")
+        kept = len(self._tables) - sum(self._tables.length(sequence) > 0 for sequence in released)
+        new = sum(sequence in released or not self._tables.length(sequence) for sequence in batch.sequences)
+        if kept + new > self._n_blocks * self._runner.block_size:
+            raise BadPipelineRequest(f"{kept + new} sequences for {self._n_blocks} blocks")

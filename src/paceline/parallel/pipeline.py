@@ -1,0 +1,248 @@
+"""The executor whose layers are spread over machines: this one embeds, runs its own first layers, and turns what comes back into logits.
+
+Laws:
+- Batches go through the stages in order, several at a time; each is complete in itself, so a stage that falls away is replaced by telling the
+  engine (`ExecutorLost`), which runs live sequences again from their ids.
+- Nothing that a stage sends is believed unseen: number of rows, width, finite and bounded values.
+- Every wait is bounded by `PipelineLimits`; a search for machines that find none ends with `ExecutorUnavailable`, and a later request starts another.
+
+Shapes: T rows of a batch, R rows with logits, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.core.clock import Clock
+from paceline.core.errors import (
+    ExecutorLost,
+    ExecutorUnavailable,
+    LostSpan,
+    PipelineError,
+    ShardCorrupt,
+    StreamStalled,
+    TensorStreamError,
+)
+from paceline.core.generation import Notice
+from paceline.core.ids import BatchId
+from paceline.core.model import LayerRange
+from paceline.engine.executor import StepBatch, StepOutput
+from paceline.engine.local import Int32, LayerRunner, logits_rows, token_ids
+from paceline.parallel.checks import check_activations
+from paceline.parallel.route import Fault, Route, Router
+from paceline.parallel.stage import Stage
+from paceline.parallel.stage_batch import StageBatch, without_tokens
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLimits:
+    """Bounds of one pipeline."""
+
+    stall_s: float = 2.0
+    """Without a batch coming out, beyond what its rows take. Raising it: a machine that hangs is noticed later."""
+    search_s: float = 30.0
+    """How long machines are looked for before requests end with an error. Raising it: they wait longer where none come back."""
+    look_s: float = 0.25
+    """How long one look for machines may hold up the engine's thread."""
+    max_rows: int = 1024
+    max_context: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    batch: StageBatch
+    rows_R: Int32
+    sent_at: float
+
+
+class PipelineExecutor:
+    """An `Executor` over a route.
+
+    Args:
+        head: embedding, final norm, head, and the layers this machine runs itself: those from 0 on, maybe none.
+        n_layers: of the model.
+        router: finds routes through the layers that `head` lacks.
+        limits: bounds.
+        clock: all time.
+
+    Raises:
+        PipelineError: there is no route.
+    """
+
+    def __init__(self, head: LayerRunner[Any], n_layers: int, router: Router, limits: PipelineLimits, clock: Clock) -> None:
+        self._head, self._router, self._limits, self._clock = head, router, limits, clock
+        self._remote = LayerRange(head.layers.stop, n_layers)
+        self.block_size, self.one_path = head.block_size, head.one_path
+        self.n_blocks, self.numerics_id = head.n_blocks, head.numerics_id
+        self.depth = 1
+        self.failovers = 0
+        self._width = head.to_wire(head.embed(np.zeros(1, np.int32))).shape[1]
+        self._route: Route | None = None
+        self._own: Stage | None = None
+        self._pending: deque[_InFlight] = deque()
+        self._received = 0
+        self._row_s = 0.0
+        """Of the slowest rows seen: what a batch may take beyond the bound."""
+        self._notices: list[Notice] = []
+        self._search_until: float | None = None
+        self._fault: Fault | None = None
+        route = router.find(limits.search_s)
+        if route is None:
+            raise PipelineError("No machines were found for all layers in time", "See `paceline status`, and who may host shards.")
+        self._take(route)
+
+    # ------------------------------------------------------------------------------------------------------------- as an Executor
+
+    def ready(self) -> bool:
+        if self._route is not None:
+            return True
+        now = self._clock.monotonic()
+        if self._search_until is None:
+            self._search_until = now + self._limits.search_s
+        reason = "none answered in time"
+        try:
+            route = self._router.find(self._limits.look_s)
+        except PipelineError as error:
+            route, reason = None, str(error)
+        if route is None:
+            if self._clock.monotonic() < self._search_until:
+                return False
+            self._search_until = now  # a later request looks once, and at once
+            self._notices.append(Notice("pipeline_aborted", {"code": "shard_unavailable", "reason": reason}))
+            raise ExecutorUnavailable(
+                f"No machines are left for layers {_span(self._remote)}: {reason}", "Start one that has them.", code="shard_unavailable"
+            )
+        self._take(route)
+        return True
+
+    def notices(self) -> Sequence[Notice]:
+        taken, self._notices = self._notices, []
+        return taken
+
+    def submit(self, batch: StepBatch) -> None:
+        route = self._in_use()
+        stage_batch = without_tokens(batch)
+        x_TD = self._head.embed(token_ids(batch))
+        if self._own is not None:
+            x_TD = self._own.run_activations(stage_batch, x_TD)
+        now = self._clock.monotonic()
+        try:
+            route.sink.send(stage_batch, self._head.to_wire(x_TD), now + self._limits.stall_s)
+        except TensorStreamError as error:
+            raise self._lost(error) from error
+        self._pending.append(_InFlight(stage_batch, logits_rows(batch), now))
+
+    def collect(self, deadline: float) -> StepOutput:
+        route, oldest = self._in_use(), self._pending[0]
+        began = self._clock.monotonic()
+        rows = sum(waiting.batch.n_rows for waiting in self._pending)
+        bound = min(deadline, began + self._limits.stall_s + 4 * rows * self._row_s)
+        try:
+            answered, bits_TD = route.source.receive(bound)
+            self._check(oldest.batch, answered, bits_TD)
+        except (TensorStreamError, ShardCorrupt) as error:
+            raise self._lost(error) from error
+        self._pending.popleft()
+        self._received += 1
+        n_rows = oldest.batch.n_rows
+        self._row_s = max(self._row_s * 0.99, (self._clock.monotonic() - oldest.sent_at) / max(1, n_rows))
+        logits_RV = self._head.logits(self._head.from_wire(bits_TD), oldest.rows_R)
+        return StepOutput(BatchId(oldest.batch.batch_id), logits_RV)
+
+    def close(self) -> None:
+        if self._route is not None:
+            self._route.close()
+            self._route = None
+        self._pending.clear()
+        self._router.close()
+        self._head.close()
+
+    # -------------------------------------------------------------------------------------------------------------------- inside
+
+    def _take(self, route: Route) -> None:
+        """Run over a route from now on."""
+        if self._fault is not None:
+            shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
+            logger.warning("the pipeline goes on over %s", shards)
+            self._notices.append(Notice("shard_failover", {"lost": self._fault.node_id or "unknown", "route": shards}))
+            if any(stage.numerics_id != self.numerics_id for stage in route.stages):
+                self._notices.append(Notice("shard_status", {"status": "other numerics", "route": shards}))
+            self.failovers += 1
+            self._fault = None
+        self._route, self._search_until = route, None
+        self.n_blocks = min(route.n_blocks, self._head.n_blocks)
+        own = self._head.layers
+        limits = self._limits
+        self._own = (
+            Stage(
+                self._head,
+                own,
+                base_block=0,
+                n_blocks=self.n_blocks,
+                max_rows=limits.max_rows,
+                max_context=limits.max_context,
+                width=self._width,
+            )
+            if len(own)
+            else None
+        )
+        self.depth = len(route.stages) + bool(own)
+        self._received = 0
+
+    def _in_use(self) -> Route:
+        """The route, unless something was heard of it that ends it.
+
+        Raises:
+            ExecutorLost: it broke.
+        """
+        route = self._route
+        if route is None:
+            raise ExecutorLost("the pipeline has no route", ())
+        fault = route.fault()
+        if fault is not None:
+            raise self._lost(None)
+        return route
+
+    def _check(self, sent: StageBatch, answered: StageBatch, bits_TD: Any) -> None:
+        if answered.batch_id != sent.batch_id:
+            raise ShardCorrupt(f"Batch {answered.batch_id} came back where {sent.batch_id} was due")
+        check_activations(bits_TD, sent.n_rows, self._width)
+
+    def _lost(self, error: PipelineError | TensorStreamError | None) -> ExecutorLost:
+        """Close the route, leave out who broke it, and say which layers are gone."""
+        route = self._route
+        assert route is not None, "only a route in use is lost"
+        fault = route.fault()
+        if fault is None and isinstance(error, ShardCorrupt):
+            fault = Fault(route.stages[-1].node_id, error.code, str(error))
+        if fault is None:
+            fault = route.suspect(self._received)
+            if not isinstance(error, StreamStalled) and error is not None:
+                fault = Fault(fault.node_id, fault.code, str(error))
+        logger.warning("the pipeline broke: %s: %s", fault.node_id or "nobody knows who", fault.message)
+        self._notices.append(
+            Notice("shard_status", {"status": "degraded", "node": fault.node_id or "unknown", "code": fault.code, "reason": fault.message})
+        )
+        self._fault = fault
+        self._route = None
+        self._pending.clear()
+        route.close()
+        self._router.quarantine(fault)
+        lost = tuple(
+            LostSpan(stage.layers.start, stage.layers.stop, stage.node_id)
+            for stage in route.stages
+            if fault.node_id in {None, stage.node_id}
+        )
+        return ExecutorLost(fault.message, lost)
+
+
+def _span(layers: LayerRange) -> str:
+    return f"{layers.start} to {layers.stop - 1}"

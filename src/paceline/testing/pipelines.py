@@ -1,0 +1,173 @@
+"""A pipeline in one process: real stages on real runners, each in a thread, and memory where the network would be. Machines can be broken.
+
+What is broken shows as it would over a network: a machine that is gone closes its streams, one that hangs takes and gives nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.core.errors import PacelineError, ShardUnavailable, StreamClosed, StreamStalled
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
+from paceline.engine.local import LayerRunner, WireBits
+from paceline.parallel.route import Fault, RouteStage
+from paceline.parallel.stage import Stage
+from paceline.parallel.stage_batch import StageBatch
+
+Item = tuple[StageBatch, WireBits]
+Tamper = Callable[[StageBatch, Any], Any]
+
+
+class MemoryPipe:
+    """A sink and a source in one."""
+
+    def __init__(self) -> None:
+        self._items: queue.Queue[Item | None] = queue.Queue()
+        self._closed = False
+
+    def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
+        del deadline
+        if self._closed:
+            raise StreamClosed("the pipe is closed")
+        self._items.put((batch, np.array(x_TD)))
+
+    def receive(self, deadline: float) -> Item:
+        try:
+            item = self._items.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise StreamStalled("nothing came") from None
+        if item is None or self._closed:
+            raise StreamClosed("the pipe is closed")
+        return item
+
+    def close(self) -> None:
+        self._closed = True
+        self._items.put(None)
+
+
+class Machine:
+    """One machine: runners of layers, and ways to break it."""
+
+    def __init__(self, node_id: str, runner: LayerRunner[Any], width: int, n_blocks: int = 0) -> None:
+        self.node_id, self.runner, self.width = NodeId(node_id), runner, width
+        self.n_blocks = n_blocks or runner.n_blocks
+        self.alive, self.hangs = True, False
+        self.tamper: Tamper | None = None
+        self.dies_at: int | None = None
+        """Batches from now until it dies."""
+        self.lock = threading.Lock()
+
+
+class MemoryRoute:
+    """Stages in threads, joined by `close`."""
+
+    def __init__(self, parts: Sequence[tuple[Machine, LayerRange]]) -> None:
+        self.machines = [machine for machine, _ in parts]
+        self.stages = tuple(
+            RouteStage(machine.node_id, layers, f"m:{layers.start}-{layers.stop - 1}", machine.runner.numerics_id)
+            for machine, layers in parts
+        )
+        self.n_blocks = min(machine.n_blocks for machine in self.machines)
+        self._pipes = [MemoryPipe() for _ in range(len(parts) + 1)]
+        self.sink, self.source = self._pipes[0], self._pipes[-1]
+        self._faults: list[Fault] = []
+        self._done = [0] * len(parts)
+        self._threads = [
+            threading.Thread(target=self._serve, args=(place, machine, layers), daemon=True)
+            for place, (machine, layers) in enumerate(parts)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fault(self) -> Fault | None:
+        return self._faults[0] if self._faults else None
+
+    def suspect(self, received: int) -> Fault:
+        place = next((place for place, done in enumerate(self._done) if done <= received), len(self._done) - 1)
+        return Fault(self.stages[place].node_id, "pipeline_stalled", f"{self.stages[place].node_id} does no work")
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, place: int, machine: Machine, layers: LayerRange) -> None:
+        stage = Stage(
+            machine.runner, layers, base_block=0, n_blocks=machine.n_blocks, max_rows=1024, max_context=1 << 20, width=machine.width
+        )
+        source, sink = self._pipes[place], self._pipes[place + 1]
+        while True:
+            try:
+                batch, x_TD = source.receive(time.monotonic() + 3600)
+                if machine.dies_at is not None:
+                    machine.dies_at -= 1
+                    machine.alive = machine.dies_at > 0
+                if not machine.alive:
+                    self._faults.append(Fault(machine.node_id, "shard_unavailable", f"{machine.node_id} went away"))
+                    raise StreamClosed("gone")
+                if machine.hangs:
+                    continue
+                with machine.lock:
+                    out_TD = np.array(stage.run(batch, x_TD))
+                if machine.tamper is not None:
+                    out_TD = machine.tamper(batch, out_TD)
+                self._done[place] += 1
+                sink.send(batch, out_TD, 0.0)
+            except PacelineError:
+                sink.close()
+                return
+
+
+class MemoryRouter:
+    """Covers the layers with machines in the order given, leaving out those that are broken or quarantined.
+
+    Args:
+        machines: by the layers each holds.
+        splits: layer ranges to cover; every range takes the first machine that can run it.
+    """
+
+    def __init__(self, machines: Sequence[Machine], splits: Sequence[LayerRange]) -> None:
+        self.machines, self.splits = machines, splits
+        self.quarantined: set[NodeId] = set()
+        self.routes: list[MemoryRoute] = []
+        self.looks = 0
+        self.on_look: Callable[[int], None] = lambda _: None
+
+    def find(self, wait_s: float) -> MemoryRoute | None:
+        del wait_s
+        self.looks += 1
+        self.on_look(self.looks)
+        chosen: list[tuple[Machine, LayerRange]] = []
+        for span in self.splits:
+            found = next((machine for machine in self._able(span) if machine not in [one for one, _ in chosen]), None)
+            if found is None:
+                raise ShardUnavailable(f"No machine has layers {span.start} to {span.stop - 1}")
+            chosen.append((found, span))
+        self.routes.append(MemoryRoute(chosen))
+        return self.routes[-1]
+
+    def quarantine(self, fault: Fault) -> None:
+        if fault.node_id is not None:
+            self.quarantined.add(fault.node_id)
+
+    def close(self) -> None:
+        for route in self.routes:
+            route.close()
+
+    def _able(self, span: LayerRange) -> Sequence[Machine]:
+        return [
+            machine
+            for machine in self.machines
+            if machine.alive
+            and machine.node_id not in self.quarantined
+            and machine.runner.layers.start <= span.start
+            and span.stop <= machine.runner.layers.stop
+        ]

@@ -1,0 +1,254 @@
+"""One model over several machines gives the bytes of one machine, whichever of them break, and ends where none are left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from paceline.backends import cpu, torch
+from paceline.backends.numerics import SeededWeights
+from paceline.backends.options import LoadOptions
+from paceline.core.clock import SystemClock
+from paceline.core.errors import PipelineError, ShardUnavailable
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
+from paceline.engine.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
+from paceline.testing.null_backend import ByteVocabulary
+from paceline.testing.pipelines import Machine, MemoryRouter
+
+SPEC = ModelSpec(
+    model_type="llama", n_layers=6, hidden=64, n_heads=3, n_kv_heads=1, head_dim=32, ffn=96, vocab=256, max_context=512, rms_eps=1e-5,
+    rope=RopeSpec(10000.0), tied_head=True,
+)  # fmt: skip
+ALL = SPEC.all_layers
+VOCABULARY = ByteVocabulary(SPEC.vocab)
+LIMITS = PipelineLimits(stall_s=0.5, search_s=5.0, look_s=0.01)
+BLOCKS = 96
+
+
+def load(layers: LayerRange, *, edges: bool = True) -> LayerRunner[Any]:
+    options = LoadOptions(layers, WeightsFormat.INT4, BLOCKS, edges=edges)
+    return (cpu.load if cpu.runs_here() else torch.load)(SeededWeights(SPEC), options)
+
+
+@pytest.fixture(scope="module")
+def runners() -> Iterator[dict[str, LayerRunner[Any]]]:
+    """Two machines with all layers, and heads that hold some of their own."""
+    found = {
+        "one": load(ALL, edges=False),
+        "two": load(ALL, edges=False),
+        "three": load(ALL, edges=False),
+        "head": load(LayerRange(0, 0)),
+        "head2": load(LayerRange(0, 2)),
+        "whole": load(ALL),
+    }
+    yield found
+    for runner in found.values():
+        runner.close()
+
+
+def requests(n: int = 5, max_tokens: int = 12) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            RequestId(f"r{i}"),
+            tuple((i * 37 + j * j * 11) % 250 + 1 for j in range(9 + 23 * i)),
+            max_tokens,
+            SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i),
+            ignore_eos=True,
+        )
+        for i in range(n)
+    ]
+
+
+class Run:
+    """An engine over an executor, and what it said."""
+
+    def __init__(self, executor: Any, *, prefix_cache: bool = True) -> None:
+        config = EngineConfig(max_context=256, max_running=8, prefill_chunk=32, prefix_cache=prefix_cache)
+        self.engine = Engine(executor, VOCABULARY, config, SystemClock())
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, tuple[FinishReason, str | None]] = {}
+        self.notices: list[Notice] = []
+
+    def step(self) -> None:
+        for chunk in self.engine.step():
+            self.read(chunk)
+        self.engine.check_invariants()
+
+    def read(self, chunk: GenerationChunk) -> None:
+        self.tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+        self.notices += chunk.notices
+        if chunk.finish_reason is not None:
+            self.ends[chunk.request_id] = (chunk.finish_reason, chunk.error)
+
+    def all(self, wanted: Sequence[GenerationRequest]) -> dict[str, list[int]]:
+        for request in wanted:
+            self.engine.add(request)
+        while self.engine.has_work:
+            self.step()
+        return self.tokens
+
+
+@pytest.fixture(scope="module")
+def expected(runners: dict[str, LayerRunner[Any]]) -> dict[str, list[int]]:
+    executor = LocalExecutor(runners["whole"])
+    return Run(executor, prefix_cache=False).all(requests())
+
+
+def machines(runners: dict[str, LayerRunner[Any]], *names: str) -> list[Machine]:
+    return [Machine(name, runners[name], SPEC.hidden) for name in names]
+
+
+class Bench:
+    """A pipeline over machines; closes its routes, and leaves the runners to their fixture."""
+
+    def __init__(self, runners: dict[str, LayerRunner[Any]], head: str, names: Sequence[str], splits: Sequence[tuple[int, int]]) -> None:
+        self.machines = {machine.node_id: machine for machine in machines(runners, *names)}
+        self.router = MemoryRouter(list(self.machines.values()), [LayerRange(*span) for span in splits])
+        self.executor = PipelineExecutor(runners[head], SPEC.n_layers, self.router, LIMITS, SystemClock())
+        self.run = Run(self.executor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.router.close()
+
+
+ROUTES = [
+    ("head", ["one"], [(0, 6)]),
+    ("head", ["one", "two"], [(0, 3), (3, 6)]),
+    ("head2", ["one"], [(2, 6)]),
+    ("head2", ["one", "two", "three"], [(2, 3), (3, 5), (5, 6)]),
+]
+
+
+@pytest.mark.parametrize(("head", "names", "splits"), ROUTES)
+def test_any_number_of_stages_gives_the_same_bytes(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], head: str, names: list[str], splits: list[tuple[int, int]]
+) -> None:
+    with Bench(runners, head, names, splits) as bench:
+        assert bench.executor.depth == len(splits) + (head != "head")
+        assert bench.run.all(requests()) == expected
+        again = Run(bench.executor)
+        assert again.all(requests()) == expected
+        assert not bench.run.notices
+
+
+@pytest.mark.parametrize("dies_at", [1, 2, 5, 9, 17])
+@pytest.mark.parametrize(("head", "first"), [("head", 0), ("head2", 2)])
+def test_a_machine_that_dies_costs_no_byte(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], head: str, first: int, dies_at: int
+) -> None:
+    with Bench(runners, head, ["one", "two", "three"], [(first, 4), (4, 6)]) as bench:
+        bench.machines["two"].dies_at = dies_at
+        assert bench.run.all(requests()) == expected
+        assert bench.executor.failovers == 1
+        assert {notice.kind for notice in bench.run.notices} == {"shard_status", "shard_failover"}
+        assert {stage.node_id for stage in bench.router.routes[-1].stages} == {"one", "three"}
+
+
+def test_several_die_one_after_another(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:
+    with Bench(runners, "head2", ["one", "two", "three"], [(2, 6)]) as bench:
+        bench.machines["one"].dies_at = 4
+        bench.machines["two"].dies_at = 7
+        assert bench.run.all(requests()) == expected
+        assert bench.executor.failovers == 2
+
+
+def test_several_die_at_once(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:
+    with Bench(runners, "head2", ["one", "two", "three"], [(2, 4), (4, 6)]) as bench:
+
+        def back(look: int) -> None:
+            if look == 4:  # one of them is started again while requests wait
+                bench.machines["one"].alive, bench.machines["one"].dies_at = True, None
+                bench.router.quarantined.clear()
+
+        bench.machines["one"].dies_at = bench.machines["two"].dies_at = 3
+        bench.router.on_look = back
+        assert bench.run.all(requests()) == expected
+
+
+def test_a_machine_that_hangs_is_found(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:
+    with Bench(runners, "head", ["one", "two", "three"], [(0, 3), (3, 6)]) as bench:
+        for request in requests():
+            bench.run.engine.add(request)
+        bench.run.step()
+        bench.machines["two"].hangs = True
+        while bench.run.engine.has_work:
+            bench.run.step()
+        assert bench.run.tokens == expected
+        (fault,) = [notice for notice in bench.run.notices if notice.kind == "shard_failover"][:1]
+        assert fault.detail["lost"] == "two"
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F00])
+def test_garbage_is_noticed_by_whom_it_is_sent_to(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], bits: int) -> None:
+    with Bench(runners, "head", ["one", "two"], [(0, 6)]) as bench:
+
+        def spoil(_: object, x_TD: Any) -> Any:
+            x_TD[-1, 7] = bits
+            return x_TD
+
+        bench.machines["one"].tamper = spoil
+        assert bench.run.all(requests()) == expected
+        assert any(notice.detail.get("code") == "shard_corrupt" for notice in bench.run.notices)
+        assert bench.router.quarantined == {"one"}
+
+
+def test_rows_that_are_missing_are_noticed(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:
+    with Bench(runners, "head", ["one", "two"], [(0, 6)]) as bench:
+        bench.machines["one"].tamper = lambda _, x_TD: x_TD[:-1]
+        assert bench.run.all(requests()) == expected
+
+
+def test_where_none_are_left_answers_end_and_later_ones_are_served(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.LIMITS", PipelineLimits(stall_s=0.5, search_s=0.0, look_s=0.01))
+    with Bench(runners, "head2", ["one"], [(2, 6)]) as bench:
+        bench.machines["one"].dies_at = 3
+        bench.run.all(requests())
+        assert len(bench.run.ends) == 5
+        assert all(reason is FinishReason.ERROR and "shard_unavailable" in (error or "") for reason, error in bench.run.ends.values())
+        bench.machines["one"].alive, bench.machines["one"].dies_at = True, None
+        bench.router.quarantined.clear()
+        later = Run(bench.executor)
+        bench.run.engine = later.engine
+        assert later.all(requests()) == expected
+
+
+def test_less_memory_after_a_loss_is_lived_with(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:
+    with Bench(runners, "head2", ["one", "two"], [(2, 6)]) as bench:
+        bench.machines["one"].dies_at = 6
+        bench.machines["two"].n_blocks = 12
+        assert bench.run.all(requests()) == expected
+        assert bench.executor.n_blocks == 12
+
+
+def test_without_a_route_there_is_no_pipeline(runners: dict[str, LayerRunner[Any]]) -> None:
+    router = MemoryRouter(machines(runners, "head2"), [LayerRange(2, 6)])
+    with pytest.raises(ShardUnavailable, match="2 to 5"):
+        PipelineExecutor(runners["head"], SPEC.n_layers, router, LIMITS, SystemClock())
+    router.close()
+    assert issubclass(ShardUnavailable, PipelineError)
+
+
+def test_activations_are_no_tokens(runners: dict[str, LayerRunner[Any]]) -> None:
+    """What stages are sent: bf16 rows, and no ids."""
+    with Bench(runners, "head", ["one"], [(0, 6)]) as bench:
+        seen: list[Any] = []
+        stage = bench.router.routes[0]
+        send = stage.sink.send
+        stage.sink.send = lambda batch, x_TD, deadline: (seen.append((batch, np.array(x_TD))), send(batch, x_TD, deadline))[1]  # type: ignore[method-assign]
+        bench.run.all(requests(1))
+        assert seen
+        assert all(x_TD.dtype == np.uint16 and x_TD.shape == (batch.n_rows, SPEC.hidden) for batch, x_TD in seen)
+        assert not any(hasattr(batch, "token_ids") for batch, _ in seen)
