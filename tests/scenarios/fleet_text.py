@@ -71,6 +71,7 @@ class FleetText:
         self.cards[name] = NodeCard(
             node_id=NodeId(name), version=1, addresses=(f"{name}:1",), instance=name.encode(), ttl_s=120, announced_at=0, backend="cpu",
             memory_total_bytes=total, memory_free_bytes=free, memory_bytes_per_s=int(number(said.get("rate", "0"))), leaving="leaving" in words,
+            serves_shards="shards" in said, shard_memory_bytes=int(number(said.get("shards", "0"))),
         )  # fmt: skip
 
     def _offer(self, kind: str, words: list[str]) -> None:

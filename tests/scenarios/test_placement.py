@@ -14,13 +14,14 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.explanation import explain
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import Pin, PlanRequest, Way
+from paceline.fleet.plan import Objective, Pin, PlanRequest, Way
 
 FILES = sorted((Path(__file__).parent / "placement").glob("*.txt"))
 
 
 def request(words: list[str]) -> PlanRequest:
-    """`plan MODEL [prompt N] [answer N] [weights W] [ways a,b] [pin NODE[:0-15]]... [draft-on NODE]`."""
+    """`plan MODEL [prompt N] [answer N] [weights W] [ways a,b] [pin NODE[:0-15]]... [draft-on NODE]
+    [streams N] [orchestrator NODE] [exclude NODE]`; with streams, throughput counts."""
     model, *rest = words
     said: dict[str, str] = {}
     pins: list[Pin] = []
@@ -39,6 +40,10 @@ def request(words: list[str]) -> PlanRequest:
         ways=frozenset(Way(way) for way in said["ways"].split(",")) if "ways" in said else frozenset(Way),
         pins=tuple(pins),
         proposer=NodeId(said["draft-on"]) if "draft-on" in said else None,
+        objective=Objective.THROUGHPUT if "streams" in said else Objective.LATENCY,
+        streams=int(said.get("streams", 1)),
+        orchestrator=NodeId(said["orchestrator"]) if "orchestrator" in said else None,
+        exclude=frozenset({NodeId(said["exclude"])}) if "exclude" in said else frozenset(),
     )
 
 

@@ -118,16 +118,29 @@ def _rank(choice: Choice, cards: Mapping[NodeId, NodeCard]) -> tuple[bool, float
 def _choice(way: Way, machines: Sequence[Machine], layers: Sequence[int], draft: Draft | None, estimate: Estimate) -> Choice:
     stages: list[Stage] = []
     start = 0
-    for machine, count in zip(machines, layers, strict=True):
+    for place, (machine, count) in enumerate(zip(machines, layers, strict=True)):
         card, offer, shape = machine.card, machine.offer, machine.shape
         fetch_bytes = 0
         if machine.fetch_from is not None:
-            fetch_bytes = shape.layer_bytes * count + (0 if start else shape.edge_bytes)
+            fetch_bytes = shape.layer_bytes * count + (0 if place else shape.edge_bytes)
         span = LayerRange(start, start + count)
-        stages.append(Stage(card.node_id, card.instance, span, offer.numerics_id, offer.warm, machine.fetch_from, fetch_bytes))
+        warm = offer.warm or _is_loaded(machine, span)
+        stages.append(Stage(card.node_id, card.instance, span, offer.numerics_id, warm, machine.fetch_from, fetch_bytes))
         start += count
     offer = machines[0].offer
     return Choice(way, offer.model_id, offer.digest, offer.weights, tuple(stages), draft, estimate)
+
+
+def _is_loaded(machine: Machine, span: LayerRange) -> bool:
+    """Whether a shard on that node has these layers."""
+    wanted = machine.offer
+    return any(
+        each.shard is not None
+        and (each.digest, each.weights) == (wanted.digest, wanted.weights)
+        and each.shard.layers.start <= span.start
+        and span.stop <= each.shard.layers.stop
+        for each in machine.card.models
+    )
 
 
 def _drafted(machine: Machine, card: NodeCard, offer: ModelOffer, link: LinkOf, request: PlanRequest) -> Choice:

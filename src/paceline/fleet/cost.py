@@ -10,6 +10,8 @@
     alone      ttft = P N prompt layer                          token = N layer + edge
     pipeline   token = edge + sum(l layer) + sum(hops: R / 2 + h / B), the hop back to the first stage included
                ttft  = edge + sum(one chunk's stages, transfers, R / 2) + (chunks - 1) x the slowest of stages and transfers
+    S streams  b = S / min(S, stages) rows in a batch, so that every stage has one. Each row beyond a batch's first adds a prompt row, its
+               sequence's KV, and e / (N w p) in the head. token = max(b's token as above, S / b x the slowest stage); S times the chunks
     draft      token = (k / rate of the proposer + R + 4 k / B + N layer + edge + k N prompt layer) / (1 + a + ... + a^k)
     all        total = ttft + (A - 1) token
 
@@ -75,6 +77,14 @@ class Bill:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What keeps each machine busy while all streams are served, seconds: n x layer + edge."""
+
+    layer: tuple[float, ...]
+    edge: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Proposer:
     """Who drafts, as the cost model sees it."""
 
@@ -85,7 +95,9 @@ class Proposer:
 
 def alone(machine: Machine, request: PlanRequest) -> Estimate:
     """One machine, all layers."""
-    return estimate(_first_token_alone(machine, request), Seconds(machine.token_s), request, measured=machine.measured)
+    streams = request.abreast
+    token = machine.layer_batch_s(streams) * machine.shape.n_layers + machine.edge_batch_s(streams)
+    return estimate(_first_token_alone(machine, request), Seconds(token), request, measured=machine.measured)
 
 
 def draft(machine: Machine, proposer: Proposer, link: Link | None, request: PlanRequest) -> tuple[Estimate, int]:
@@ -97,7 +109,7 @@ def draft(machine: Machine, proposer: Proposer, link: Link | None, request: Plan
         link: between them; None: they are one machine.
         request: with an answer.
     """
-    options = [(_drafted_token(machine, proposer, link, length), length) for length in DRAFT_LENGTHS]
+    options = [(_drafted_token(machine, proposer, link, length, request.abreast), length) for length in DRAFT_LENGTHS]
     token, length = min(options, key=lambda option: (option[0].all, option[1]))
     measured = machine.measured and proposer.measured
     return estimate(_first_token_alone(machine, request), token, request, measured=measured), length
@@ -112,6 +124,15 @@ def bill(machines: Sequence[Machine], links: Sequence[Link], request: PlanReques
     return Bill(each, busy, chunks - 1, max(transfers))
 
 
+def work(machines: Sequence[Machine], request: PlanRequest) -> Work:
+    """What a split decides of how long all streams take together; arguments as for `pipeline`."""
+    batches = micro_batches(request.abreast, len(machines))
+    rows = request.abreast / batches
+    prompts, tokens = request.abreast * request.prompt_tokens, batches * (request.answer_tokens - 1)
+    layer = tuple(machine.prompt_layer_s * prompts + machine.layer_batch_s(rows) * tokens for machine in machines)
+    return Work(layer, (machines[0].edge_batch_s(rows) * (tokens + 1), *(0.0 for _ in machines[1:])))
+
+
 def pipeline(machines: Sequence[Machine], layers: Sequence[int], links: Sequence[Link], request: PlanRequest) -> Estimate:
     """Several machines, each a range of layers.
 
@@ -123,10 +144,14 @@ def pipeline(machines: Sequence[Machine], layers: Sequence[int], links: Sequence
     """
     first = machines[0]
     row_bytes = ROW_BYTES * first.shape.hidden
-    edge = Seconds(first.edge_s)
-    hops = [Seconds(0.0, link.rtt_s / 2, row_bytes / link.bytes_per_s) for link in links]
-    stages = [Seconds(machine.layer_s * n) for machine, n in zip(machines, layers, strict=True)]
-    token = _sum([edge, *stages, *hops])
+    batches = micro_batches(request.abreast, len(machines))
+    rows = request.abreast / batches
+    edge = Seconds(first.edge_batch_s(rows))
+    hops = [Seconds(0.0, link.rtt_s / 2, rows * row_bytes / link.bytes_per_s) for link in links]
+    stages = [Seconds(machine.layer_batch_s(rows) * n) for machine, n in zip(machines, layers, strict=True)]
+    loop = _sum([edge, *stages, *hops])
+    busiest = max([edge + stages[0], *stages[1:]], key=lambda stage: stage.all) * batches
+    token = loop if loop.all >= busiest.all else busiest
 
     chunks, rows = _chunks(request)
     at_work = [Seconds(machine.prompt_layer_s * n * rows) for machine, n in zip(machines, layers, strict=True)]
@@ -134,14 +159,19 @@ def pipeline(machines: Sequence[Machine], layers: Sequence[int], links: Sequence
     slowest = max([*at_work, *transfers], key=lambda part: part.all)
     waits = Seconds(latency=fsum(link.rtt_s / 2 for link in links))
     way_back = Seconds(bandwidth=row_bytes / links[-1].bytes_per_s)
-    ttft = _sum([edge, *at_work, *transfers, slowest * (chunks - 1), waits, way_back])
+    ttft = _sum([edge, *at_work, *transfers, slowest * (request.abreast * chunks - 1), waits, way_back])
     return estimate(ttft, token, request, measured=all(machine.measured for machine in machines))
+
+
+def micro_batches(streams: int, stages: int) -> int:
+    """Into how many batches sequences are split, so that no stage waits for another's."""
+    return min(streams, stages)
 
 
 def estimate(ttft: Seconds, token: Seconds, request: PlanRequest, *, measured: bool) -> Estimate:
     """A whole request, from its first token and each later one."""
     total = ttft + token * (request.answer_tokens - 1)
-    return Estimate(1 / token.all, ttft.all, total.all, total.compute, total.latency, total.bandwidth, measured)
+    return Estimate(request.abreast / token.all, ttft.all, total.all, total.compute, total.latency, total.bandwidth, measured)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -160,14 +190,15 @@ def _chunks(request: PlanRequest) -> tuple[int, float]:
 
 
 def _first_token_alone(machine: Machine, request: PlanRequest) -> Seconds:
-    return Seconds(machine.prompt_layer_s * machine.shape.n_layers * request.prompt_tokens)
+    return Seconds(machine.prompt_layer_s * machine.shape.n_layers * request.prompt_tokens * request.abreast)
 
 
-def _drafted_token(machine: Machine, proposer: Proposer, link: Link | None, length: int) -> Seconds:
-    verify = machine.token_s + length * machine.prompt_layer_s * machine.shape.n_layers
-    work = Seconds(length / proposer.tokens_per_s + verify)
-    wire = Seconds() if link is None else Seconds(0.0, link.rtt_s, 4 * length / link.bytes_per_s)
-    return (work + wire) * (1 / expected_tokens(proposer.acceptance, length))
+def _drafted_token(machine: Machine, proposer: Proposer, link: Link | None, length: int, streams: int) -> Seconds:
+    batch = machine.layer_batch_s(streams) * machine.shape.n_layers + machine.edge_batch_s(streams)
+    verify = batch + streams * length * machine.prompt_layer_s * machine.shape.n_layers
+    busy = Seconds(streams * length / proposer.tokens_per_s + verify)
+    wire = Seconds() if link is None else Seconds(0.0, link.rtt_s, 4 * streams * length / link.bytes_per_s)
+    return (busy + wire) * (1 / expected_tokens(proposer.acceptance, length))
 
 
 def _sum(parts: Sequence[Seconds]) -> Seconds:

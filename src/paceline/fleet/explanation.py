@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.fleet.choices import gib, rate, seconds
-from paceline.fleet.plan import Choice, Plan, Stage
+from paceline.fleet.plan import Choice, Objective, Plan, Stage
 
 
 def explain(plan: Plan) -> Iterator[str]:
     """Lines for a person."""
     best, request = plan.chosen, plan.request
     weights = f", {best.weights} weights" if best.weights else ""
-    yield f"{best.model_id}{weights}, {request.prompt_tokens} tokens of prompt, {request.answer_tokens} of answer"
+    streams = f", {request.abreast} streams side by side" if request.objective is Objective.THROUGHPUT else ""
+    yield f"{best.model_id}{weights}, {request.prompt_tokens} tokens of prompt, {request.answer_tokens} of answer{streams}"
     yield f"plan: {headline(best)}: {figures(best)}"
     yield from (f"  {line}" for line in parts(best))
     yield f"bound by {plan.constraint}: {plan.because}"
@@ -55,4 +56,4 @@ def parts(choice: Choice) -> Iterator[str]:
 
 
 def _layers(stage: Stage) -> str:
-    return f"[{stage.layers.start}..{stage.layers.stop - 1}]"
+    return f"[{stage.layers.start}..{stage.layers.stop - 1}]" if len(stage.layers) else "[no layers]"

@@ -6,7 +6,7 @@ is nobody's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import PlacementError
@@ -50,8 +50,14 @@ class Machine:
     room_bytes: int
     """What weights and KV may take."""
     kv_layer_bytes: int
-    """KV of the request in a layer."""
+    """KV of the request in a layer, for all its streams."""
+    kv_layer_s: float = 0.0
+    """Seconds that reading one sequence's KV takes in a layer; part of `layer_s`."""
+    edge_row_s: float = 0.0
+    """Seconds that each row beyond the first adds in the head."""
     fetch_from: NodeId | None = None
+    takes_layers: bool = True
+    """False: only embedding and head, as a pipeline's first stage."""
 
     @property
     def node_id(self) -> NodeId:
@@ -62,6 +68,14 @@ class Machine:
         """Seconds a decoded token takes in the whole model."""
         return self.layer_s * self.shape.n_layers + self.edge_s
 
+    def layer_batch_s(self, sequences: float) -> float:
+        """Seconds one decoded token of each of several sequences takes in a layer: weights are read once, KV by each."""
+        return self.layer_s + (sequences - 1) * (self.kv_layer_s + self.prompt_layer_s)
+
+    def edge_batch_s(self, sequences: float) -> float:
+        """The same for embedding, norm and head."""
+        return self.edge_s + (sequences - 1) * self.edge_row_s
+
     @property
     def runs_whole(self) -> bool:
         """Whether it may hold the edges: alone, or as a pipeline's first stage."""
@@ -71,8 +85,14 @@ class Machine:
         """Bytes that so many layers of the model, and KV of the request in them, take."""
         return layers * (self.shape.layer_bytes + self.kv_layer_bytes) + (self.shape.edge_bytes if edges else 0)
 
+    @property
+    def holds_edges(self) -> bool:
+        return self.room_bytes >= self.shape.edge_bytes
+
     def holds(self, *, edges: bool) -> int:
         """How many layers fit."""
+        if not self.takes_layers:
+            return 0
         room = self.room_bytes - (self.shape.edge_bytes if edges else 0)
         return max(0, min(self.shape.n_layers, room // (self.shape.layer_bytes + self.kv_layer_bytes)))
 
@@ -107,7 +127,7 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
         (card, offer)
         for card in cards.values()
         for offer in card.models
-        if offer.role in {Role.VERIFIER, Role.SHARD} and _is_sound(offer.shape)
+        if offer.role in {Role.VERIFIER, Role.SHARD} and offer.shard is None and _is_sound(offer.shape)
     ]
     named = [(card, offer) for card, offer in layered if _is_named(offer, request.model)]
     digests = {offer.digest for _, offer in named if offer.digest}
@@ -151,10 +171,38 @@ def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], links: 
             continue
         source = max(reachable, key=lambda pair: (pair[0], pair[1].node_id))[1]
         offer = replace(source.offer, role=Role.VERIFIER, tokens_per_second=0.0, prefill_tokens_per_second=0.0, warm=False, numerics_id="")
+        loaded = next((own for own in card.models if own.shard is not None and _same_weights(own, offer)), None)
+        if loaded is not None:  # it has run layers of the model, so its speed is known
+            offer = replace(
+                offer, tokens_per_second=loaded.tokens_per_second, prefill_tokens_per_second=loaded.prefill_tokens_per_second,
+                numerics_id=loaded.numerics_id,
+            )  # fmt: skip
         machine = _machine(card, offer, source.shape, request)
         if machine is not None:
             found.append(replace(machine, fetch_from=source.node_id))
     return found
+
+
+def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Collection[NodeId] = ()) -> list[Machine]:
+    """Those that may be stages of a pipeline, with the memory they may use for it. None at all where the orchestrator is not among them.
+
+    Args:
+        machines: that have the weights, or would fetch them.
+        request: names the orchestrator, or nobody.
+        barred: may hold no layers for others.
+    """
+    able = [machine for machine in machines if request.numerics_id in {"", machine.offer.numerics_id} or not machine.offer.numerics_id]
+    if request.orchestrator is None:
+        return [machine for machine in able if machine.node_id not in barred]
+    first = [machine for machine in able if machine.node_id == request.orchestrator and machine.runs_whole]
+    return first and [*first, *(host for machine in able if machine is not first[0] and (host := _host(machine, barred)) is not None)]
+
+
+def _host(machine: Machine, barred: Collection[NodeId]) -> Machine | None:
+    card = machine.card
+    if not card.serves_shards or card.node_id in barred:
+        return None
+    return replace(machine, room_bytes=max(0, min(_free_bytes(card), card.shard_memory_bytes)))
 
 
 def speed_order(machine: Machine) -> tuple[float, int, str]:
@@ -190,6 +238,14 @@ def _is_sound(shape: ModelShape | None) -> bool:
         and 0 <= shape.kv_bytes_per_token_per_layer < 1 << 40  # fmt: skip
 
 
+def _same_weights(one: ModelOffer, other: ModelOffer) -> bool:
+    return one.digest != "" and (one.digest, one.weights) == (other.digest, other.weights)
+
+
+def _free_bytes(card: NodeCard) -> int:
+    return int(max(0, min(card.memory_free_bytes, 1 << 60)) * FREE_SHARE)
+
+
 def _is_named(offer: ModelOffer, model: str) -> bool:
     if offer.model_id == model:
         return True
@@ -219,14 +275,17 @@ def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: Plan
     kv_token_s = kv_token / (memory * KV_SHARE) if memory is not None else 0.0
     longer = max(0, request.prompt_tokens - MEASURED_PROMPT) / 2
     held = weights_bytes if offer.warm else 0
+    kv_layer_s = kv_token_s * (request.prompt_tokens + request.answer_tokens / 2)
     return Machine(
         card=card,
         offer=offer,
         shape=shape,
-        layer_s=shape.layer_bytes / weights_bytes / decode + kv_token_s * (request.prompt_tokens + request.answer_tokens / 2),
+        layer_s=shape.layer_bytes / weights_bytes / decode + kv_layer_s,
         edge_s=shape.edge_bytes / weights_bytes / decode,
         prompt_layer_s=1 / prefill / shape.n_layers + kv_token_s * PROMPT_KV * longer,
         measured=measured,
-        room_bytes=int(max(0, min(card.memory_free_bytes, 1 << 60)) * FREE_SHARE) + held,
-        kv_layer_bytes=kv_token * (request.prompt_tokens + request.answer_tokens),
+        room_bytes=_free_bytes(card) + held,
+        kv_layer_bytes=kv_token * (request.prompt_tokens + request.answer_tokens) * request.streams,
+        kv_layer_s=kv_layer_s,
+        edge_row_s=shape.edge_bytes / layers_bytes / prefill,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, permutations
 
 from paceline.core.errors import ImpossiblePin
@@ -10,7 +11,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet import choices
 from paceline.fleet.card import Link, NodeCard
-from paceline.fleet.machines import Links, Machine, fetchers
+from paceline.fleet.machines import Links, Machine, fetchers, stage_machines
 from paceline.fleet.pipelines import arranged
 from paceline.fleet.plan import Choice, Constraint, Pin, PlanRequest, Way
 
@@ -20,8 +21,21 @@ _MOST_ORDERS = 720
 """Orders of pinned machines that are priced: all of six."""
 
 
-def pinned(cards: Mapping[NodeId, NodeCard], links: Links, having: Sequence[Sequence[Machine]], request: PlanRequest) -> list[Choice]:
-    """The choices that keep to the pins.
+def pinned(
+    cards: Mapping[NodeId, NodeCard],
+    links: Links,
+    having: Sequence[Sequence[Machine]],
+    request: PlanRequest,
+    barred: Collection[NodeId] = (),
+) -> list[Choice]:
+    """The choices that keep to the pins. An orchestrator that is not pinned runs no layers.
+
+    Args:
+        cards: live ones, by id.
+        links: of the same view.
+        having: machines by the very same weights.
+        request: with pins.
+        barred: may hold no layers for others.
 
     Raises:
         ImpossiblePin: there are none.
@@ -40,10 +54,10 @@ def pinned(cards: Mapping[NodeId, NodeCard], links: Links, having: Sequence[Sequ
                 for machine in group:
                     if choices.unfit(machine, request) is None:
                         found += choices.drafted(machine, cards, link, request)
-            elif len(request.pins) == 1:
+            elif len(request.pins) == 1 and not (_is_apart(request) and Way.PIPELINE in request.ways):
                 found += _single(cards, able, link, request)
             else:
-                found += _several(able, link, request)
+                found += _several(able, link, request, barred)
         except ImpossiblePin as reason:
             reasons.append(reason)
     if found:
@@ -72,7 +86,7 @@ def _check(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> None:
         )
     if request.proposer is not None and Way.DRAFT not in request.ways:
         raise ImpossiblePin(f"{request.proposer} is to draft, and drafting is not allowed", "Allow it.")
-    if len(ids) == 1 and not request.ways & {Way.ALONE, Way.DRAFT}:
+    if len(ids) == 1 and not request.ways & {Way.ALONE, Way.DRAFT} and not _is_apart(request):
         raise ImpossiblePin("One machine is pinned, and a pipeline has two or more", "Pin another, or allow it to run alone.")
 
 
@@ -106,19 +120,32 @@ def _why_not(cards: Mapping[NodeId, NodeCard], machine: Machine, request: PlanRe
     return f": {reasons[0]}" if reasons else ": it offers no model"
 
 
-def _several(able: Mapping[NodeId, Machine], link: choices.LinkOf, request: PlanRequest) -> list[Choice]:
-    machines = {pin.node_id: _able(pin, able, request) for pin in request.pins}
+def _is_apart(request: PlanRequest) -> bool:
+    """Whether the orchestrator is none of those pinned, so that even one of them makes a pipeline."""
+    return request.orchestrator is not None and all(pin.node_id != request.orchestrator for pin in request.pins)
+
+
+def _several(able: Mapping[NodeId, Machine], link: choices.LinkOf, request: PlanRequest, barred: Collection[NodeId]) -> list[Choice]:
+    stages = {machine.node_id: machine for machine in stage_machines(able.values(), request, barred)}
+    for pin in request.pins:
+        if _able(pin, able, request).node_id not in stages:
+            raise _no_stage(pin.node_id, stages, request)
+    machines = {pin.node_id: stages[pin.node_id] for pin in request.pins}
     shape = next(iter(machines.values())).shape
     if shape.max_context < request.prompt_tokens + request.answer_tokens:
         raise ImpossiblePin(f"The model's context is {shape.max_context} tokens, and the request is longer", "Ask for less.")
-    if len(machines) > shape.n_layers:
+    if len(machines) > shape.n_layers + (request.orchestrator in machines):
         raise ImpossiblePin(f"{len(machines)} machines are pinned, and the model has {shape.n_layers} layers", "Pin fewer.")
     found: list[Choice] = []
-    for order, layers in _orders(request.pins, machines, shape.n_layers):
-        if not order[0].runs_whole:
+    head = [replace(stages[request.orchestrator], takes_layers=False)] if request.orchestrator and _is_apart(request) else []
+    for pinned_order, pinned_layers in _orders(request.pins, machines, shape.n_layers):
+        order = [*head, *pinned_order]
+        layers = pinned_layers and [*(0 for _ in head), *pinned_layers]
+        if not order[0].runs_whole or request.orchestrator not in {None, order[0].node_id}:
             continue
-        if layers is not None and any(
-            n > machine.holds(edges=place == 0) for place, (machine, n) in enumerate(zip(order, layers, strict=True))
+        if layers is not None and not (
+            order[0].holds_edges
+            and all(n <= machine.holds(edges=place == 0) for place, (machine, n) in enumerate(zip(order, layers, strict=True)))
         ):
             continue
         best = arranged(order, link, request, layers)
@@ -127,6 +154,15 @@ def _several(able: Mapping[NodeId, Machine], link: choices.LinkOf, request: Plan
     if not found:
         raise _too_little_memory(machines, request, shape.n_layers)
     return found
+
+
+def _no_stage(node_id: NodeId, stages: Collection[NodeId], request: PlanRequest) -> ImpossiblePin:
+    if request.orchestrator is not None and request.orchestrator not in stages:
+        return ImpossiblePin(f"{request.orchestrator} is to orchestrate and can't hold embedding and head", "Pull the model there.")
+    why = "serves no shards, computes other bytes, or is not trusted enough"
+    return ImpossiblePin(
+        f"{node_id} is pinned, but {why}", "Set serve_shards = true in [pipeline.host] of its config.toml, or pin another."
+    )
 
 
 def _orders(pins: Sequence[Pin], machines: Mapping[NodeId, Machine], n_layers: int) -> Iterator[tuple[list[Machine], list[int] | None]]:

@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
-from operator import mul
 
 from paceline.core.ids import NodeId
 from paceline.fleet import cost
 from paceline.fleet.card import Link
 from paceline.fleet.machines import Links, Machine, speed_order
-from paceline.fleet.plan import Estimate, PlanRequest
+from paceline.fleet.plan import Estimate, Objective, PlanRequest
+from paceline.fleet.splits import balanced, split
 
 MOST_MACHINES = 20
 """Of those that have the weights, the fastest are looked at. Raising it makes plans slower to compute."""
@@ -25,8 +25,6 @@ _BEAM = 96
 """Divided by the number of machines: how many pipelines of each length are extended."""
 _KEPT = 3
 """Of each length, how many are worth naming."""
-_EQUAL = 1 + 1e-9
-"""Costs that differ by less are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +37,16 @@ class Pipeline:
 
 
 def pipelines(group: Sequence[Machine], links: Links, request: PlanRequest) -> list[Pipeline]:
-    """The best pipelines of each length, from two machines on."""
-    machines = sorted(group, key=speed_order, reverse=True)[:MOST_MACHINES]
+    """The best pipelines of each length, from two machines on. With an orchestrator: those that begin on it."""
+    fastest = sorted(group, key=lambda machine: (machine.node_id == request.orchestrator, speed_order(machine)), reverse=True)
+    machines = fastest[:MOST_MACHINES]  # the orchestrator first
     hops = _Hops(machines, links)
     width = max(4, _BEAM // max(1, len(machines)))
-    beam = [(place,) for place, machine in enumerate(machines) if machine.runs_whole]
+    beam = [(place,) for place, machine in enumerate(machines) if machine.runs_whole and request.orchestrator in {None, machine.node_id}]
+    promise = _latency if request.objective is Objective.LATENCY else _throughput
     found: list[Pipeline] = []
     for _ in range(len(machines) - 1):
-        scored = sorted((_promise(machines, chain, hops), chain) for chain in _extended(beam, len(machines), hops))
+        scored = sorted((promise(machines, chain, hops, request), chain) for chain in _extended(beam, len(machines), hops))
         beam = [chain for (score, chain) in scored[:width] if score < inf]
         closed = ([machines[place] for place in chain] for chain in beam if hops.closes(chain))
         estimated = [best for order in closed if (best := arranged(order, links.between, request))]
@@ -64,49 +64,23 @@ def arranged(
     if len(measured) < len(way):
         return None
     if layers is None:
-        bill = cost.bill(machines, measured, request)
-        room = [machine.holds(edges=place == 0) for place, machine in enumerate(machines)]
-        layers = split(machines[0].shape.n_layers, room, bill.each, bill.busy, bill.waits, bill.transfer)
+        layers = _best_split(machines, measured, request)
     return Pipeline(tuple(machines), tuple(layers), cost.pipeline(machines, layers, measured, request)) if layers else None
 
 
-def split(n_layers: int, room: Sequence[int], each: Sequence[float], busy: Sequence[float], waits: int, floor: float = 0.0) -> list[int]:
-    """Layers for each machine: the split with the least of sum(n x each) + waits x max(floor, n x busy). Empty where they don't fit.
-
-    Begins with as many as fit on the cheapest, then moves layers one by one off the slowest stage to the cheapest that stays below it: what
-    it passes are the best splits for each bound on the slowest stage, so the best of them is the best of all; among equals the most even.
-
-    Args:
-        n_layers: to be split; each machine gets one or more.
-        room: layers each can hold.
-        each: seconds a layer adds to the request on each machine.
-        busy: seconds a layer keeps each machine busy with a chunk of the prompt.
-        waits: how often the request waits for the slowest stage.
-        floor: seconds it waits each time whatever the stages do: the slowest transfer.
-    """
-    layers = [1] * len(room)
-    left = n_layers - len(room)
-    if left < 0 or min(room) < 1:
+def _best_split(machines: Sequence[Machine], links: Sequence[Link], request: PlanRequest) -> list[int]:
+    """Empty where memory does not allow any."""
+    first, *others = machines
+    if not first.holds_edges:
         return []
-    by_cost = sorted(range(len(room)), key=lambda place: (each[place], place))
-    for place in by_cost:
-        more = min(left, room[place] - 1)
-        layers[place] += more
-        left -= more
-    if left:
-        return []
-    best, least = layers, inf
-    while True:
-        slowest = max(range(len(room)), key=lambda place: (layers[place] * busy[place], place))
-        ceiling = layers[slowest] * busy[slowest]
-        total = fsum([*map(mul, layers, each), waits * max(floor, ceiling)])
-        if total <= least * _EQUAL:
-            best, least = [*layers], min(total, least)
-        to = next((place for place in by_cost if layers[place] < room[place] and (layers[place] + 1) * busy[place] < ceiling), None)
-        if to is None or layers[slowest] == 1:
-            return best
-        layers[slowest] -= 1
-        layers[to] += 1
+    n_layers = first.shape.n_layers
+    room = [first.holds(edges=True), *(machine.holds(edges=False) for machine in others)]
+    least = [0 if first.node_id == request.orchestrator else 1, *(1 for _ in others)]
+    if request.objective is Objective.THROUGHPUT:
+        work = cost.work(machines, request)
+        return balanced(n_layers, room, work.layer, work.edge, least)
+    bill = cost.bill(machines, links, request)
+    return split(n_layers, room, bill.each, bill.busy, bill.waits, bill.transfer, least)
 
 
 class _Hops:
@@ -140,7 +114,7 @@ def _extended(beam: Sequence[tuple[int, ...]], count: int, hops: _Hops) -> Itera
                 yield (*chain, place)
 
 
-def _promise(machines: Sequence[Machine], chain: tuple[int, ...], hops: _Hops) -> float:
+def _latency(machines: Sequence[Machine], chain: tuple[int, ...], hops: _Hops, _: PlanRequest) -> float:
     """Seconds a token takes, at best, in a pipeline that begins so. Infinite where no machines can hold what is left."""
     parts = [machines[chain[0]].edge_s, *(hops(a, b) for a, b in itertools.pairwise(chain))]
     left = machines[0].shape.n_layers
@@ -158,3 +132,20 @@ def _promise(machines: Sequence[Machine], chain: tuple[int, ...], hops: _Hops) -
             parts += [n * machine.layer_s, hops.quickest]
             left -= n
     return inf if left else fsum([*parts, hops.quickest])
+
+
+def _throughput(machines: Sequence[Machine], chain: tuple[int, ...], hops: _Hops, request: PlanRequest) -> float:
+    """Seconds all streams take, at best, in a pipeline that begins so, were layers divisible. Infinite as above."""
+    places, n_layers = [*chain], machines[0].shape.n_layers
+    held = sum(machines[place].holds(edges=place == chain[0]) for place in chain)
+    for place, machine in enumerate(machines):  # fastest first
+        if held < n_layers and place not in chain and (more := machine.holds(edges=False)):
+            places.append(place)
+            held += more
+    if held < n_layers:
+        return inf
+    work = cost.work([machines[place] for place in places], request)
+    rates = [1 / layer for layer in work.layer]
+    slowest = (n_layers + work.edge[0] * rates[0]) / fsum(rates)
+    on_the_way = fsum([*(hops(a, b) for a, b in itertools.pairwise(chain)), hops.quickest * (1 + len(places) - len(chain))])
+    return max(slowest, work.edge[0]) + on_the_way * (request.answer_tokens - 1)

@@ -13,40 +13,46 @@ from dataclasses import replace
 
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet import choices
 from paceline.fleet.card import NodeCard, Role
 from paceline.fleet.cost import Seconds
-from paceline.fleet.machines import Links, Machine, fetchers, groups, live_cards, matching_offers
+from paceline.fleet.machines import Links, Machine, fetchers, groups, live_cards, matching_offers, stage_machines
 from paceline.fleet.pins import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, pinned
 from paceline.fleet.pipelines import pipelines
 from paceline.fleet.plan import Choice, Constraint, Excluded, Plan, PlanRequest, Way
 
 RUNNERS_UP = 8
 """How many of the other choices a plan names."""
+MOST_STREAMS = 1 << 16
 
 
-def plan(view: Iterable[NodeCard], request: PlanRequest) -> Plan:
+def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None = None) -> Plan:
     """Choose.
 
     Args:
         view: the live cards, in any order.
         request: what for.
+        trust: what certificates say of nodes; those left out are members.
 
     Raises:
         PlacementError: no machine and no set of machines can run it; says what is missing.
         ImpossiblePin: a machine or a range was pinned that can't be had.
     """
     _check(request)
-    cards = live_cards(view)
+    cards = {node_id: card for node_id, card in live_cards(view).items() if node_id not in request.exclude}
+    if request.orchestrator is not None and request.orchestrator not in cards:
+        raise PlacementError(f"{request.orchestrator} is to orchestrate and is not in the fleet", "Start it: paceline up")
+    barred = _barred(cards, request, trust or {})
     links = Links(cards)
     offers = matching_offers(cards, request)
     having = groups(offers, request)
     excluded: list[Excluded] = []
     if request.pins or request.proposer is not None:
-        found = pinned(cards, links, having, request)
-        free = _unpinned(cards, request)
+        found = pinned(cards, links, having, request, barred)
+        free = _unpinned(cards, request, trust)
     else:
-        found, excluded = _all(cards, links, having, request)
+        found, excluded = _all(cards, links, having, request, barred)
         free = None
     best, *others = choices.ranked(found, cards)
     constraint, because = _binding(best, having, excluded, cards, request)
@@ -108,20 +114,35 @@ def _check(request: PlanRequest) -> None:
             raise PlacementError(
                 f"There is no plan for {'a' if name == 'prompt' else 'an'} {name} of {tokens} tokens", "Ask for 1 or more."
             )
+    if not 0 < request.streams <= MOST_STREAMS:
+        raise PlacementError(f"There is no plan for {request.streams} streams", f"Ask for 1 to {MOST_STREAMS}.")
     if request.acceptance is not None and not math.isfinite(request.acceptance):
         raise PlacementError(f"The acceptance of a draft can't be {request.acceptance}", "It is a share, from 0 to 1.")
     if not request.ways:
         raise PlacementError("No way of running the request is allowed", "Allow alone, draft or pipeline.")
 
 
+def _barred(cards: Mapping[NodeId, NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> frozenset[NodeId]:
+    """Who is not trusted enough to hold layers for others."""
+    return frozenset(
+        node_id
+        for node_id in cards
+        if node_id != request.orchestrator and not trust.get(node_id, Trust.MEMBER).reaches(request.min_host_trust)
+    )
+
+
 def _all(
-    cards: Mapping[NodeId, NodeCard], links: Links, having: Sequence[Sequence[Machine]], request: PlanRequest
+    cards: Mapping[NodeId, NodeCard],
+    links: Links,
+    having: Sequence[Sequence[Machine]],
+    request: PlanRequest,
+    barred: frozenset[NodeId],
 ) -> tuple[list[Choice], list[Excluded]]:
     """Every choice among machines that have the weights; with those that would fetch them only where nothing else is left."""
     found: list[Choice] = []
     excluded: list[Excluded] = []
     for group in having:
-        priced, unfit = _choices(cards, links, group, request)
+        priced, unfit = _choices(cards, links, group, request, barred)
         found += priced
         excluded += unfit
     if found:
@@ -129,16 +150,16 @@ def _all(
     for group in having:
         more = fetchers(group, cards, links, request)
         if more:
-            priced, unfit = _choices(cards, links, [*group, *more], request)
+            priced, unfit = _choices(cards, links, [*group, *more], request, barred)
             found += priced
             excluded += [each for each in unfit if each not in excluded]
     if not found:
-        raise _nothing(excluded, links, having, request)
+        raise _nothing(excluded, links, having, request, barred)
     return found, excluded
 
 
 def _choices(
-    cards: Mapping[NodeId, NodeCard], links: Links, group: Sequence[Machine], request: PlanRequest
+    cards: Mapping[NodeId, NodeCard], links: Links, group: Sequence[Machine], request: PlanRequest, barred: frozenset[NodeId]
 ) -> tuple[list[Choice], list[Excluded]]:
     found: list[Choice] = []
     excluded: list[Excluded] = []
@@ -153,19 +174,25 @@ def _choices(
             found += choices.drafted(machine, cards, links.between, request)
     fits_context = group[0].shape.max_context >= request.prompt_tokens + request.answer_tokens
     if Way.PIPELINE in request.ways and fits_context:
-        found += [choices.piped(pipeline) for pipeline in pipelines(group, links, request)]
+        found += [choices.piped(pipeline) for pipeline in pipelines(stage_machines(group, request, barred), links, request)]
     return found, excluded
 
 
-def _unpinned(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> Choice | None:
+def _unpinned(cards: Mapping[NodeId, NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None) -> Choice | None:
     """What would be chosen without pins."""
     try:
-        return plan(cards.values(), replace(request, pins=(), proposer=None, ways=frozenset(Way))).chosen
+        return plan(cards.values(), replace(request, pins=(), proposer=None, ways=frozenset(Way)), trust).chosen
     except PlacementError:
         return None
 
 
-def _nothing(excluded: Sequence[Excluded], links: Links, having: Sequence[Sequence[Machine]], request: PlanRequest) -> PlacementError:
+def _nothing(
+    excluded: Sequence[Excluded],
+    links: Links,
+    having: Sequence[Sequence[Machine]],
+    request: PlanRequest,
+    barred: frozenset[NodeId],
+) -> PlacementError:
     model = request.model[:200]
     if not having:
         return PlacementError(f"Nothing is known of the speed of the machines that have {model}", "They measure it when they start.")
@@ -173,13 +200,21 @@ def _nothing(excluded: Sequence[Excluded], links: Links, having: Sequence[Sequen
     reasons = "; ".join(f"{each.node_id} {each.why}" for each in excluded[:4])
     more = f"; and {len(excluded) - 4} more" if len(excluded) > 4 else ""
     machines = [machine for group in having for machine in group]
-    linked = any(links.between(one.node_id, other.node_id) for one in machines for other in machines if one is not other)
-    if constraint is not Constraint.MEMORY:
-        hint = "Ask for a shorter prompt or answer, or allow other ways."
-    elif len(machines) > 1 and not linked:
-        hint = "No links between them have been measured yet; together they may hold it."
+    first = request.orchestrator if Way.PIPELINE in request.ways else None
+    hosts = [machine for machine in machines if machine.card.serves_shards and machine.node_id != first]
+    if first is not None:
+        linked = any(links.between(first, machine.node_id) for machine in hosts)
     else:
+        linked = any(links.between(one.node_id, other.node_id) for one in machines for other in machines if one is not other)
+    if first is not None and all(machine.node_id in barred for machine in hosts):
+        trusted = " that are trusted enough" if hosts else ""
+        hint = f"No other machines{trusted} serve shards of it: set serve_shards = true in [pipeline.host] of their config.toml."
+    elif not linked and len(machines) > 1 and (first is not None or constraint is Constraint.MEMORY):
+        hint = "No links between them have been measured yet; together they may hold it."
+    elif constraint is Constraint.MEMORY:
         hint = "Close other programs, add a machine, or choose a smaller model or --weights format."
+    else:
+        hint = "Ask for a shorter prompt or answer, or allow other ways."
     return PlacementError(
         f"No machine can run {model}, nor can several together" + (f": {reasons}{more}" if reasons else ""), hint, constraint=constraint
     )

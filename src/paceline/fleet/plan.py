@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
+from paceline.core.trust import Trust
 
 
 class Way(StrEnum):
@@ -18,6 +19,15 @@ class Way(StrEnum):
     """One machine runs all of it; another proposes tokens to it."""
     PIPELINE = "pipeline"
     """Each machine runs a range of layers."""
+
+
+class Objective(StrEnum):
+    """What the best plan has most of."""
+
+    LATENCY = "latency"
+    """One request is done soonest."""
+    THROUGHPUT = "throughput"
+    """`streams` requests side by side are done soonest; the slowest stage decides."""
 
 
 class Constraint(StrEnum):
@@ -58,11 +68,28 @@ class PlanRequest:
     """The id of the model that must draft; empty: any that can."""
     acceptance: float | None = None
     """Share of drafted tokens that are accepted, where it was measured."""
+    objective: Objective = Objective.LATENCY
+    streams: int = 1
+    """Requests whose KV must fit at once."""
+    orchestrator: NodeId | None = None
+    """The machine that a pipeline must begin on: it holds embedding and head, and as many layers as are best, none included. The others
+    are then machines that serve shards, in the memory they give to that. None: any may begin, and all may take part."""
+    exclude: frozenset[NodeId] = frozenset()
+    """Machines that must take no part."""
+    min_host_trust: Trust = Trust.GUEST
+    """What it takes to hold layers of a pipeline that another machine orchestrates."""
+    numerics_id: str = ""
+    """Machines that are known to compute other bytes hold no layers of a pipeline; empty: any may."""
+
+    @property
+    def abreast(self) -> int:
+        """Requests that run side by side as the plan is priced."""
+        return self.streams if self.objective is Objective.THROUGHPUT else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A machine and the layers it runs. The first stage also holds embedding, final norm and head."""
+    """A machine and the layers it runs. The first stage also holds embedding, final norm and head; an orchestrator's may run no layers."""
 
     node_id: NodeId
     instance: bytes
@@ -91,10 +118,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a request is expected to take. `fleet.cost` has the formulas."""
+    """What a request is expected to take, or, where throughput counts, all its streams together. `fleet.cost` has the formulas."""
 
     tokens_per_s: float
-    """Of the answer, once it has begun."""
+    """Of the answer, once it has begun; of all answers together."""
     ttft_s: float
     """Until the first token."""
     total_s: float

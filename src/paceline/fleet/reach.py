@@ -28,10 +28,14 @@ def peers_to_measure(own: NodeCard, cards: Iterable[NodeCard]) -> dict[NodeId, t
 
 
 def may_share_a_plan(one: NodeCard, other: NodeCard) -> bool:
-    """Whether placement could ever put both into one plan: the same weights, a draft, or weights too big for who has them."""
+    """Whether placement could ever put both into one plan: the same weights, a draft, weights too big for who has them, or shards."""
     return any(
         _are_stages(mine, yours) or _drafts(mine, yours) or _drafts(yours, mine) for mine in one.models for yours in other.models
-    ) or any(_outgrows(holder, offer) and helper.backend for holder, helper in ((one, other), (other, one)) for offer in holder.models)
+    ) or any(
+        (_outgrows(holder, offer) and helper.backend) or (helper.serves_shards and offer.role in _LAYERED and offer.digest)
+        for holder, helper in ((one, other), (other, one))
+        for offer in holder.models
+    )
 
 
 def addresses_to_measure(own: NodeCard, card: NodeCard) -> tuple[str, ...]:

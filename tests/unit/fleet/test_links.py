@@ -310,6 +310,13 @@ def test_a_model_too_big_for_its_machine_wants_help_from_any() -> None:
     assert not may_share_a_plan(big, card("b", backend=""))
 
 
+def test_whoever_serves_shards_may_be_a_stage_of_any_model() -> None:
+    has, serves = card("a", CABLE, models=(model(),)), replace(card("b", WIFI), serves_shards=True)
+    assert may_share_a_plan(has, serves)
+    assert may_share_a_plan(serves, has)
+    assert not may_share_a_plan(serves, replace(card("c", CABLE), serves_shards=True))
+
+
 def test_nobody_measures_themselves_or_who_leaves() -> None:
     own, other = card("a", CABLE, models=(model(),)), card("b", WIFI, models=(model(),))
     assert peers_to_measure(own, [own, other]) == {"b": (WIFI,)}

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from paceline.core.errors import ImpossiblePin, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
+from paceline.core.trust import Trust
 from paceline.fleet import cost
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.fleet.machines import Links, groups, live_cards, matching_offers
-from paceline.fleet.pipelines import arranged, pipelines, split
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
+from paceline.fleet.explanation import explain
+from paceline.fleet.machines import Links, groups, live_cards, matching_offers, stage_machines
+from paceline.fleet.pipelines import arranged, pipelines
 from paceline.fleet.placement import plan, still_holds, why_broken
-from paceline.fleet.plan import Constraint, Pin, Plan, PlanRequest, Way
+from paceline.fleet.plan import Constraint, Objective, Pin, Plan, PlanRequest, Way
+from paceline.fleet.splits import balanced, split
 
 GIB = 1 << 30
 SHAPE = ModelShape(
@@ -93,6 +96,8 @@ def cards(name: NodeId) -> st.SearchStrategy[NodeCard]:
         models=st.lists(offers, max_size=3).map(tuple),
         links=st.lists(links, max_size=4).map(tuple),
         leaving=st.sampled_from([False, False, False, True]),
+        serves_shards=st.booleans(),
+        shard_memory_bytes=st.sampled_from([0, GIB, (1 << 64) - 1]),
     )
 
 
@@ -108,6 +113,12 @@ requests = st.builds(
     pins=st.just(()) | st.lists(st.builds(Pin, st.sampled_from([*NAMES, NodeId("gone")]), spans), max_size=3).map(tuple),
     proposer=st.none() | st.sampled_from([*NAMES, NodeId("gone")]),
     acceptance=st.none() | st.sampled_from([0.0, 0.5, 1.0, 2.0, math.nan]),
+    objective=st.sampled_from(Objective),
+    streams=st.sampled_from([1, 1, 2, 16, 0, 1 << 40]),
+    orchestrator=st.none() | st.sampled_from([*NAMES, NodeId("gone")]),
+    exclude=st.sets(st.sampled_from(NAMES), max_size=1).map(frozenset),
+    min_host_trust=st.sampled_from(Trust),
+    numerics_id=st.sampled_from(["", "", "n"]),
 )
 
 
@@ -139,12 +150,17 @@ def check(made: Plan, request: PlanRequest) -> None:
         assert (choice.way is Way.PIPELINE) == (len(choice.stages) > 1)
         assert (choice.way is Way.DRAFT) == (choice.draft is not None)
         assert len({stage.node_id for stage in choice.stages}) == len(choice.stages)
+        assert not request.exclude & set(choice.node_ids)
+        if choice.way is Way.PIPELINE:
+            assert request.orchestrator in {None, choice.stages[0].node_id}
         end = 0
-        for stage in choice.stages:
-            assert stage.layers.start == end < stage.layers.stop
+        for place, stage in enumerate(choice.stages):
+            empty = place == 0 and request.orchestrator is not None and choice.way is Way.PIPELINE
+            assert stage.layers.start == end <= stage.layers.stop - (not empty)
             end = stage.layers.stop
         if request.pins:
-            assert {stage.node_id for stage in choice.stages} == {pin.node_id for pin in request.pins}
+            heads = set() if choice.way is not Way.PIPELINE or request.orchestrator is None else {request.orchestrator}
+            assert {stage.node_id for stage in choice.stages} - heads == {pin.node_id for pin in request.pins} - heads
             for pin in request.pins:
                 assert pin.layers in {None, *(stage.layers for stage in choice.stages if stage.node_id == pin.node_id)}
         if request.proposer is not None:
@@ -269,6 +285,77 @@ def test_no_split_is_better(machines: list[tuple[int, float, float]], n_layers: 
         assert price(found) == pytest.approx(min(map(price, every)), rel=1e-8)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 12), seconds, st.sampled_from([0, 1])), min_size=1, max_size=4), st.integers(0, 12), st.floats(0, 20)
+)
+def test_no_slowest_stage_is_faster(machines: list[tuple[int, float, int]], n_layers: int, edge: float) -> None:
+    room, layer, least = (list(column) for column in zip(*machines, strict=True))
+    extra = [edge, *(0.0 for _ in machines[1:])]
+
+    def slowest(layers: tuple[int, ...] | list[int]) -> float:
+        return max(n * each + more for n, each, more in zip(layers, layer, extra, strict=True))
+
+    ranges = (range(fewest, min(most, n_layers) + 1) for fewest, most in zip(least, room, strict=True))
+    every = [layers for layers in product(*ranges) if sum(layers) == n_layers]
+    found = balanced(n_layers, room, layer, extra, least)
+    assert bool(found) == bool(every)
+    if every:
+        assert tuple(found) in every
+        best = min(map(slowest, every))
+        assert slowest(found) == pytest.approx(best, rel=1e-8)
+        assert math.fsum(map(mul, found, layer)) <= min(math.fsum(map(mul, each, layer)) for each in every if slowest(each) <= best) * (
+            1 + 1e-8
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(Objective), st.sampled_from([1, 3, 16]))
+def test_no_split_of_a_pipeline_is_better_even_where_its_head_may_run_no_layers(
+    data: st.DataObject, objective: Objective, streams: int
+) -> None:
+    shape = replace(SHAPE, n_layers=data.draw(st.integers(1, 9)), edge_bytes=data.draw(st.sampled_from([0, 300 << 20, 2 * GIB])))
+    names = NAMES[: data.draw(st.integers(2, 3))]
+    request = PlanRequest(
+        "m",
+        prompt_tokens=data.draw(st.sampled_from([16, 4000])),
+        answer_tokens=64,
+        orchestrator=names[0],
+        objective=objective,
+        streams=streams,
+    )
+    view = [
+        node(
+            name,
+            offer(shape=shape, tokens_per_second=data.draw(st.floats(1, 60)), prefill_tokens_per_second=data.draw(st.floats(10, 900))),
+            free=data.draw(st.integers(0, 3 * GIB)),
+            links={other: (0.001, 1e8) for other in names if other != name},
+            serves_shards=True,
+            shard_memory_bytes=data.draw(st.integers(0, 3 * GIB)),
+        )
+        for name in names
+    ]
+    by_id = live_cards(view)
+    (group,) = groups(matching_offers(by_id, request), request)
+    order = stage_machines(group, request)
+    assert [machine.node_id for machine in order] == names
+    link = Links(by_id).between
+    room = [machine.holds(edges=place == 0) for place, machine in enumerate(order)]
+    ranges = (range(place > 0, most + 1) for place, most in enumerate(room))
+    every = [layers for layers in product(*ranges) if sum(layers) == shape.n_layers and order[0].holds_edges]
+    found = arranged(order, link, request)
+    assert (found is not None) == bool(every)
+    if found is not None:
+        assert found.layers in every
+        if objective is Objective.LATENCY:
+            priced_all = [arranged(order, link, request, layers) for layers in every]
+            assert found.estimate.total_s == pytest.approx(min(each.estimate.total_s for each in priced_all if each is not None), rel=1e-8)
+        for place, (machine, n) in enumerate(zip(order, found.layers, strict=True)):
+            kv = 2048 * (request.prompt_tokens + 64) * streams
+            least = n * (shape.layer_bytes + kv) + (shape.edge_bytes if place == 0 else 0)
+            assert least <= machine.card.memory_free_bytes
+            assert place == 0 or least <= machine.card.shard_memory_bytes
+
+
 def test_the_first_stage_has_room_for_the_edges_too() -> None:
     with_edges, without = machines((10, 10), (30, 20))
     assert with_edges.holds(edges=True) == 7
@@ -324,6 +411,35 @@ def test_a_pipeline_s_parts() -> None:
     assert estimate.latency_s == pytest.approx(101 * 0.01)
     chunk = 512 * 2 * 2048 / 1e6
     assert estimate.bandwidth_s >= 100 * 2 * 2 * 2048 / 1e6 + 2 * chunk * 0.99
+
+
+def test_streams_side_by_side_read_the_weights_once() -> None:
+    view = [node("ant", offer(shape=replace(SHAPE, kv_bytes_per_token_per_layer=0)))]
+    request = PlanRequest("m", prompt_tokens=100, answer_tokens=11, objective=Objective.THROUGHPUT, streams=16, ways=frozenset({Way.ALONE}))
+    estimate = plan(view, request).chosen.estimate
+    layers = 24 * SHAPE.layer_bytes
+    row = (1 + SHAPE.edge_bytes / layers) / 200
+    assert estimate.tokens_per_s == pytest.approx(16 / (1 / 20 + 15 * row))
+    assert estimate.ttft_s == pytest.approx(16 * 100 / 200)
+    one = replace(request, streams=1)
+    assert plan(view, one).chosen == plan(view, replace(one, objective=Objective.LATENCY)).chosen
+
+
+def test_the_slowest_stage_sets_the_pace_unless_the_way_is_longer() -> None:
+    """Two like machines: with a link that costs nothing two batches keep both at work; with a slow one each batch waits for its own way."""
+    shape = replace(SHAPE, kv_bytes_per_token_per_layer=0, edge_bytes=0)
+    request = PlanRequest(
+        "m", prompt_tokens=16, answer_tokens=101, objective=Objective.THROUGHPUT, streams=16, ways=frozenset({Way.PIPELINE})
+    )
+    batch = 12 / 24 * (1 / 20 + 7 / 200)  # of half the layers and half the streams
+    for rtt, expected in ((1e-7, 2 * batch), (1.0, 2 * batch + 1.0)):
+        view = [
+            node("ant", offer(shape=shape), links={"bee": (rtt, 1e15)}),
+            node("bee", offer(shape=shape)),
+        ]
+        chosen = plan(view, request).chosen
+        assert [len(stage.layers) for stage in chosen.stages] == [12, 12]
+        assert chosen.estimate.tokens_per_s == pytest.approx(16 / expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("acceptance", "length", "expected"), [(0.0, 7, 1.0), (1.0, 7, 8.0), (0.5, 3, 1.875)])
@@ -436,3 +552,84 @@ def test_an_impossible_pin_is_no_silent_fallback() -> None:
     with pytest.raises(ImpossiblePin, match=r"bee is pinned, but needs") as caught:
         plan(fleet, PlanRequest("m", pins=(Pin(NodeId("bee")),)))
     assert caught.value.constraint == Constraint.MEMORY
+
+
+# ----------------------------------------------------------------------------------------------------------- orchestrators
+
+
+def sharing(**changes: dict[str, object]) -> list[NodeCard]:
+    """Three machines that hold half the model each; changes by name."""
+    others = {"ant": ("bee", "cat"), "bee": ("ant", "cat"), "cat": ("ant", "bee")}
+    return [
+        replace(
+            node(name, offer(), free=2 * GIB, links=dict.fromkeys(to, (0.001, 1e8)), serves_shards=True, shard_memory_bytes=2 * GIB),
+            **changes.get(name, {}),
+        )
+        for name, to in others.items()
+    ]
+
+
+ORCHESTRATED = PlanRequest("m", ways=frozenset({Way.PIPELINE}), orchestrator=NodeId("ant"))
+
+
+def test_an_orchestrator_goes_first_even_where_it_holds_nothing_but_the_edges() -> None:
+    made = plan(sharing(ant={"memory_free_bytes": SHAPE.edge_bytes * 6 // 5}), ORCHESTRATED)
+    assert made.chosen.stages[0].node_id == "ant"
+    assert made.chosen.stages[0].layers == LayerRange(0, 0)
+    assert made.chosen.stages[-1].layers.stop == 24
+    assert "ant [no layers] -> " in next(line for line in explain(made) if line.startswith("plan: "))
+
+
+@pytest.mark.parametrize(
+    ("change", "request_change"),
+    [
+        ({"serves_shards": False}, {}),
+        ({"shard_memory_bytes": 0}, {}),
+        ({}, {"exclude": frozenset({NodeId("bee")})}),
+        ({}, {"min_host_trust": Trust.MEMBER}),
+        ({"models": (offer(numerics_id="o"),)}, {"numerics_id": "n"}),
+    ],
+)
+def test_who_may_not_hold_layers_for_others_holds_none(change: dict[str, object], request_change: dict[str, object]) -> None:
+    trust = {NodeId("bee"): Trust.GUEST, NodeId("ant"): Trust.GUEST}
+    before = plan(sharing(), ORCHESTRATED, trust)
+    assert any("bee" in choice.node_ids for choice in (before.chosen, *before.runners_up))
+    made = plan(sharing(bee=change), replace(ORCHESTRATED, **request_change), trust)
+    assert [choice.node_ids for choice in (made.chosen, *made.runners_up)] == [("ant", "cat")]
+
+
+def test_an_orchestrator_alone_says_what_is_missing() -> None:
+    view = sharing(bee={"serves_shards": False}, cat={"serves_shards": False})
+    with pytest.raises(PlacementError, match=r"No other machines serve shards of it: set serve_shards = true"):
+        plan(view, ORCHESTRATED)
+    with pytest.raises(PlacementError, match="No other machines that are trusted enough serve"):
+        plan(sharing(), replace(ORCHESTRATED, min_host_trust=Trust.TRUSTED))
+    with pytest.raises(PlacementError, match="gone is to orchestrate and is not in the fleet"):
+        plan(view, replace(ORCHESTRATED, orchestrator=NodeId("gone")))
+
+
+def test_pins_leave_the_orchestrator_first() -> None:
+    bee, cat = Pin(NodeId("bee")), Pin(NodeId("cat"), LayerRange(0, 12))
+    chosen = plan(sharing(), replace(ORCHESTRATED, pins=(bee, cat))).chosen
+    assert [(stage.node_id, stage.layers) for stage in chosen.stages] == [
+        ("ant", LayerRange(0, 0)),
+        ("cat", LayerRange(0, 12)),
+        ("bee", LayerRange(12, 24)),
+    ]
+    both = plan(sharing(), replace(ORCHESTRATED, pins=(bee, Pin(NodeId("ant"))))).chosen
+    assert both.node_ids == ("ant", "bee")
+    alone = plan(sharing(bee={"memory_free_bytes": 8 * GIB, "shard_memory_bytes": 8 * GIB}), replace(ORCHESTRATED, pins=(bee,))).chosen
+    assert [stage.layers for stage in alone.stages] == [LayerRange(0, 0), LayerRange(0, 24)]
+    with pytest.raises(ImpossiblePin, match="bee is pinned, but serves no shards"):
+        plan(sharing(bee={"serves_shards": False}), replace(ORCHESTRATED, pins=(bee, cat)))
+
+
+def test_loaded_layers_are_no_whole_model_but_make_a_stage_warm() -> None:
+    loaded = offer(role=Role.SHARD, warm=True, shard=ShardState(LayerRange(0, 24), 4))
+    view = sharing(bee={"models": (offer(), loaded)}, cat={"models": (loaded,)})
+    stages = plan(view, ORCHESTRATED).chosen.stages
+    assert [(stage.node_id, stage.warm) for stage in stages] == [("ant", False), ("bee", True)]
+    fetched = plan(view, replace(ORCHESTRATED, exclude=frozenset({NodeId("bee")}))).chosen
+    assert fetched.stages[1].fetch_from == "ant"
+    assert fetched.stages[1].fetch_bytes == len(fetched.stages[1].layers) * SHAPE.layer_bytes
+    assert fetched.estimate.measured
