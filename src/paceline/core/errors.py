@@ -293,6 +293,10 @@ class StreamStalled(TensorStreamError):
     """The other side takes or sends nothing within the bound."""
 
 
+class StreamIdle(StreamStalled):
+    """Nothing came, and nothing was under way. The stream is as good as before, unlike after every other error of its kind."""
+
+
 class TensorTooLarge(TensorStreamError):
     """A tensor beyond the receive bound."""
 

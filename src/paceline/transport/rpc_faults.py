@@ -14,6 +14,7 @@ import grpc.aio
 
 from paceline.core import errors
 from paceline.core.errors import (
+    BadPipelineRequest,
     ConfigError,
     ContextOverflow,
     GossipRefused,
@@ -22,11 +23,18 @@ from paceline.core.errors import (
     MessageTooLarge,
     ModelNotFound,
     NodeUnreachable,
+    NotTrusted,
     Overloaded,
     PacelineError,
     PeerFloods,
+    PipelineDisabled,
+    PipelineError,
+    PipelineStalled,
     RequestError,
+    ShardCorrupt,
+    ShardUnavailable,
     UnknownModel,
+    WeightsMismatch,
 )
 
 FAULT_KEY = "paceline-fault-bin"
@@ -44,10 +52,18 @@ _STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (GossipRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (RequestError, grpc.StatusCode.FAILED_PRECONDITION),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (BadPipelineRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (ShardUnavailable, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (PipelineStalled, grpc.StatusCode.ABORTED),
+    (ShardCorrupt, grpc.StatusCode.DATA_LOSS),
+    (PipelineDisabled, grpc.StatusCode.FAILED_PRECONDITION),
+    (WeightsMismatch, grpc.StatusCode.FAILED_PRECONDITION),
+    (PipelineError, grpc.StatusCode.FAILED_PRECONDITION),
+    (NotTrusted, grpc.StatusCode.PERMISSION_DENIED),
 )
 _KINDS = {kind.__name__: kind for kind, _ in _STATUS} | {"PacelineError": PacelineError}
 """What a peer may make us raise."""
-_FIELDS = ("field", "retry_after_s")
+_FIELDS = ("field", "retry_after_s", "who")
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 MAX_TEXT = 2000
 """Of a peer's message, what is repeated."""
@@ -105,6 +121,8 @@ def _told(value: bytes) -> PacelineError | None:
             return kind(message, hint, retry_after_s=int(fault["retry_after_s"]))
         if issubclass(kind, PeerFloods):
             return kind(message, hint, retry_after_s=float(fault["retry_after_s"]))
+        if issubclass(kind, NotTrusted):
+            return kind(message, hint, who=str(fault["who"])[:MAX_TEXT])
         return kind(message, hint)
     except (ValueError, KeyError, TypeError):
         return None

@@ -9,15 +9,22 @@ import grpc.aio
 import pytest
 
 from paceline.core.errors import (
+    BadPipelineRequest,
     ContextOverflow,
     FleetError,
     InvalidRequest,
     MessageTooLarge,
     NodeUnreachable,
+    NotTrusted,
     Overloaded,
     PacelineError,
     PeerFloods,
+    PipelineDisabled,
+    PipelineStalled,
+    ShardCorrupt,
+    ShardUnavailable,
     UnknownModel,
+    WeightsMismatch,
 )
 from paceline.transport.rpc_faults import FAULT_KEY, error_of, metadata_of, status_of
 
@@ -36,6 +43,13 @@ def travelled(error: PacelineError) -> PacelineError:
         (Overloaded("full", retry_after_s=7), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (PeerFloods("often", retry_after_s=0.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (MessageTooLarge("much"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (BadPipelineRequest("odd"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ShardUnavailable("full", "ask another"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (WeightsMismatch("others"), grpc.StatusCode.FAILED_PRECONDITION),
+        (PipelineDisabled("off"), grpc.StatusCode.FAILED_PRECONDITION),
+        (PipelineStalled("still"), grpc.StatusCode.ABORTED),
+        (ShardCorrupt("NaN"), grpc.StatusCode.DATA_LOSS),
+        (NotTrusted("a guest", who="n"), grpc.StatusCode.PERMISSION_DENIED),
         (PacelineError("broken"), grpc.StatusCode.INTERNAL),
     ],
 )

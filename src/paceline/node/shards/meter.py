@@ -1,0 +1,69 @@
+"""What a host counts of its shards. Sessions count in threads of their own; what they share has a lock."""
+
+from __future__ import annotations
+
+import threading
+
+from paceline.server.metrics import Histogram
+
+LATENCY_BOUNDS_MS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0)
+WINDOW = 256
+"""Batches of which a session's p95 is."""
+MOST_SHARDS = 256
+"""Different layers that have a histogram of their own; what else is loaded in a node's life is counted together."""
+OTHERS = "others"
+
+
+class Latencies:
+    """The last few of one session, in milliseconds. Written by its thread, read by any."""
+
+    def __init__(self) -> None:
+        self._ring = [0.0] * WINDOW
+        self._count = 0
+
+    def add(self, ms: float) -> None:
+        self._ring[self._count % WINDOW] = ms
+        self._count += 1
+
+    @property
+    def p95(self) -> float:
+        """0 where there are none."""
+        n = min(self._count, WINDOW)
+        return sorted(self._ring[:n])[(95 * n - 1) // 100] if n else 0.0
+
+
+class ShardMeter:
+    """Counters of one host."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._latency: dict[str, Histogram] = {}
+        self.sessions_opened = 0
+        self.sessions_refused = 0
+        self.evictions = 0
+        self.loads = 0
+        self._corruption = 0
+
+    @property
+    def corruption(self) -> int:
+        """Times that something came which is no activations."""
+        return self._corruption
+
+    def corrupt(self) -> None:
+        """Once more."""
+        with self._lock:
+            self._corruption += 1
+
+    def observe(self, shard_id: str, ms: float) -> None:
+        """A batch went through."""
+        with self._lock:
+            histogram = self._latency.get(shard_id)
+            if histogram is None:
+                name = shard_id if len(self._latency) < MOST_SHARDS else OTHERS
+                histogram = self._latency.setdefault(name, Histogram(LATENCY_BOUNDS_MS))
+            histogram.observe(ms)
+
+    def latency(self) -> dict[str, Histogram]:
+        """By shard. Histograms are the meter's own."""
+        with self._lock:
+            return dict(self._latency)

@@ -1,0 +1,57 @@
+"""How much memory a shard takes, and how many KV blocks it gets: arithmetic on numbers."""
+
+from __future__ import annotations
+
+from paceline.backends.memory import human
+from paceline.core.errors import BadPipelineRequest, ShardUnavailable
+from paceline.core.model import ModelSpec
+from paceline.node.shapes import model_shape
+from paceline.node.shards.limits import KV_SHARE
+from paceline.parallel.sessions import StageRequest
+
+LEAST_ROWS = 512
+"""Of a batch, whatever the first caller asks for: the next may want more, and rows take little."""
+
+
+def fixed_bytes(spec: ModelSpec, request: StageRequest) -> int:
+    """Weights, and working memory for rows.
+
+    Raises:
+        BadPipelineRequest: the model has no such layers.
+    """
+    if request.layers.stop > spec.n_layers:
+        raise BadPipelineRequest(f"{request.model_id} has {spec.n_layers} layers, and up to {request.layers.stop} were asked for")
+    width = 4 * spec.hidden + 2 * spec.n_heads * spec.head_dim + 2 * spec.ffn
+    return model_shape(spec, request.weights).layer_bytes * len(request.layers) + 4 * width * rows_for(request)
+
+
+def rows_for(request: StageRequest) -> int:
+    """What a shard loaded for this request takes in a batch."""
+    return max(LEAST_ROWS, request.max_rows)
+
+
+def block_bytes(spec: ModelSpec, request: StageRequest, block_size: int) -> int:
+    return block_size * spec.kv_bytes_per_token(request.layers)
+
+
+def blocks_for(request: StageRequest, streams: int, left_bytes: int, fixed: int, a_block: int) -> int:
+    """The size of the pool: as many as all streams could want like this one, if there is room.
+
+    Args:
+        request: who wants it.
+        streams: that are to share it.
+        left_bytes: what may be taken.
+        fixed: what goes to other things.
+        a_block: bytes of one.
+
+    Raises:
+        ShardUnavailable: not even the least would fit.
+    """
+    affordable = (left_bytes - fixed) // a_block
+    if affordable < request.least_blocks:
+        raise ShardUnavailable(
+            f"{len(request.layers)} layers of {request.model_id} need {human(fixed + request.least_blocks * a_block)}, "
+            f"and {human(max(0, left_bytes))} may be taken here"
+        )
+    shared = int(affordable * KV_SHARE)
+    return min(request.n_blocks * streams, max(min(request.n_blocks, affordable), shared))

@@ -1,0 +1,101 @@
+"""Layers of a model in this machine's memory, or on their way there, and who uses them. All of this happens on the event loop.
+
+A claim is a stream in use: from the moment somebody asks for the layers until nothing of their session runs any more. So the bound of streams
+holds while weights load, and a shard without claims may be evicted at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
+from paceline.engine.local import LayerRunner
+from paceline.node.shards.leases import Leases
+from paceline.node.shards.session import Session
+from paceline.node.shards.turns import Turns
+from paceline.parallel.sessions import StageRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load gave."""
+
+    name: str
+    """The model's, on this machine."""
+    spec: ModelSpec
+    runner: LayerRunner[Any]
+    max_rows: int
+    memory_bytes: int
+    """Weights, KV, and room for rows."""
+
+
+class Claim:
+    """One stream in use. Its identity is what counts."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+
+
+class Shard:
+    """A range of layers.
+
+    Args:
+        request: by whom it is loaded.
+        max_streams: claims at most.
+        now: on the monotonic clock.
+    """
+
+    def __init__(self, request: StageRequest, max_streams: int, now: float) -> None:
+        self.digest, self.weights, self.layers = request.digest, request.weights, request.layers
+        self.max_streams = max_streams
+        self.claims: set[Claim] = set()
+        self.used_at = now
+        self.turns = Turns()
+        self.loading: asyncio.Task[None] | None = None
+        self.progress: tuple[int, int] = (0, 0)
+        """Bytes done, of bytes."""
+        self.loaded: Loaded | None = None
+        self.leases = Leases(0)
+        self.gone = False
+        """Evicted, or never to be loaded."""
+        self.change = asyncio.Event()
+        """Set when a claim is released; whoever waits clears it."""
+
+    @property
+    def shard_id(self) -> str:
+        """<model>:<first>-<last>."""
+        name = self.digest[:12] if self.loaded is None else self.loaded.name
+        return f"{name}:{self.layers.start}-{self.layers.stop - 1}"
+
+    @property
+    def is_idle(self) -> bool:
+        return self.loaded is not None and not self.claims
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.claims) >= self.max_streams
+
+    @property
+    def is_ending(self) -> bool:
+        """A stream is about to become free."""
+        return any(claim.session is not None and claim.session.stopping for claim in self.claims)
+
+    @property
+    def queue_depth(self) -> int:
+        return sum(claim.session.waiting for claim in self.claims if claim.session is not None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self.loaded is None else self.loaded.memory_bytes
+
+    def holds(self, digest: str, weights: WeightsFormat, layers: LayerRange) -> bool:
+        """Whether these layers are among its own."""
+        mine = self.layers
+        return (self.digest, self.weights) == (digest, weights) and mine.start <= layers.start and layers.stop <= mine.stop
+
+    def suits(self, request: StageRequest) -> bool:
+        """Whether it is large enough for a request that nobody else is in the way of."""
+        loaded = self.loaded
+        return loaded is None or (loaded.max_rows >= request.max_rows and self.leases.n_blocks >= request.least_blocks)

@@ -1,0 +1,81 @@
+"""`TensorEnds` of a node: its tensor port, and members of its fleet by their certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.core.errors import StreamIdle, StreamStalled
+from paceline.core.ids import NodeId
+from paceline.engine.local import WireBits
+from paceline.node.shards.ends import Expected
+from paceline.parallel.links import ActivationSink
+from paceline.parallel.sessions import ActivationDtype, NextStage
+from paceline.parallel.stage_batch import StageBatch
+from paceline.transport.tensor.batches import StreamSink, StreamSource
+from paceline.transport.tensor.dialling import dial
+from paceline.transport.tensor.listener import Expected as Ticket
+from paceline.transport.tensor.listener import TensorListener
+from paceline.transport.tensor.streams import TensorReceiver
+from paceline.transport.trust.certificates import Member
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.seals import Voids
+
+
+class NodeTensorEnds:
+    """The real ones.
+
+    Args:
+        listener: the node's tensor port.
+        identity: this node's.
+        voids: the revocations known.
+        member_of: by node id, what the certificate of a member in view says; raises BadPipelineRequest where there is none.
+    """
+
+    def __init__(self, listener: TensorListener, identity: Identity, voids: Voids, member_of: Callable[[NodeId], Member]) -> None:
+        self._listener, self._identity, self._voids, self._member_of = listener, identity, voids, member_of
+
+    @property
+    def port(self) -> int:
+        return self._listener.port
+
+    def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> Expected:
+        """As `TensorEnds.expect`."""
+        return _Expected(self._listener.expect(ticket), dtype, width)
+
+    def dial(self, to: NextStage, dtype: ActivationDtype, deadline: float) -> ActivationSink:
+        """As `TensorEnds.dial`."""
+        member = self._member_of(to.node_id)
+        return StreamSink(dial(to.addresses, member, to.ticket, self._identity, self._voids, deadline), dtype.value)
+
+
+class _Expected:
+    """A ticket, and what its bearer will send."""
+
+    def __init__(self, ticket: Ticket, dtype: ActivationDtype, width: int) -> None:
+        self._ticket, self._dtype, self._width = ticket, dtype, width
+
+    def accept(self, deadline: float) -> _Incoming:
+        return _Incoming(self._ticket.wait(deadline), self._dtype, self._width)
+
+    def close(self) -> None:
+        self._ticket.cancel()
+
+
+class _Incoming:
+    """Batches, and who sends them."""
+
+    def __init__(self, receiver: TensorReceiver, dtype: ActivationDtype, width: int) -> None:
+        self._source = StreamSource(receiver, dtype.value, width)
+        self.peer = receiver.peer
+
+    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
+        try:
+            return self._source.receive(deadline)
+        except StreamStalled as error:
+            raise StreamIdle(error.message) from error
+
+    def acknowledge(self) -> None:
+        self._source.acknowledge()
+
+    def close(self) -> None:
+        self._source.close()

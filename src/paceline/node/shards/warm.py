@@ -1,0 +1,251 @@
+"""The shards of one host: which are in memory, which are on their way, and which have to go.
+
+Law: what is claimed is never evicted, what is full is refused at once, and loads come one after the other, so that memory measured is memory
+there. A load that nobody waits for any more is given up, and leaves nothing behind. All of this happens on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from paceline.backends.heap import give_memory_back
+from paceline.backends.options import LoadOptions
+from paceline.core.clock import Clock
+from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
+from paceline.node.build import BLOCK_SIZE
+from paceline.node.shards.leases import Leases
+from paceline.node.shards.limits import FREE_SHARE, HostLimits
+from paceline.node.shards.loading import FindsWeights, FoundWeights, LoadsLayers, in_pipelines_terms, load_in_thread
+from paceline.node.shards.meter import ShardMeter
+from paceline.node.shards.room import block_bytes, blocks_for, fixed_bytes, rows_for
+from paceline.node.shards.shard import Claim, Loaded, Shard
+from paceline.parallel.sessions import StageRequest
+
+logger = logging.getLogger(__name__)
+
+ENDING_S = 2.0
+"""How long a stream that is about to become free is waited for. One in use is not waited for at all."""
+
+
+class WarmShards:
+    """Shards by what they hold.
+
+    Args:
+        weights: where they come from.
+        load: makes runners of them.
+        limits: bounds.
+        free_bytes: memory there is now.
+        threads: of a runner.
+        kernel_cache: see `LoadOptions`.
+        meter: counts.
+        clock: for which was used last.
+        on_change: told when a shard comes or goes.
+    """
+
+    def __init__(
+        self,
+        weights: FindsWeights,
+        load: LoadsLayers,
+        limits: HostLimits,
+        *,
+        free_bytes: Callable[[], int],
+        threads: int,
+        kernel_cache: Path | None,
+        meter: ShardMeter,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._weights, self._load, self._limits = weights, load, limits
+        self._free_bytes, self._threads, self._kernel_cache = free_bytes, threads, kernel_cache
+        self._meter, self._clock, self._on_change = meter, clock, on_change
+        self._shards: list[Shard] = []
+        self._one_load: Final = asyncio.Semaphore(1)
+        self._closed = False
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """In memory, or on their way."""
+        return tuple(self._shards)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(shard.memory_bytes for shard in self._shards)
+
+    def left_bytes(self) -> int:
+        """What further shards may take."""
+        free = self._free_bytes()
+        bound = self._limits.memory_bytes
+        return int(free * FREE_SHARE) if bound is None else min(bound - self.used_bytes, free)
+
+    async def claim(self, request: StageRequest) -> tuple[Shard, Claim]:
+        """A stream on a shard that has the layers, which may still be loading. Release it.
+
+        Raises:
+            ShardUnavailable: all its streams are in use, or there is no room for another shard.
+        """
+        while (shard := self._holding(request)) is not None:
+            if shard.suits(request):
+                if shard.is_full and not (shard.is_ending and await _changed(shard)):
+                    raise ShardUnavailable(f"All {shard.max_streams} streams of {shard.shard_id} are in use")
+                if shard.gone or shard.is_full:
+                    continue
+            elif shard.claims:
+                raise ShardUnavailable(f"{shard.shard_id} is loaded with less room than is asked for, and in use")
+            else:
+                await self._evict(shard)
+                continue
+            return shard, self._claimed(shard)
+        return await self._begin(request)
+
+    def release(self, shard: Shard, claim: Claim) -> None:
+        """A stream is free again."""
+        shard.claims.discard(claim)
+        shard.used_at = self._clock.monotonic()
+        if claim.session is not None:
+            shard.leases.give_back(claim.session.place.lease)
+        if not shard.claims and shard.loading is not None and not shard.loading.done():
+            self._forget(shard)
+            shard.loading.cancel()
+        shard.change.set()
+        self._on_change()
+
+    async def evict_idle(self) -> None:
+        """What nobody has used for long goes."""
+        now = self._clock.monotonic()
+        for shard in [shard for shard in self._shards if shard.is_idle and now - shard.used_at >= self._limits.idle_s]:
+            await self._evict(shard)
+
+    async def close(self) -> None:
+        """Give up what loads and free what is loaded. Claims must be released before, or their shards stay."""
+        self._closed = True
+        loads = [shard.loading for shard in self._shards if shard.loading is not None]
+        for load in loads:
+            load.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+        for shard in [shard for shard in self._shards if not shard.claims]:
+            await self._evict(shard, count=False)
+
+    # ------------------------------------------------------------------------------------------------------------------- inside
+
+    def _holding(self, request: StageRequest) -> Shard | None:
+        """The shard that has the layers: one with a free stream first, then the smallest."""
+        found = [shard for shard in self._shards if shard.holds(request.digest, request.weights, request.layers)]
+        return min(found, key=lambda shard: (shard.is_full or not shard.suits(request), len(shard.layers)), default=None)
+
+    def _claimed(self, shard: Shard) -> Claim:
+        claim = Claim()
+        shard.claims.add(claim)
+        self._on_change()
+        return claim
+
+    async def _begin(self, request: StageRequest) -> tuple[Shard, Claim]:
+        """Load a shard, with a first claim on it."""
+        if self._closed:
+            raise ShardUnavailable("This machine is stopping")
+        if len(self._shards) >= self._limits.max_shards:
+            oldest = self._oldest()
+            if oldest is None:
+                raise ShardUnavailable(f"{self._limits.max_shards} shards are loaded here, and all are in use")
+            self._forget(oldest)
+            shard = self._added(request)
+            claim = self._claimed(shard)
+            await self._evict(oldest)
+            return shard, claim
+        shard = self._added(request)
+        return shard, self._claimed(shard)
+
+    def _added(self, request: StageRequest) -> Shard:
+        shard = Shard(request, self._limits.max_streams, self._clock.monotonic())
+        self._shards.append(shard)
+        shard.loading = asyncio.create_task(self._bring(shard, request), name=f"load-{shard.shard_id}")
+        shard.loading.add_done_callback(_noted)
+        return shard
+
+    async def _bring(self, shard: Shard, request: StageRequest) -> None:
+        """Find, make room, load."""
+
+        def show(done: int, total: int) -> None:
+            shard.progress = (done, total)
+
+        try:
+            found = await self._weights.find(request, show)
+            async with self._one_load:
+                shard.loaded = await self._into_memory(found, request, show)
+            shard.leases = Leases(shard.loaded.runner.n_blocks)
+            shard.used_at = self._clock.monotonic()
+            self._meter.loads += 1
+            logger.info("%s is loaded for others, with KV for %d tokens", shard.shard_id, shard.leases.n_blocks * BLOCK_SIZE)
+        except PacelineError as error:
+            raise in_pipelines_terms(error) from error
+        except (OSError, MemoryError, ValueError) as error:
+            logger.exception("%s can't be loaded", shard.shard_id)
+            raise PipelineError(f"{shard.shard_id} can't be loaded: {type(error).__name__}") from error
+        finally:
+            if shard.loaded is None:
+                self._forget(shard)
+            self._on_change()
+
+    async def _into_memory(self, found: FoundWeights, request: StageRequest, show: Callable[[int, int], None]) -> Loaded:
+        spec = found.source.spec
+        fixed, a_block = fixed_bytes(spec, request), block_bytes(spec, request, BLOCK_SIZE)
+        while fixed + request.n_blocks * a_block > self.left_bytes() and (oldest := self._oldest()) is not None:
+            await self._evict(oldest)
+        n_blocks = blocks_for(request, self._limits.max_streams, self.left_bytes(), fixed, a_block)
+        options = LoadOptions(
+            request.layers,
+            request.weights,
+            n_blocks,
+            BLOCK_SIZE,
+            self._threads,
+            max_rows=rows_for(request),
+            edges=False,
+            kernel_cache=self._kernel_cache,
+        )
+        runner = await load_in_thread(self._load, found.source, options, show)
+        return Loaded(found.name, spec, runner, options.max_rows, fixed + n_blocks * a_block)
+
+    def _oldest(self) -> Shard | None:
+        """Of those that nobody uses."""
+        return min((shard for shard in self._shards if shard.is_idle), key=lambda shard: shard.used_at, default=None)
+
+    async def _evict(self, shard: Shard, *, count: bool = True) -> None:
+        """Free a shard without claims."""
+        self._forget(shard)
+        loaded, shard.loaded = shard.loaded, None
+        if loaded is None:
+            return
+        self._meter.evictions += count
+        logger.info("%s:%d-%d is evicted", loaded.name, shard.layers.start, shard.layers.stop - 1)
+        loaded_runner = loaded.runner
+        del loaded
+        await asyncio.shield(asyncio.to_thread(loaded_runner.close))
+        del loaded_runner
+        give_memory_back()
+        self._on_change()
+
+    def _forget(self, shard: Shard) -> None:
+        """It is found no more."""
+        shard.gone = True
+        if shard in self._shards:
+            self._shards.remove(shard)
+
+
+async def _changed(shard: Shard) -> bool:
+    """Wait for a stream that is about to become free. False where none did."""
+    shard.change.clear()
+    try:
+        async with asyncio.timeout(ENDING_S):
+            await shard.change.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _noted(task: asyncio.Task[None]) -> None:
+    """Those who wait for a load learn why it failed; where nobody does, nobody wants to know."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,182 @@
+"""A stage on another node, as an orchestrator holds it. The stage lives as long as the call that opened it.
+
+What it reports is kept as it comes. When it is gone, whichever way, `lost` says why, at once and for good; so `lost` is all there is to
+watch, and it may be watched from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import grpc
+import grpc.aio
+
+from paceline.core import errors
+from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled
+from paceline.core.ids import BatchId, NodeId
+from paceline.parallel.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageReport, StageRequest
+from paceline.transport.rpc_faults import error_of
+from paceline.transport.shard_codec import read_event, write_connect, write_open
+from paceline.transport.wire import shard_pb2 as wire
+from paceline.transport.wire.shard_pb2_grpc import ShardServiceStub
+
+Answer = TypeVar("Answer")
+SILENCE_S = 20.0
+"""Longest wait for news while a stage loads. Raising it holds on longer to one that hangs."""
+SILENT_REPORTS = 8
+"""Reports that may be missing in a row, of a stage that is open."""
+LEAST_SILENCE_S = 2.0
+CALL_S = 10.0
+"""For ConnectStage and EchoRows."""
+
+Call = grpc.aio.UnaryStreamCall[wire.OpenStageRequest, wire.OpenStageResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoss:
+    """Why a stage is gone."""
+
+    error: PacelineError
+    fault: StageFault | None = None
+    """What it said itself, where it could; `fault.blames` may be another node."""
+
+
+class RemoteStage:
+    """One session with one stage. Made by `open_stage`; close it. Attributes may be read from any thread, methods are for its event loop."""
+
+    def __init__(self, node_id: NodeId, request: StageRequest, opened: StageOpened, channel: grpc.aio.Channel, call: Call) -> None:
+        self.node_id: Final = node_id
+        self.request: Final = request
+        self.opened: Final = opened
+        self.report = StageReport()
+        """The latest."""
+        self.lost: Final[Future[StageLoss]] = Future()
+        """Done once the stage is gone, by its fault, its end or `close`."""
+        self._call: Final = call
+        self._stub: Final = ShardServiceStub(channel)
+        self._silence_s: Final = max(LEAST_SILENCE_S, SILENT_REPORTS * request.report_s)
+        self._follower: Final = asyncio.create_task(self._follow(), name=f"stage-at-{node_id}")
+
+    @property
+    def fault(self) -> StageFault | None:
+        """What the stage said at its end."""
+        return self.lost.result().fault if self.lost.done() else None
+
+    async def connect(self, to: NextStage) -> None:
+        """Say where results go; returns once the stage has reached it.
+
+        Raises:
+            FleetError: it has not.
+        """
+        await self._ask(self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S))
+
+    async def echo(self, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:
+        """Rows of a batch that was not sent yet, as they arrive there.
+
+        Raises:
+            FleetError: the stage is gone, or refuses.
+        """
+        asked = wire.EchoRowsRequest(session_id=self.request.session_id, batch_id=batch_id, first_row=first_row, n_rows=n_rows)
+        return (await self._ask(self._stub.EchoRows(asked, timeout=CALL_S))).rows
+
+    async def close(self) -> None:
+        """End the session there too. Idempotent."""
+        self._lose(StageLoss(PipelineError(f"The session with {self.node_id} was closed")))
+        self._call.cancel()
+        await asyncio.wait({self._follower})
+
+    async def _ask(self, call: Awaitable[Answer]) -> Answer:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, self.node_id) from error
+
+    async def _follow(self) -> None:
+        """Keep reports until there are no more."""
+        try:
+            while True:
+                match await _next(self._call, self.node_id, self.request, self._silence_s):
+                    case StageReport() as report:
+                        self.report = report
+                    case StageFault() as fault:
+                        self._lose(StageLoss(error_of_fault(fault, self.node_id), fault))
+                        return
+                    case _:
+                        raise FleetError(f"{self.node_id} says out of turn how far it is")
+        except PacelineError as error:
+            self._lose(StageLoss(error))
+        finally:
+            self._call.cancel()
+
+    def _lose(self, loss: StageLoss) -> None:
+        if not self.lost.done():
+            self.lost.set_result(loss)
+
+
+async def open_stage(
+    channel: grpc.aio.Channel, node_id: NodeId, request: StageRequest, on_loading: Callable[[StageLoading], None] | None = None
+) -> RemoteStage:
+    """Ask a node for a stage. Cancelled, it leaves nothing behind there.
+
+    Args:
+        channel: to that node, for as long as the stage.
+        node_id: the node, for messages.
+        request: what to run.
+        on_loading: told of weights on their way.
+
+    Raises:
+        PipelineError: the node refuses.
+        FleetError: it can't be reached, or makes no sense.
+    """
+    call = ShardServiceStub(channel).OpenStage(write_open(request))
+    try:
+        while True:
+            match await _next(call, node_id, request, SILENCE_S):
+                case StageOpened() as opened:
+                    return RemoteStage(node_id, request, opened, channel, call)
+                case StageLoading() as loading:
+                    if on_loading is not None:
+                        on_loading(loading)
+                case StageFault() as fault:
+                    raise error_of_fault(fault, node_id)
+                case StageReport():
+                    raise FleetError(f"{node_id} reports of a stage that is not open")
+    except BaseException:
+        call.cancel()
+        raise
+
+
+def error_of_fault(fault: StageFault, node_id: NodeId) -> PacelineError:
+    """A stage's fault as the error it names."""
+    kinds = {kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PipelineError)}
+    return kinds.get(fault.code, PipelineError)(f"{node_id}: {fault.message}")
+
+
+async def _next(call: Call, node_id: NodeId, request: StageRequest, silence_s: float) -> StageEvent:
+    """The next event.
+
+    Raises:
+        FleetError: there is none, for whatever reason.
+    """
+    try:
+        async with asyncio.timeout(silence_s):
+            message = await call.read()
+    except TimeoutError:
+        raise PipelineStalled(f"{node_id} has said nothing for {silence_s:g} s") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled this reader: the call ended under it, because the node is gone or the stage was closed.
+        raise NodeUnreachable(f"{node_id} is gone") from None
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error, node_id) from error
+    except grpc.aio.UsageError as error:  # the channel was closed under it
+        raise NodeUnreachable(f"The connection to {node_id} was closed") from error
+    if not isinstance(message, wire.OpenStageResponse):  # grpc's mark of a stream's end
+        raise NodeUnreachable(f"{node_id} ended the session")
+    return read_event(message, request)
