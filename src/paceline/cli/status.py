@@ -65,7 +65,13 @@ def _said(looked: Looked) -> dict[str, Any]:
         "own_node_id": view.own,
         "rounds": looked.sight.rounds,
         "nodes": [
-            {**asdict(live.card), "instance": live.card.instance.hex(), "stamp_anchor": live.card.stamp_anchor.hex(), "age_s": live.age_s}
+            {
+                **asdict(live.card),
+                "instance": live.card.instance.hex(),
+                "stamp_anchor": live.card.stamp_anchor.hex(),
+                "trust": live.trust,
+                "age_s": live.age_s,
+            }
             for live in view.nodes
         ],
         "plans": [{"model": name, "plan": line} for name, line in _plans(view)],
@@ -87,22 +93,23 @@ def _show(looked: Looked, console: Console) -> None:
     view = looked.sight.view
     console.print(Text.assemble("fleet ", (looked.fleet_id, "bold"), f", seen by {view.own}"))
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("node", "heard", "at", "backend", "memory free", "models"):
+    for heading in ("node", "trust", "heard", "at", "backend", "memory free", "models"):
         table.add_column(heading, justify="right" if heading in {"heard", "memory free"} else "left", overflow="fold")
     for live in view.nodes:
         card = live.card
         heard = "here" if card.node_id == view.own else f"{live.age_s:.0f} s ago"
         memory = f"{human(card.memory_free_bytes)} of {human(card.memory_total_bytes)}" if card.memory_total_bytes else ""
-        table.add_row(card.node_id, heard, "\n".join(card.addresses), card.backend, memory, "\n".join(_models(card)))
+        row = (card.node_id, live.trust, heard, "\n".join(card.addresses), card.backend, memory, "\n".join(_models(card)))
+        # As texts: in a string [fd00::1] would be taken for markup.
+        table.add_row(*map(Text, row))
     console.print(table)
     for line in _links(view):
         console.print(line, markup=False)
     for name, line in _plans(view):
         console.print(Text.assemble("plan for ", (name, "bold"), f": {line}"))
     for clash in view.clashes:
-        console.print(
-            f"[red]two running nodes claim the id[/] {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
-        )
+        where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
+        console.print(Text.assemble(("two running nodes claim the id", "red"), where))
     if view.revoked:
         console.print(f"revoked: {', '.join(view.revoked)}", markup=False)
     for failure in looked.sight.failures:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from paceline.core.shown import printable
+
 MAX_FAILURES = 256
 
 
@@ -46,7 +48,7 @@ class AddressBook:
         before = self._failures.pop(address, None)
         self._works.pop(address, None)
         self._failures[address] = Failure(
-            address, error, now if before is None else before.since, 1 if before is None else before.times + 1
+            address, printable(error, 500), now if before is None else before.since, 1 if before is None else before.times + 1
         )
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]

@@ -26,6 +26,7 @@ from cryptography import x509
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, JoinRefused, NotTrusted, Unreachable
 from paceline.core.ids import NodeId
+from paceline.core.shown import printable
 from paceline.fleet.card import SealedRevocation
 from paceline.transport.join_service import HINT_KEY, MAX_PEERS
 from paceline.transport.trust.addresses import is_address
@@ -79,7 +80,7 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
                 try:
                     return await _join_at(found.address, found.root, token, node_id, clock)
                 except grpc.aio.AioRpcError as error:
-                    found = _Tried(found.address, None, f"{error.code().name.lower()}: {error.details() or ''}")
+                    found = _Tried(found.address, None, f"{error.code().name.lower()}: {printable(error.details() or '')}")
             tried.append(found)
     finally:
         for one in asking:
@@ -151,7 +152,7 @@ async def _join_at(address: str, root: FleetRoot, token: JoinToken, node_id: Nod
             )
         except grpc.aio.AioRpcError as error:
             if error.code() in {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION}:
-                raise JoinRefused(error.details() or "The join was refused", _hint(error)) from error
+                raise JoinRefused(printable(error.details() or "The join was refused"), printable(_hint(error))) from error
             raise
     try:
         identity = Identity.assemble(key, answer.certificate, root, clock.wall())

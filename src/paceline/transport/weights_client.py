@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from paceline.core.errors import SourceLost, WrongBytes
 from paceline.core.manifest import ModelManifest, PieceRun
+from paceline.core.shown import printable
 from paceline.transport.weights_codec import Description
 from paceline.transport.weights_servicer import MAX_RANGES
 from paceline.transport.wire import weights_pb2 as wire
@@ -123,5 +124,5 @@ class WeightsClient:
         return cast("Response", got) if isinstance(got, Message) else None
 
     def _lost(self, error: grpc.aio.AioRpcError) -> NoReturn:
-        why = _WHY.get(error.code(), f"{error.code().name}: {error.details()}")
+        why = _WHY.get(error.code(), f"{error.code().name}: {printable(error.details() or '')}")
         raise SourceLost(f"{self._who} can't give the weights: {why}") from error

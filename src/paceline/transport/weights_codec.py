@@ -10,6 +10,7 @@ from typing import Final
 
 from paceline.core.errors import WrongBytes
 from paceline.core.manifest import PIECE, SHA256_BYTES, FileEntry, ModelManifest, TensorAt
+from paceline.core.shown import printable
 from paceline.transport.wire import weights_pb2 as wire
 
 MAX_FILES: Final = 4096
@@ -94,11 +95,11 @@ class Description:
                 or file.size_bytes > PIECE * MAX_PIECES
                 or len(entry.pieces) != SHA256_BYTES * entry.n_pieces
             ):
-                raise WrongBytes(f"the description of {file.name} has checksums that don't fit its {file.size_bytes} bytes")
+                raise WrongBytes(f"the description of {printable(file.name)} has checksums that don't fit its {file.size_bytes} bytes")
             files.append(entry)
         for at in self._tensors:
             if at.file >= len(files) or at.offset + at.nbytes > files[at.file].size:
-                raise WrongBytes(f"the description has tensor {at.name} outside of its file")
+                raise WrongBytes(f"the description has tensor {printable(at.name)} outside of its file")
         if not files:
             raise WrongBytes("the description has no files")
         return ModelManifest(self._digest, tuple(files), tuple(self._tensors))

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from paceline.core.clock import Clock, SystemClock
+from paceline.core.shown import printable
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class Refusals:
 
     EVERY_S = 60.0
     LINES = 8
+    MOST_LINES = 256
+    """For all parties together: a stranger may have as many addresses as it likes."""
     REMEMBERED = 256
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -37,6 +40,7 @@ class Refusals:
         self._lines: OrderedDict[str, _Lines] = OrderedDict()
         self.total = 0
         """Refusals since the start, logged or not."""
+        self._all = _Lines(0.0)
 
     def note(self, who: str, why: str, *, at: str = "") -> None:
         """Say that somebody was refused, and why. Nothing here may hold a secret.
@@ -56,12 +60,11 @@ class Refusals:
                     self._lines.popitem(last=False)
             self._lines.move_to_end(who)
             lines.count += 1
-            count = lines.count
-        if count <= self.LINES:
-            last = " (no more of this for a minute)" if count == self.LINES else ""
-            logger.warning("refused %s: %s%s", _printable(f"{who} ({at})" if at else who), _printable(why), last)
-
-
-def _printable(text: str) -> str:
-    """What a stranger wrote can't start a line of its own."""
-    return "".join(char if char.isprintable() else "?" for char in text[:300])
+            if now - self._all.since >= self.EVERY_S:
+                self._all = _Lines(now)
+            is_told = lines.count <= self.LINES and self._all.count < self.MOST_LINES
+            self._all.count += is_told
+            is_last = lines.count == self.LINES or self._all.count == self.MOST_LINES
+        if is_told:
+            last = " (no more of this for a minute)" if is_last else ""
+            logger.warning("refused %s: %s%s", printable(f"{who} ({at})" if at else who), printable(why), last)

@@ -16,9 +16,11 @@ from tests.unit.transport.trust.served import CARD, CARDS, COUNT, ECHO, FLOOD, S
 
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
+from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
 from paceline.transport.trust.certificates import NODE_NAME
 from paceline.transport.trust.credentials import check_callable, meet
+from paceline.transport.trust.refusals import Refusals
 
 
 async def refused(call: Awaitable[object]) -> grpc.aio.AioRpcError:
@@ -237,3 +239,16 @@ def test_the_caller_of_an_expired_certificate_is_refused(fleet: TestFleet) -> No
         fleet.authority.root.member(member.certificate, member.expires_at + 1)
     assert re.fullmatch(r"[0-9a-f]{32}\.node\.paceline\.internal", member.tls_name)
     assert replace(member, serial=255).tls_name == "ff.node.paceline.internal"
+
+
+def test_a_flood_from_many_addresses_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    refusals = Refusals(clock)
+    for number in range(10_000):
+        refusals.note(f"fd00::{number:x}", "it showed no certificate of this fleet")
+    assert refusals.total == 10_000
+    assert len(caplog.records) == Refusals.MOST_LINES
+    assert "no more of this for a minute" in caplog.records[-1].getMessage()
+    clock.advance(Refusals.EVERY_S)
+    refusals.note("fd00::1", "it showed no certificate of this fleet")
+    assert len(caplog.records) == Refusals.MOST_LINES + 1
