@@ -51,7 +51,7 @@ class Gossip:
         own: this node's id.
         preset: see `presets`.
         rng: source of all randomness.
-        seeds: addresses (host:port) to call until a live card lists them.
+        seeds: addresses (host:port) that were given, to call until a live card lists them.
         revocations: what was known before.
 
     Nothing is called before the first `announce`.
@@ -69,7 +69,7 @@ class Gossip:
         self._peers = Peers(own, rng, preset.remember_lost_s)
         self._intake = Intake(self._registry, self._revocations, self._clashes, self._peers)
         for seed in seeds:
-            self._peers.add_seed(seed)
+            self._peers.give_seed(seed)
         self._chain: StampChain | None = None
         self._exchanges: dict[int, _Exchange] = {}
         self._last_call = 0
@@ -99,8 +99,8 @@ class Gossip:
         return self._intake.own(sealed.card, now)
 
     def add_seed(self, address: str, now: float) -> None:
-        """An address where a node may be (mDNS, `--peer`): it is called in the next round, which is brought forward."""
-        if self._peers.add_seed(address) and self._next_round is not None:
+        """An address where a node may be, heard on the network (mDNS): it is called soon, in a round that is brought forward."""
+        if self._peers.hear_seed(address) and self._next_round is not None:
             self._next_round = min(self._next_round, max(now, self._last_round + self._preset.exchange_s / 10))
 
     def learn(self, revocations: Iterable[SealedRevocation], now: float) -> tuple[Effect, ...]:

@@ -1,7 +1,8 @@
 """Whom to exchange with next: some members, in turn and in random order, and one of those who can't be members yet or any more.
 
 Every member comes up once before any comes up twice, so no pair waits longer than chance allows. Seeds (addresses from `--peer`, a join or
-mDNS) are called until a live card lists them; nodes that expired are called so that a healed partition is noticed.
+mDNS) are called until a live card lists them; nodes that expired are called so that a healed partition is noticed. Anybody on the network can
+say something by mDNS, so what was heard there takes every second turn at most, and the place of nothing that was given.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
 
 MAX_STRAYS = 64
-"""Seeds, and lost nodes, remembered. The oldest are forgotten first."""
+"""Seeds of a kind, and lost nodes, remembered. Of what was heard and of the lost the oldest are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +34,35 @@ class Peers:
         self._own = own
         self._rng, self._remember_lost_s = rng, remember_lost_s
         self._turn: list[NodeId] = []
-        self._seeds: dict[str, None] = {}
+        self._given: dict[str, None] = {}
+        self._heard: dict[str, None] = {}
         self._owners: dict[str, NodeId] = {}
         """Who answers at a seed, once that is known."""
         self._own_addresses: set[str] = set()
         self._lost: dict[NodeId, tuple[tuple[str, ...], float]] = {}
-        self._stray_turn = 0
+        self._turns = [0, 0]
+        self._next_kind = 0
 
-    def add_seed(self, address: str) -> bool:
-        """Remember an address; True where it is new."""
-        if address in self._seeds or address in self._own_addresses:
+    def give_seed(self, address: str) -> None:
+        """Remember an address that a person gave, or that a member was at: the first so many."""
+        if len(self._given) < MAX_STRAYS:
+            self._given[address] = None
+
+    def hear_seed(self, address: str) -> bool:
+        """Remember an address that anybody may have announced; True where it is new."""
+        if address in self._given or address in self._heard or address in self._own_addresses:
             return False
-        self._seeds[address] = None
-        if len(self._seeds) > MAX_STRAYS:
-            oldest = next(iter(self._seeds))
-            del self._seeds[oldest]
+        self._heard[address] = None
+        if len(self._heard) > MAX_STRAYS:
+            oldest = next(iter(self._heard))
+            del self._heard[oldest]
             self._owners.pop(oldest, None)
         return True
 
     def is_at(self, node_id: NodeId, addresses: Iterable[str]) -> None:
         """A node lists these addresses, or answered there: a seed among them is not called while that node is a member (or this one)."""
         for address in addresses:
-            if address in self._seeds:
+            if address in self._given or address in self._heard:
                 self._owners[address] = node_id
 
     def move(self, addresses: Iterable[str]) -> None:
@@ -87,8 +95,17 @@ class Peers:
 
     def _take_strays(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:
         met = {*members, self._own}
-        strays = [Peer((address,)) for address in self._seeds if self._owners.get(address) not in met]
-        strays += [Peer(addresses, node_id) for node_id, (addresses, since) in self._lost.items() if now - since <= self._remember_lost_s]
-        taken = tuple(strays[(self._stray_turn + place) % len(strays)] for place in range(min(count, len(strays))))
-        self._stray_turn += len(taken)
-        return taken
+        given, heard = (
+            [Peer((address,)) for address in seeds if self._owners.get(address) not in met] for seeds in (self._given, self._heard)
+        )
+        given += [Peer(addresses, node_id) for node_id, (addresses, since) in self._lost.items() if now - since <= self._remember_lost_s]
+        taken: list[Peer] = []
+        left = [len(given), len(heard)]
+        while len(taken) < count and any(left):
+            kind = self._next_kind if left[self._next_kind] else 1 - self._next_kind
+            strays = (given, heard)[kind]
+            taken.append(strays[self._turns[kind] % len(strays)])
+            self._turns[kind] += 1
+            left[kind] -= 1
+            self._next_kind = 1 - kind
+        return tuple(taken)

@@ -6,12 +6,14 @@ A network without multicast is no error: `--peer` and the addresses remembered s
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.ids import NodeId
+from paceline.core.shown import printable
 from paceline.transport.trust.addresses import join_host
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "_paceline._tcp.local."
 RESOLVE_MS = 3000
+MOST_RESOLVING = 32
+"""Services looked at at once; of a flood of them the rest is not heard. Raising it: what a flood costs."""
 CLOSE_S = 0.6
 """For the goodbye on the network. What is cut short here expires there by itself."""
 
@@ -41,6 +45,7 @@ class Discovery:
         self._zeroconf: AsyncZeroconf | None = None
         self._info: AsyncServiceInfo | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._resolving = 0
 
     def start(self, addresses: Iterable[str]) -> None:
         """Begin, in the background."""
@@ -113,39 +118,47 @@ class Discovery:
             addresses=[ipaddress.ip_address(host).packed for host in hosts],
             port=port,
             properties={"fleet": self._fleet_id, "node": self._node_id},
-            server=f"paceline-{self._node_id}.local.",
+            # A host's name has 63 letters at most, and a node's id may have as many.
+            server=f"paceline-{hashlib.sha256(self._node_id.encode()).hexdigest()[:16]}.local.",
         )
 
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         from zeroconf import ServiceStateChange
 
         # A node that goes says so by gossip, and a silent one expires there.
-        if state_change is not ServiceStateChange.Removed:
-            self._spawn(self._resolve(zeroconf, service_type, name))
+        if state_change is not ServiceStateChange.Removed and self._resolving < MOST_RESOLVING:
+            self._resolving += 1
+            resolving = self._spawn(self._resolve(zeroconf, service_type, name))
+            resolving.add_done_callback(self._resolved)
+
+    def _resolved(self, task: asyncio.Task[None]) -> None:
+        del task
+        self._resolving -= 1
 
     async def _resolve(self, zeroconf: Zeroconf, service_type: str, name: str) -> None:
         from zeroconf import Error
         from zeroconf.asyncio import AsyncServiceInfo
 
-        info = AsyncServiceInfo(service_type, name)
         try:
+            info = AsyncServiceInfo(service_type, name)
             if not await info.async_request(zeroconf, RESOLVE_MS):
                 return
         except (OSError, Error) as error:
-            logger.debug("%s can't be resolved: %s", name, error)
+            logger.debug("%s can't be resolved: %s", printable(name), error)
             return
         said = info.decoded_properties
         if said.get("fleet") != self._fleet_id or said.get("node") == self._node_id or not info.port:
             return
         for host in info.parsed_addresses():
             ip = ipaddress.ip_address(host)
-            if not ip.is_link_local and not ip.is_unspecified:
+            if not ip.is_link_local and not ip.is_unspecified and not ip.is_multicast:
                 self._found(join_host(host, info.port))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -71,6 +71,25 @@ def test_a_new_seed_brings_the_next_round_forward() -> None:
     assert [call.addresses for call in calls(node.tick(3.0))] == [("new:1",)]
 
 
+def test_what_anybody_can_announce_takes_neither_the_place_nor_the_turn_of_what_was_given() -> None:
+    given = ("given:1", "given:2")
+    node = gossip(seeds=given)
+    called: list[str] = []
+    for number in range(1000):
+        node.add_seed(f"flood:{number + 1}", 0.0)
+    now = 0.0
+    for _ in range(8):
+        now = node.next_tick or now
+        called += [call.addresses[0] for call in calls(node.tick(now))]
+    assert called[:4:2] == list(given)
+    assert 2 * sum(address in given for address in called) >= len(called)
+
+
+def test_what_is_remembered_takes_not_the_place_of_what_a_person_gave() -> None:
+    node = gossip(seeds=("given:1", *(f"remembered:{number + 1}" for number in range(100))))
+    assert "given:1" in [call.addresses[0] for call in calls(node.tick(0.0))]
+
+
 def test_what_the_peer_wants_follows_in_a_second_call_and_no_third() -> None:
     node = gossip(seeds=("seed:1",))
     (call,) = calls(node.tick(0.0))
