@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.core.errors import ConfigError
+from paceline.core.trust import Trust
 from paceline.node import enrolment
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -32,7 +33,7 @@ def run_init(*, name: str | None, join_port: int | None, ttl: str, uses: int, ad
     _say(console, "The fleet's CA is on this machine alone. Keep a copy elsewhere: paceline ca export FILE")
 
 
-def run_token(*, ttl: str, uses: int, addresses: Sequence[str]) -> None:
+def run_token(*, ttl: str, uses: int, addresses: Sequence[str], trust: Trust) -> None:
     """Print a token; where no node runs here, answer those who come with it.
 
     Raises:
@@ -41,9 +42,10 @@ def run_token(*, ttl: str, uses: int, addresses: Sequence[str]) -> None:
     console = Console(highlight=False)
     ttl_s = seconds(ttl)
     folder = enrolment.open_folder()
-    token = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=addresses)
+    token = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=addresses, trust=trust)
     many = "one machine" if uses == 1 else f"up to {uses} machines"
-    _say(console, f"On {many}, {_until(ttl_s)}:\n  paceline join {token.text}\n")
+    kind = "" if trust is Trust.MEMBER else f" ({trust})"
+    _say(console, f"On {many}{kind}, {_until(ttl_s)}:\n  paceline join {token.text}\n")
 
     def on_joined(node_id: str) -> None:
         _say(console, f"{node_id} joined")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.core.trust import Trust
+
 app = typer.Typer()
 ca = typer.Typer(no_args_is_help=True, help="Keep a copy of the fleet's CA.")
 
@@ -36,11 +38,18 @@ def init(
 
 
 @app.command()
-def token(ttl: Ttl = "1h", uses: Uses = 16, address: Addresses = None) -> None:
+def token(
+    ttl: Ttl = "1h",
+    uses: Uses = 16,
+    address: Addresses = None,
+    trust: Annotated[
+        Trust, typer.Option("--trust", help="How far those who join are trusted: with shards of a model, for one.")
+    ] = Trust.MEMBER,
+) -> None:
     """Print what other machines join by, and let them in."""
     from paceline.cli.enrolment import run_token
 
-    run_token(ttl=ttl, uses=uses, addresses=address or [])
+    run_token(ttl=ttl, uses=uses, addresses=address or [], trust=trust)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
+from paceline.core.trust import Trust
 
 
 class Role(StrEnum):
@@ -144,6 +145,8 @@ class SealedCard:
     """DER. Kept apart because it travels only to those who hold no card of the node yet."""
     issued_at: int = 0
     """Unix seconds at which the CA issued the certificate; a revocation voids those issued up to its `not_after`."""
+    trust: Trust = Trust.MEMBER
+    """What the certificate says."""
 
 
 @dataclass(frozen=True, slots=True)

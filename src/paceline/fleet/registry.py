@@ -208,7 +208,7 @@ class CardRegistry:
     def snapshot(self, now: float) -> tuple[LiveCard, ...]:
         """Cards of nodes that are here, by id: neither expired nor said goodbye."""
         live = [
-            LiveCard(entry.sealed.card, now - entry.stamped_at, entry.digest.beat)
+            LiveCard(entry.sealed.card, now - entry.stamped_at, entry.digest.beat, entry.sealed.trust)
             for key, entry in self._entries.items()
             if not entry.sealed.card.leaving and (key == self.own_key or now < entry.expires_at)
         ]

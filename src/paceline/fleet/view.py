@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 
 
@@ -17,6 +18,8 @@ class LiveCard:
     """Since its node last stamped it. 0 to the card's TTL; about 0 for this node's own."""
     beat: int = 0
     """Stamps since the card was signed."""
+    trust: Trust = Trust.MEMBER
+    """What the node's certificate says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,11 @@ class FleetView:
     def cards(self) -> tuple[NodeCard, ...]:
         """What placement reads: equal on every node once gossip has converged (ages are not)."""
         return tuple(live.card for live in self.nodes)
+
+    @property
+    def trust(self) -> dict[NodeId, Trust]:
+        """How far each is trusted."""
+        return {live.card.node_id: live.trust for live in self.nodes}
 
     def get(self, node_id: NodeId) -> LiveCard | None:
         return next((live for live in self.nodes if live.card.node_id == node_id), None)

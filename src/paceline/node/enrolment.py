@@ -15,6 +15,7 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, MembershipError
 from paceline.core.files import write_file
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet.revocations import Revocations
 from paceline.node.fleet_settings import FLEET_PORT
 from paceline.store.home import Home
@@ -65,7 +66,15 @@ def start_fleet(folder: FleetFolder, name: str | None, join_port: int | None, cl
     return identity
 
 
-def invite(folder: FleetFolder, *, ttl_s: float, uses: int, addresses: Sequence[str] = (), clock: Clock | None = None) -> JoinToken:
+def invite(
+    folder: FleetFolder,
+    *,
+    ttl_s: float,
+    uses: int,
+    addresses: Sequence[str] = (),
+    trust: Trust = Trust.MEMBER,
+    clock: Clock | None = None,
+) -> JoinToken:
     """A token for other machines.
 
     Args:
@@ -73,6 +82,7 @@ def invite(folder: FleetFolder, *, ttl_s: float, uses: int, addresses: Sequence[
         ttl_s: seconds until it expires.
         uses: machines that may join by it.
         addresses: host or host:port where this machine can be reached; empty: those of its interfaces.
+        trust: how far they are trusted.
         clock: for expiry.
 
     Raises:
@@ -90,7 +100,7 @@ def invite(folder: FleetFolder, *, ttl_s: float, uses: int, addresses: Sequence[
     for one in named:
         if not is_address(one):
             raise ConfigError(f"{one} is no address", "Give host, host:port or [IPv6]:port")
-    return issuer.mint(named, ttl_s=ttl_s, uses=uses)
+    return issuer.mint(named, ttl_s=ttl_s, uses=uses, trust=trust)
 
 
 async def wait_for_joins(folder: FleetFolder, token: JoinToken, on_joined: Callable[[str], None], look_s: float = 1.0) -> bool:

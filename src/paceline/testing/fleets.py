@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
 from paceline.fleet.revocations import Revocations
 from paceline.transport.trust.authority import Authority
@@ -29,11 +30,11 @@ class TestFleet:
     clock: SystemClock = field(default_factory=SystemClock)
     revocations: Revocations = field(default_factory=Revocations)
 
-    def member(self, name: str, *, at: float | None = None) -> Identity:
+    def member(self, name: str, *, at: float | None = None, trust: Trust = Trust.MEMBER) -> Identity:
         """A new member of that id."""
         now = self.clock.wall()
         key = make_key()
-        certificate = self.authority.issue(make_request(key, NodeId(name)), NodeId(name), now if at is None else at)
+        certificate = self.authority.issue(make_request(key, NodeId(name)), NodeId(name), now if at is None else at, trust=trust)
         return Identity.assemble(key, certificate, self.authority.root, now)
 
     def revoke(self, name: str) -> SealedRevocation:

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.transport.address_book import Failure
 from paceline.transport.card_codec import read_card, write_card
@@ -64,7 +65,9 @@ class ControlServicer(ControlServiceServicer):
         return wire.GetFleetViewResponse(
             own_node_id=view.own,
             fleet_id=fleet_id(self._identity),
-            nodes=[wire.SeenNode(card=write_card(live.card), age_ms=round(live.age_s * 1000)) for live in view.nodes],
+            nodes=[
+                wire.SeenNode(card=write_card(live.card), age_ms=round(live.age_s * 1000), trust=str(live.trust)) for live in view.nodes
+            ],
             clashes=[
                 wire.SeenClash(
                     node_id=clash.node_id,
@@ -102,7 +105,7 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
         raise error_of(error, "The node of this machine") from error
     view = FleetView(
         own=NodeId(message.own_node_id),
-        nodes=tuple(LiveCard(read_card(seen.card), seen.age_ms / 1000) for seen in message.nodes),
+        nodes=tuple(LiveCard(read_card(seen.card), seen.age_ms / 1000, trust=Trust(seen.trust or Trust.MEMBER)) for seen in message.nodes),
         clashes=tuple(
             Clash(NodeId(seen.node_id), tuple(seen.addresses), tuple(seen.other_addresses), seen.seen_ms_ago / 1000)
             for seen in message.clashes

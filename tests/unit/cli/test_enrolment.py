@@ -9,6 +9,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.core.trust import Trust
+from paceline.transport.trust.folder import FleetFolder
+
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -36,17 +39,19 @@ def test_init_token_join_revoke(start_paceline: Start, tmp_path: Path) -> None:
     assert f"127.0.0.1:{port} (connection refused)" in err
     assert "hint:" in err
 
-    waiting = start_paceline("token", "--uses", "1", "--address", "127.0.0.1", PACELINE_HOME=homes[0])
+    waiting = start_paceline("token", "--uses", "1", "--trust", "guest", "--address", "127.0.0.1", PACELINE_HOME=homes[0])
     assert waiting.stdout is not None
     text = ""
     while "Waiting for them" not in text:
         line = waiting.stdout.readline()
         assert line, text
         text += line
+    assert "On one machine (guest), until" in text
     token = re.search(r"paceline1\.\S+", text)
     assert token
     code, out, _ = run(1, "join", token[0], "--name", "cellar")
     assert (code, out) == (0, "Joined: this machine is cellar.\nNow: paceline up\n")
+    assert FleetFolder(Path(homes[1]) / "fleet").identity().member.trust is Trust.GUEST
     out, err = waiting.communicate(timeout=60)
     assert (waiting.returncode, out, err) == (0, "cellar joined\nThe token is used up or has expired.\n", "")
 

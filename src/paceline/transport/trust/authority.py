@@ -16,6 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.core.errors import IdentityError, NotTrusted
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.transport.trust.certificates import (
     BACKDATED,
     JOIN_NAME,
@@ -101,7 +102,7 @@ class Authority:
     def key_pem(self) -> bytes:
         return key_pem(self._key)
 
-    def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0) -> bytes:
+    def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes:
         """A certificate for the key in a request, and for nothing else that the request asks.
 
         Args:
@@ -109,6 +110,7 @@ class Authority:
             node_id: must be the name the request asks for.
             now: Unix seconds.
             after: the certificate counts as issued later than this (the `not_after` of the node's last revocation).
+            trust: how far the node is trusted.
 
         Returns:
             DER.
@@ -120,13 +122,13 @@ class Authority:
         if asked != node_id:
             raise NotTrusted(f"A certificate request asks for {asked}, not {node_id}", who=asked)
         start = whole_second(max(now, after + 1))
-        return self._certificate(key, node_id, start).public_bytes(Encoding.DER)
+        return self._certificate(key, node_id, start, trust).public_bytes(Encoding.DER)
 
     def sign(self, data: bytes) -> bytes:
         """A signature by the CA. What is signed says what it is in its first bytes."""
         return self._key.sign(data, SIGNING)
 
-    def _certificate(self, key: PublicKey, node_id: NodeId, start: datetime) -> x509.Certificate:
+    def _certificate(self, key: PublicKey, node_id: NodeId, start: datetime, trust: Trust) -> x509.Certificate:
         serial = draw_serial()
         names: Iterable[x509.GeneralName] = (
             x509.UniformResourceIdentifier(URI_PREFIX + node_id),
@@ -137,7 +139,11 @@ class Authority:
         issuer_key = root.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         return (
             x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node_id)]))
+            .subject_name(
+                x509.Name(
+                    [x509.NameAttribute(NameOID.COMMON_NAME, node_id), x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, str(trust))]
+                )
+            )
             .issuer_name(root.subject)
             .public_key(key)
             .serial_number(serial)

@@ -3,7 +3,7 @@
 A node has one key (P-256: gRPC's TLS takes no Ed25519) and one certificate, named by its id: as common name and as `paceline://node/<id>`.
 No certificate names an address, because machines change theirs. A caller who knows which certificate it wants to meet asks TLS for
 `<serial>.node.paceline.internal`, which exactly one certificate of the fleet carries. Certificates are backdated a day, so that a clock
-that is slow can still join; when one was issued is its start plus that day.
+that is slow can still join; when one was issued is its start plus that day. How far a node is trusted is its organizational unit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cryptography.x509.oid import NameOID
 
 from paceline.core.errors import NotTrusted
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.transport.trust.names import is_node_id
 
 BACKDATED = timedelta(hours=24)
@@ -68,6 +69,7 @@ class Member:
     public_key: PublicKey
     certificate: bytes
     """DER."""
+    trust: Trust = Trust.MEMBER
 
     @property
     def tls_name(self) -> str:
@@ -164,7 +166,7 @@ class FleetRoot:
             raise NotTrusted(f"A certificate of {len(data)} bytes is longer than any of ours", who="unknown")
         try:
             certificate = x509.load_der_x509_certificate(data)
-            claimed = _claimed_id(certificate)
+            claimed, trust = _claimed_id(certificate), _trust(certificate)
             key = certificate.public_key()
         except UNREADABLE as error:
             raise NotTrusted("What should be a node's certificate is none", who="unknown") from error
@@ -182,6 +184,7 @@ class FleetRoot:
             certificate.serial_number,
             key,
             data,
+            trust,
         )
 
 
@@ -194,6 +197,15 @@ def _claimed_id(certificate: x509.Certificate) -> str | None:
     if len(names) != 1 or len(uris) != 1 or not isinstance(name := names[0].value, str):
         return None
     return name if is_node_id(name) and uris[0] == URI_PREFIX + name else None
+
+
+def _trust(certificate: x509.Certificate) -> Trust:
+    """Certificates from before there were levels are members'; a level that is not known here is the least."""
+    units = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)
+    if not units:
+        return Trust.MEMBER
+    said = units[0].value if len(units) == 1 else ""
+    return next((trust for trust in Trust if trust == said), Trust.GUEST)
 
 
 def whole_second(at: float) -> datetime:

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from paceline.core.clock import Clock
 from paceline.core.errors import IdentityError, JoinRefused, MembershipError
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet.card import Revocation, SealedRevocation
 from paceline.fleet.revocations import Revocations
 from paceline.transport.trust.authority import Authority
@@ -39,6 +40,8 @@ class _Token:
     expires_at: float
     uses_left: int
     nonces: list[str]
+    trust: Trust
+    """Of those who join by it."""
 
 
 @dataclass(slots=True)
@@ -83,8 +86,8 @@ class Issuer:
         self.authority = authority
         self._folder, self._clock = folder, clock
 
-    def mint(self, addresses: Iterable[str], *, ttl_s: float, uses: int) -> JoinToken:
-        """A new token.
+    def mint(self, addresses: Iterable[str], *, ttl_s: float, uses: int, trust: Trust = Trust.MEMBER) -> JoinToken:
+        """A new token. Whoever joins by it is trusted so far; the token itself does not say so, and nobody can change it.
 
         Raises:
             MembershipError: the state can't be kept.
@@ -94,7 +97,8 @@ class Issuer:
         )
         with self._folder.locked():
             state = self._load()
-            state.tokens[token.token_id.hex()] = _Token(token.token_id.hex(), token.secret.hex(), self._clock.wall() + ttl_s, uses, [])
+            expires_at = self._clock.wall() + ttl_s
+            state.tokens[token.token_id.hex()] = _Token(token.token_id.hex(), token.secret.hex(), expires_at, uses, [], trust)
             self._keep(state)
         return token
 
@@ -145,7 +149,7 @@ class Issuer:
             before = state.issued.get(node_id)
             if before is not None and before.key != _digest(key) and before.at > voided_to:
                 raise JoinRefused(f"The id {node_id} is another machine's", "Run paceline join again: it draws another id")
-            certificate = self.authority.issue(attempt.request, node_id, self._clock.wall(), after=voided_to)
+            certificate = self.authority.issue(attempt.request, node_id, self._clock.wall(), after=voided_to, trust=token.trust)
             state.issued[node_id] = self._issued(certificate)
             token.uses_left -= 1
             token.nonces.append(attempt.nonce.hex())
@@ -153,8 +157,8 @@ class Issuer:
         return node_id, certificate
 
     def issue_own(self, request: bytes, node_id: NodeId) -> bytes:
-        """A certificate for the node that holds the CA."""
-        certificate = self.authority.issue(request, node_id, self._clock.wall())
+        """A certificate for the node that holds the CA: nobody is trusted more."""
+        certificate = self.authority.issue(request, node_id, self._clock.wall(), trust=Trust.TRUSTED)
         with self._folder.locked():
             state = self._load()
             state.issued[node_id] = self._issued(certificate)
@@ -197,7 +201,12 @@ class Issuer:
         try:
             tokens = {
                 token_id: _Token(
-                    token_id, str(one["secret"]), float(one["expires_at"]), int(one["uses_left"]), list(map(str, one["nonces"]))
+                    token_id,
+                    str(one["secret"]),
+                    float(one["expires_at"]),
+                    int(one["uses_left"]),
+                    list(map(str, one["nonces"])),
+                    Trust(one.get("trust", Trust.MEMBER)),
                 )
                 for token_id, one in dict[str, Any](kept.get("tokens", {})).items()
             }
@@ -221,6 +230,7 @@ class Issuer:
                         "expires_at": token.expires_at,
                         "uses_left": token.uses_left,
                         "nonces": token.nonces,
+                        "trust": str(token.trust),
                     }
                     for token in state.tokens.values()
                     if token.expires_at > forget

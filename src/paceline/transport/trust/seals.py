@@ -40,7 +40,8 @@ def sign_card(identity: Identity, card: NodeCard) -> SealedCard:
         raise NotTrusted(f"{identity.node_id} can't sign a card of {card.node_id}", who=identity.node_id)
     data = write_card(card)
     signed = wire.SignedCard(card=data, signature=identity.sign(CARD + data))
-    return SealedCard(card, signed.SerializeToString(deterministic=True), identity.member.certificate, identity.member.issued_at)
+    member = identity.member
+    return SealedCard(card, signed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
 
 
 def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: float, held: bytes = b"") -> SealedCard:
@@ -69,7 +70,7 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
         raise NotTrusted(f"{member.node_id} signed a card in the name of {card.node_id}", who=member.node_id)
     check_card(card)
     sealed = wire.SignedCard(card=signed.card, signature=signed.signature)
-    return SealedCard(card, sealed.SerializeToString(deterministic=True), member.certificate, member.issued_at)
+    return SealedCard(card, sealed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
 
 
 def sign_revocation(authority: Authority, revocation: Revocation) -> SealedRevocation:

@@ -39,19 +39,23 @@ class SeenNode(_message.Message):
 
     CARD_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    TRUST_FIELD_NUMBER: _builtins.int
     card: _builtins.bytes
     """A serialised NodeCapability."""
     age_ms: _builtins.int
     """Since the node stamped it."""
+    trust: _builtins.str
+    """As its certificate says: guest, member, trusted."""
     def __init__(
         self,
         *,
         card: _builtins.bytes = ...,
         age_ms: _builtins.int = ...,
+        trust: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "card", b"card"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "card", b"card", "trust", b"trust"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

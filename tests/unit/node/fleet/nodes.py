@@ -11,6 +11,7 @@ from typing import ParamSpec
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.node.fleet import FleetNode
 from paceline.node.fleet_settings import FleetSettings, parse_preset
@@ -54,11 +55,12 @@ def make_node(
     offers: tuple[ModelOffer, ...] = (),
     preset: str = QUICK,
     host: str = "127.0.0.1",
+    trust: Trust = Trust.MEMBER,
 ) -> FleetNode:
     """A node that was not started; its folder is kept between calls."""
     folder = FleetFolder(root / name / "fleet")
     if not folder.is_member:
-        folder.write_secret(folder.identity_file, fleet.member(name).to_pem())
+        folder.write_secret(folder.identity_file, fleet.member(name, trust=trust).to_pem())
     addresses = tuple(address for peer in peers for address in peer.addresses)
     settings = FleetSettings(0, host, addresses, mdns=False, preset=parse_preset(preset))
     return FleetNode(settings, folder, Still(*offers), SystemClock())

@@ -11,6 +11,7 @@ from tests.unit.node.fleet.nodes import QUICK, in_loop, make_node, running, unti
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, NodeUnreachable, PeerFloods
+from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.effects import Call
 from paceline.fleet.messages import Request
@@ -50,6 +51,21 @@ async def test_three_nodes_in_a_row_see_one_another(tmp_path: Path) -> None:
             await until_seen(a, "a", "b")
             await until_seen(b, "a", "b")
     assert read_running(FleetFolder(tmp_path / "a" / "fleet")) is None
+
+
+@in_loop
+async def test_everybody_sees_how_far_each_is_trusted(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a", trust=Trust.TRUSTED)
+    b = make_node(fleet, tmp_path, "b")
+    async with running(a, b):
+        c = make_node(fleet, tmp_path, "c", a, b, trust=Trust.GUEST)
+        async with running(c):
+            for node in (a, b, c):
+                await until_seen(node, "a", "b", "c")
+                assert node.view().trust == {"a": Trust.TRUSTED, "b": Trust.MEMBER, "c": Trust.GUEST}
+            async with control_channel(b.identity, b.addresses[0]) as channel:
+                assert (await read_sight(channel, 5)).view.trust == b.view().trust
 
 
 @in_loop

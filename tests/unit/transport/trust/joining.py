@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.testing.clock import FakeClock
 from paceline.transport.join_host import JoinHost
 from paceline.transport.trust.authority import Authority
@@ -56,8 +57,10 @@ class IssuerNode:
         issuer.set_join_port(port)
         return cls(folder, clock, issuer, port)
 
-    def mint(self, *, ttl_s: float = 3600, uses: int = 16, addresses: tuple[str, ...] | None = None) -> JoinToken:
-        return self.issuer.mint(addresses or (f"127.0.0.1:{self.port}",), ttl_s=ttl_s, uses=uses)
+    def mint(
+        self, *, ttl_s: float = 3600, uses: int = 16, addresses: tuple[str, ...] | None = None, trust: Trust = Trust.MEMBER
+    ) -> JoinToken:
+        return self.issuer.mint(addresses or (f"127.0.0.1:{self.port}",), ttl_s=ttl_s, uses=uses, trust=trust)
 
     @asynccontextmanager
     async def hosted(self, joined: list[str] | None = None) -> AsyncIterator[JoinHost]:

@@ -1,0 +1,116 @@
+"""How far a machine is trusted is said by whoever invites it, stands in its certificate, and is nobody else's to change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import NameOID
+from tests.unit.transport.trust.joining import IssuerNode, request_for
+
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.testing.fleets import TestFleet, card_of
+from paceline.transport.join_client import join
+from paceline.transport.trust.certificates import make_key
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.requests import make_request
+from paceline.transport.trust.seals import sign_card
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> IssuerNode:
+    return IssuerNode.make(tmp_path)
+
+
+def test_levels_have_an_order() -> None:
+    assert [[one.reaches(least) for least in Trust] for one in Trust] == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+    ]
+
+
+@pytest.mark.parametrize("trust", Trust)
+def test_whoever_joins_is_trusted_as_far_as_its_token_s_giver_said(node: IssuerNode, trust: Trust) -> None:
+    async def main() -> None:
+        other = next(each for each in Trust if each is not trust)
+        node.mint(trust=other)
+        token = node.mint(trust=trust)
+        async with node.hosted():
+            identity = (await join(token, NodeId("bob-1"), node.clock)).identity
+        assert identity.member.trust is trust
+        assert Identity.from_pem(identity.to_pem()).member.trust is trust
+        assert sign_card(identity, card_of(identity)).trust is trust
+
+    asyncio.run(main())
+
+
+def test_a_token_from_before_there_were_levels_makes_members(node: IssuerNode) -> None:
+    async def main() -> None:
+        token = node.mint(trust=Trust.TRUSTED)
+        state = json.loads(node.folder.issuer_file.read_bytes())
+        for one in state["tokens"].values():
+            del one["trust"]
+        node.folder.keep_issuer_state(state)
+        async with node.hosted():
+            assert (await join(token, NodeId("bob-1"), node.clock)).identity.member.trust is Trust.MEMBER
+
+    asyncio.run(main())
+
+
+def test_nobody_makes_themselves_trusted(node: IssuerNode) -> None:
+    """What a request asks for besides its name counts for nothing."""
+
+    async def main() -> None:
+        token, key = node.mint(trust=Trust.GUEST), make_key()
+        asked = x509.Name(
+            [x509.NameAttribute(NameOID.COMMON_NAME, "mallory-1"), x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, "trusted")]
+        )
+        request = x509.CertificateSigningRequestBuilder().subject_name(asked).sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+        message = request_for(token, "mallory-1")
+        message.certificate_request, message.proof = request, token.proof(request, message.nonce)
+        async with node.hosted(), node.stub() as stub:
+            answer = await stub.Join(message, timeout=20)
+        assert node.issuer.authority.root.member(answer.certificate, node.clock.wall()).trust is Trust.GUEST
+
+    asyncio.run(main())
+
+
+def test_the_first_machine_is_trusted(node: IssuerNode) -> None:
+    certificate = node.issuer.issue_own(make_request(make_key(), NodeId("attic")), NodeId("attic"))
+    assert node.issuer.authority.root.member(certificate, node.clock.wall()).trust is Trust.TRUSTED
+
+
+@pytest.mark.parametrize(
+    ("units", "trust"),
+    [
+        ([], Trust.MEMBER),
+        (["member"], Trust.MEMBER),
+        (["Trusted"], Trust.GUEST),
+        (["admiral"], Trust.GUEST),
+        (["trusted"] * 2, Trust.GUEST),
+    ],
+)
+def test_what_certificates_of_other_versions_mean(units: list[str], trust: Trust) -> None:
+    fleet = TestFleet()
+    issued = x509.load_der_x509_certificate(fleet.member("bob-1", trust=Trust.TRUSTED).member.certificate)
+    names = [
+        x509.NameAttribute(NameOID.COMMON_NAME, "bob-1"),
+        *(x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit) for unit in units),
+    ]
+    key, public_key = load_pem_private_key(fleet.authority.key_pem, None), issued.public_key()
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    assert isinstance(public_key, ec.EllipticCurvePublicKey)
+    builder = x509.CertificateBuilder(
+        issued.issuer, x509.Name(names), public_key, issued.serial_number, issued.not_valid_before_utc, issued.not_valid_after_utc,
+        list(issued.extensions),
+    )  # fmt: skip
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+    assert fleet.authority.root.member(certificate, fleet.clock.wall()).trust is trust
