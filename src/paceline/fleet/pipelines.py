@@ -76,6 +76,8 @@ def _best_split(machines: Sequence[Machine], links: Sequence[Link], request: Pla
     n_layers = first.shape.n_layers
     room = [first.holds(edges=True), *(machine.holds(edges=False) for machine in others)]
     least = [0 if first.node_id == request.orchestrator else 1, *(1 for _ in others)]
+    if first.node_id == request.orchestrator and request.orchestrator_layers is not None:
+        room[0] = least[0] = request.orchestrator_layers
     if request.objective is Objective.THROUGHPUT:
         work = cost.work(machines, request)
         return balanced(n_layers, room, work.layer, work.edge, least)

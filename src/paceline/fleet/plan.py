@@ -74,6 +74,8 @@ class PlanRequest:
     orchestrator: NodeId | None = None
     """The machine that a pipeline must begin on: it holds embedding and head, and as many layers as are best, none included. The others
     are then machines that serve shards, in the memory they give to that. None: any may begin, and all may take part."""
+    orchestrator_layers: int | None = None
+    """How many layers the orchestrator has loaded already: it runs exactly those. None: as many as are best."""
     exclude: frozenset[NodeId] = frozenset()
     """Machines that must take no part."""
     min_host_trust: Trust = Trust.GUEST

@@ -633,3 +633,14 @@ def test_loaded_layers_are_no_whole_model_but_make_a_stage_warm() -> None:
     assert fetched.stages[1].fetch_from == "ant"
     assert fetched.stages[1].fetch_bytes == len(fetched.stages[1].layers) * SHAPE.layer_bytes
     assert fetched.estimate.measured
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize("held", [0, 5, 9])
+def test_an_orchestrator_that_has_loaded_layers_runs_exactly_those(objective: Objective, held: int) -> None:
+    request = replace(ORCHESTRATED, objective=objective, orchestrator_layers=held)
+    made = plan(sharing(), request)
+    for choice in (made.chosen, *made.runners_up):
+        assert choice.stages[0].node_id == "ant"
+        assert len(choice.stages[0].layers) == held
+        assert choice.stages[-1].layers.stop == SHAPE.n_layers
