@@ -16,7 +16,7 @@ import grpc.aio
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId
 from paceline.transport.exchange_codec import MAX_EXCHANGE_BYTES
-from paceline.transport.rpc_faults import error_of
+from paceline.transport.rpc_faults import fleet_error_of
 from paceline.transport.trust.certificates import NODE_NAME, Member
 from paceline.transport.trust.credentials import channel_credentials, check_callable, meet
 from paceline.transport.trust.identity import Identity
@@ -111,7 +111,7 @@ class ChannelPool:
         try:
             return await meet(channel, self._identity, self._voids, self._clock.wall(), timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, address) from error
+            raise fleet_error_of(error, address) from error
         finally:
             await channel.close(None)
 

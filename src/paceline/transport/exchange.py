@@ -20,7 +20,7 @@ from paceline.transport.address_book import AddressBook
 from paceline.transport.channels import ChannelPool, Purpose
 from paceline.transport.exchange_codec import Refuse, measure_reply, parse_reply, read_reply, write_request
 from paceline.transport.opener import MemberOpener
-from paceline.transport.rpc_faults import error_of
+from paceline.transport.rpc_faults import fleet_error_of
 from paceline.transport.trust.certificates import Member
 from paceline.transport.wire import fleet_pb2 as wire
 
@@ -99,7 +99,7 @@ class Exchanger:
             if self._book.is_failing(address) or channel.get_state() is not grpc.ChannelConnectivity.CONNECTING:
                 self._met.pop(address, None)
                 self._pool.discard(Purpose.EXCHANGE, address, member)
-            raise error_of(error, f"{member.node_id} at {address}") from error
+            raise fleet_error_of(error, f"{member.node_id} at {address}") from error
         message = parse_reply(data)
         self._bounds.check(measure_reply(message))
         return Answer(member.node_id, address, await read_reply(message, self._opener, refuse))

@@ -12,11 +12,11 @@ from typing import Any, NoReturn, cast
 import grpc
 import grpc.aio
 
-from paceline.core import errors
 from paceline.core.errors import (
     BadPipelineRequest,
     ConfigError,
     ContextOverflow,
+    FleetError,
     GossipRefused,
     InvalidRequest,
     MalformedMessage,
@@ -36,6 +36,7 @@ from paceline.core.errors import (
     UnknownModel,
     WeightsMismatch,
 )
+from paceline.core.shown import printable
 
 FAULT_KEY = "paceline-fault-bin"
 
@@ -103,26 +104,33 @@ def error_of(failed: grpc.aio.AioRpcError, peer: str) -> PacelineError:
     told = _told(value) if isinstance(value, bytes) else None
     if told is not None:
         return told
-    details = (failed.details() or "").strip()[:MAX_TEXT]
+    details = printable((failed.details() or "").strip(), MAX_TEXT)
     code = failed.code()
     if code in _GONE:
         return NodeUnreachable(f"{peer} can't be reached ({code.name.lower()}: {details})", "Look at `paceline status`.")
-    return errors.FleetError(f"{peer} refused ({code.name.lower()}): {details}")
+    return FleetError(f"{peer} refused ({code.name.lower()}): {details}")
+
+
+def fleet_error_of(failed: grpc.aio.AioRpcError, peer: str) -> FleetError:
+    """The same, where a peer has no business to name anything but an error of the fleet."""
+    error = error_of(failed, peer)
+    return error if isinstance(error, FleetError) else FleetError(f"{peer} refused: {error.message}", error.hint)
 
 
 def _told(value: bytes) -> PacelineError | None:
     """The error a peer named, built from fields of known types only."""
     try:
         fault: Any = json.loads(value)
-        kind, message, hint = _KINDS[fault["kind"]], str(fault["message"])[:MAX_TEXT], str(fault["hint"])[:MAX_TEXT]
+        kind = _KINDS[fault["kind"]]
+        message, hint = (printable(str(fault[name]), MAX_TEXT) for name in ("message", "hint"))
         if issubclass(kind, InvalidRequest):
-            return kind(message, hint, field=str(fault["field"]) if "field" in fault else None)
+            return kind(message, hint, field=printable(str(fault["field"])) if "field" in fault else None)
         if issubclass(kind, Overloaded):
             return kind(message, hint, retry_after_s=int(fault["retry_after_s"]))
         if issubclass(kind, PeerFloods):
             return kind(message, hint, retry_after_s=float(fault["retry_after_s"]))
         if issubclass(kind, NotTrusted):
-            return kind(message, hint, who=str(fault["who"])[:MAX_TEXT])
+            return kind(message, hint, who=printable(str(fault["who"])))
         return kind(message, hint)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

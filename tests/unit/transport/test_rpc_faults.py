@@ -26,7 +26,7 @@ from paceline.core.errors import (
     UnknownModel,
     WeightsMismatch,
 )
-from paceline.transport.rpc_faults import FAULT_KEY, error_of, metadata_of, status_of
+from paceline.transport.rpc_faults import FAULT_KEY, error_of, fleet_error_of, metadata_of, status_of
 
 
 def travelled(error: PacelineError) -> PacelineError:
@@ -83,3 +83,22 @@ def test_a_fault_that_is_none_of_ours_is_the_status_it_came_with(fault: bytes) -
     arrived = error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), trailing, "odd"), "b")
     assert type(arrived) is FleetError
     assert "odd" in arrived.message
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        b'{"kind": "Overloaded", "message": "m", "hint": "", "retry_after_s": Infinity}',
+        b'{"kind": "Overloaded", "message": "m", "hint": "", "retry_after_s": NaN}',
+        b'{"kind": "InvalidRequest", "message": "\\u001b]0;pwned\\u0007\\nall is well", "hint": "\\u001b[2J", "field": "\\u001b"}',
+        b"[" * 8000,
+        b"\xff",
+    ],
+)
+def test_nothing_a_peer_names_breaks_or_commands_anything(fault: bytes) -> None:
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), grpc.aio.Metadata((FAULT_KEY, fault)), details="\x1b]0;pwned\x07\n"
+    )
+    error = error_of(failed, "b")
+    assert str(error).isprintable()
+    assert isinstance(fleet_error_of(failed, "b"), FleetError)
