@@ -87,6 +87,8 @@ class Staging:
         """
         lacking: list[PieceRun] = []
         here = 0
+        # Before files of those sizes are made and their holes read: a description may say any size.
+        self._check_space(needed, on_disk=sum(_allocated(self._folder / entry.name) for entry in self._manifest.files))
         for run in needed:
             entry, found = self._manifest.files[run.file], self._handle(run.file)
             for piece in range(run.first, run.stop):
@@ -99,7 +101,7 @@ class Staging:
                     lacking[-1] = PieceRun(run.file, lacking[-1].first, piece + 1)
                 else:
                     lacking.append(PieceRun(run.file, piece, piece + 1))
-        check_space(self._name, self._folder, sum(self._manifest.files[run.file].piece_size(p) for run in lacking for p in _pieces(run)))
+        self._check_space(lacking, on_disk=0)
         self._unseal(lacking)
         return lacking
 
@@ -149,6 +151,11 @@ class Staging:
         with folder_lock(self._name.partition(":")[0], self._home):
             return self._install()
 
+    def _check_space(self, runs: Sequence[PieceRun], *, on_disk: int) -> None:
+        files = self._manifest.files
+        nbytes = sum(PIECE * len(run) - (PIECE - files[run.file].piece_size(run.stop - 1)) for run in runs if len(run))
+        check_space(self._name, self._folder, nbytes - on_disk)
+
     def _install(self) -> LocalModel:
         """Put checked files in place."""
         folder = _model_folder(self._name, self._home)
@@ -172,7 +179,7 @@ class Staging:
             entry = self._manifest.files[file]
             path = self._folder / entry.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            opened = self._open[file] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+            opened = self._open[file] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b", buffering=0)
             if path.stat().st_size != entry.size:
                 opened.truncate(entry.size)
         return opened
@@ -197,6 +204,14 @@ class Staging:
 
 def _pieces(run: PieceRun) -> range:
     return range(run.first, run.stop)
+
+
+def _allocated(path: Path) -> int:
+    """Bytes of the disk that a file takes; holes take none."""
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def _sha256(path: Path, checked: Callable[[int], None]) -> str:

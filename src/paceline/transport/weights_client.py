@@ -6,6 +6,7 @@ Whether bytes are right is for whoever keeps them to say: the description has th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn, TypeVar, cast
@@ -15,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from paceline.core.errors import SourceLost, WrongBytes
-from paceline.core.manifest import ModelManifest, PieceRun
+from paceline.core.manifest import PIECE, ModelManifest, PieceRun
 from paceline.core.shown import printable
 from paceline.transport.weights_codec import Description
 from paceline.transport.weights_servicer import MAX_RANGES
@@ -40,6 +41,30 @@ class Piece:
     file: int
     piece: int
     data: bytes
+
+
+MOST_ANEW: Final = 8
+"""Descriptions of other models that a node may have to finish first."""
+
+
+class _Patience:
+    """Signs of life without progress are not waited for forever: in `idle_s` a piece's worth of files is examined, or something told."""
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s: Final = idle_s
+        self._examined = self._anew = 0
+        self._until = time.monotonic() + idle_s
+
+    def holds(self, part: wire.DescribeWeightsResponse) -> bool:
+        now = time.monotonic()
+        told = part.files or part.pieces or part.tensors.names or part.complete
+        if part.examined_bytes < self._examined and self._anew < MOST_ANEW:
+            self._anew += 1
+            self._examined = part.examined_bytes
+        if told or part.examined_bytes >= self._examined + PIECE:
+            self._examined = max(self._examined, part.examined_bytes)
+            self._until = now + self._idle_s
+        return now < self._until
 
 
 class WeightsClient:
@@ -67,10 +92,12 @@ class WeightsClient:
             SourceLost: the node can't be reached, or does not have it.
             WrongBytes: what it says contradicts itself.
         """
-        description = Description(digest)
+        description, patience = Description(digest), _Patience(self._idle_s)
         call = self._stub.DescribeWeights(wire.DescribeWeightsRequest(digest=digest))
         try:
             while (part := await self._next(call)) is not None:
+                if not patience.holds(part):
+                    raise SourceLost(f"{self._who} has come no further with its description for {self._idle_s:g} s")
                 if part.bytes_to_examine:
                     examined(part.examined_bytes, part.bytes_to_examine)
                 description.add(part)

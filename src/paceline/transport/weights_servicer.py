@@ -57,6 +57,8 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         self._library: Final = library
         self._free = streams
         self._describing: Final = asyncio.Lock()
+        self._examined = (0, 0)
+        """(bytes, of bytes) of the model that is read now; who waits for another one is told this too, as a sign that things go on."""
 
     # grpc.aio takes coroutines that write as well as generators; a cancelled coroutine ends at once, a generator when it is collected.
     async def DescribeWeights(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -64,11 +66,10 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
     ) -> None:
         await self._check(request.digest, context)
         self._free -= 1
-        so_far, begun, left = (0, 0), False, False
+        begun, left = False, False
 
         def examined(done: int, total: int) -> None:
-            nonlocal so_far
-            so_far = (done, total)
+            self._examined = (done, total)
             if left:
                 raise _CallerLeft
 
@@ -82,7 +83,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         task = asyncio.create_task(describe())
         try:
             while not (await asyncio.wait({task}, timeout=_HEARTBEAT_S))[0]:
-                await context.write(wire.DescribeWeightsResponse(examined_bytes=so_far[0], bytes_to_examine=so_far[1]))
+                await context.write(wire.DescribeWeightsResponse(examined_bytes=self._examined[0], bytes_to_examine=self._examined[1]))
             for part in parts(task.result()):
                 await context.write(part)
         except (ModelNotFound, ModelFileError) as error:

@@ -249,3 +249,20 @@ def test_pieces_that_nobody_asked_for_or_that_lack_are_noticed(
             await take()
 
     asyncio.run(served(Library(), use, Liar))
+
+
+@pytest.mark.parametrize(
+    "sign_of_life", [lambda n: (0, 100 << 20), lambda n: (n, 1 << 60), lambda n: (n % 2 << 30, 1 << 60), lambda n: (0, 0)]
+)
+def test_a_node_that_comes_no_further_is_not_waited_for(sign_of_life: Callable[[int], tuple[int, int]]) -> None:
+    class Stalling(WeightsServicer):
+        async def DescribeWeights(self, request: wire.DescribeWeightsRequest, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+            for number in itertools.count():
+                done, total = sign_of_life(number)
+                await context.write(wire.DescribeWeightsResponse(examined_bytes=done, bytes_to_examine=total))
+
+    async def use(channel: grpc.aio.Channel) -> None:
+        with pytest.raises(SourceLost, match="come no further"):
+            await WeightsClient(channel, "node", idle_s=0.1).describe(DIGEST, lambda done, total: None)
+
+    asyncio.run(served(Library(), use, Stalling))

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.node.weights.nodes import Fleet, cause_of, in_loop, lying_about, staged_files
 
 from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, SourceLost, WrongBytes
-from paceline.core.manifest import PIECE, ModelManifest
+from paceline.core.manifest import PIECE, ModelManifest, PieceRun
 from paceline.fleet.sources import WeightsSource
 from paceline.node.fetch import fetch_model
 from paceline.store import pull as pulling
@@ -353,3 +353,30 @@ async def test_a_name_that_a_registered_model_has_is_not_taken_over(fleet: Fleet
         with pytest.raises(ConfigError, match="taken by /somewhere/else"):
             await fetch_model(fleet.fetch(taker, node.source(digest, "sharded")))
     assert read_json_object(taker.models / "sharded" / MANIFEST) == {"path": "/somewhere/else"}
+
+
+@in_loop
+async def test_a_link_in_the_staging_folder_leads_nowhere(fleet: Fleet, sharded: Given, new_home: Homes, tmp_path: Path) -> None:
+    home, digest = sharded
+    taker, precious = new_home("taker"), tmp_path / "precious"
+    precious.write_text("mine")
+    async with fleet.node(home) as node:
+        name = node.library.describe(digest, lambda *_: None).files[0].name
+        (taker.partial / digest).mkdir(parents=True)
+        (taker.partial / digest / name).symlink_to(precious)
+        with pytest.raises(DownloadError):
+            await fetch_model(fleet.fetch(taker, node.source(digest, "sharded")))
+    assert precious.read_text() == "mine"
+
+
+@in_loop
+async def test_a_size_that_no_disk_has_makes_no_file(fleet: Fleet, sharded: Given, new_home: Homes) -> None:
+    home, digest = sharded
+    taker = new_home("taker")
+    async with fleet.node(home) as node:
+        true = node.library.describe(digest, lambda *_: None)
+        size = 100 << 40
+        staging = Staging("sharded", lying_about(true, size=size), taker, taker.partial / digest)
+        with pytest.raises(DownloadError, match="MiB free"):
+            staging.missing([PieceRun(0, 0, -(-size // PIECE))], lambda _: None)
+    assert staged_files(taker) == []
