@@ -20,6 +20,8 @@ _FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
+MAX_STOP_LETTERS = 64 << 10
+MAX_BIASES = 1024
 """None lower than the API's own."""
 
 
@@ -66,6 +68,9 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
         ("prompt", len(message.prompt_ids), 1, 1 << 31),
         ("logprobs", sampling.logprobs, 0, MAX_LOGPROBS),
         ("stop", len(message.stop), 0, MAX_STOPS),
+        ("stop", max(map(len, message.stop), default=0), 0, MAX_STOP_LETTERS),
+        ("stop_token_ids", len(message.stop_ids), 0, MAX_STOPS),
+        ("logit_bias", len(sampling.logit_bias), 0, MAX_BIASES),
     ):
         if not least <= value <= most:
             raise InvalidRequest(f"{field} is {value}, and {least} to {most} are taken", field=field)

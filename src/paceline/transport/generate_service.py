@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import grpc.aio
 
-from paceline.core.errors import PacelineError, UnknownModel
+from paceline.core.errors import ContextOverflow, PacelineError, UnknownModel
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.transport.generate_codec import read_request, write_chunks
@@ -105,6 +105,10 @@ class GenerateServicer(GenerateServiceServicer):
             raise _not_here(request.model_id)
         if (loaded.digest, loaded.weights, loaded.numerics_id) != (request.digest, request.quantization, request.numerics_id):
             raise UnknownModel(f"Another {request.model_id[:200]} is loaded here than the one asked for")
+        if len(request.prompt_ids) > loaded.max_context:  # before as many numbers are made of them
+            raise ContextOverflow(
+                f"The prompt has {len(request.prompt_ids)} tokens and the model's context {loaded.max_context}", field="prompt"
+            )
 
 
 def _not_here(name: str) -> UnknownModel:

@@ -91,3 +91,16 @@ def test_a_reason_of_a_later_version_is_an_error() -> None:
     (chunk,) = read_chunks(message, ID)
     assert chunk.finish_reason is FinishReason.ERROR
     assert chunk.error
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sampling": wire.Sampling(logit_bias={token: 1.0 for token in range(1025)})},
+        {"stop_ids": range(65)},
+        {"stop": ["x" * (65 << 10)]},
+    ],
+)
+def test_lists_without_end_are_refused(more: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest):
+        read_request(wire.GenerateRequest(n=1, max_tokens=1, prompt_ids=[1], **more), ID)  # type: ignore[arg-type]
