@@ -58,10 +58,12 @@ def run_up(
         UserError: an address, a model or a setting that can't be used.
     """
     check_bind(host, api_key)
+    from paceline.node.open_files import allow_open_files
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
 
     bind(host, port).close()
+    allow_open_files()
     if fleet is not None:
         _check_fleet(fleet)
     console = Terminal()

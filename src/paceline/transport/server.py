@@ -18,6 +18,8 @@ from paceline.transport.trust.handlers import Limit, WellFormed
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.strangers import StrangerWatch
 
+MAX_CONNECTIONS = 1024
+"""Open at once, of members and of strangers whose handshake is under way. Raising it: files that strangers can make a node hold open."""
 SERVER_OPTIONS: Options = [
     *COMMON,
     ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
@@ -25,6 +27,7 @@ SERVER_OPTIONS: Options = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
     ("grpc.max_concurrent_streams", 256),
     ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
 ]
 
 REQUESTS = {
