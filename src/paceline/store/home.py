@@ -1,5 +1,6 @@
 """PACELINE_HOME: where models, caches and identity live (default `~/.paceline`).
 
+    config.toml                  what a person set: see `node.pipeline_settings`
     models/<org>/<name>/         files of a pulled model, and `paceline.json`, its manifest
     partial/<digest>/            files of a model on its way here, or of which only some layers are wanted; they have holes
     cache/digests/               SHA-256 of files and of their pieces, by path, size and modification time

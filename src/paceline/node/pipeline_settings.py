@@ -1,0 +1,134 @@
+"""What a person sets about pipelines: `$PACELINE_HOME/config.toml`, tables `[pipeline]` and `[pipeline.host]`.
+
+Law: nothing is guessed. A key that does not exist, a value of another type or out of its range is a `ConfigError` that names file and key
+and says what is allowed; no file means the defaults. docs/configuration.md has the table.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.core.errors import ConfigError
+from paceline.core.trust import Trust
+from paceline.store.home import Home
+
+CONFIG_FILE = "config.toml"
+TABLE = "pipeline"
+
+_TrustLevel = Annotated[Trust, Field(strict=False)]
+"""Written as text."""
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class HostSettings(_Table):
+    """`[pipeline.host]`: layers of models that this machine runs for others."""
+
+    serve_shards: bool = False
+    shard_eviction_idle_seconds: Annotated[float, Field(ge=1, le=604800)] = 600
+    """Layers that nobody used for so long are unloaded. Raising it: a pipeline opens at once for longer, and memory is kept for longer."""
+    shard_max_memory_mb: Annotated[int, Field(ge=16, le=1 << 24)] | None = None
+    """MiB for layers and their KV; None: a share of what is measured free."""
+    max_concurrent_streams: Annotated[int, Field(ge=1, le=256)] = 4
+    """Sessions of a shard. Raising it: more pipelines side by side, each with less KV and less of the machine."""
+    min_caller_trust: _TrustLevel = Trust.MEMBER
+    """Callers below it are refused: whoever runs layers for them sees their activations, and gives them its time."""
+
+
+class PipelineSettings(_Table):
+    """`[pipeline]`: models that this machine runs together with others."""
+
+    enabled: bool = False
+    max_shards_per_request: Annotated[int, Field(ge=1, le=256)] = 16
+    shard_health_timeout_seconds: Annotated[float, Field(ge=1, le=3600)] = 30
+    """How old what a shard says of itself may be."""
+    stall_seconds: Annotated[float, Field(ge=0.05, le=300)] = 2.0
+    """A stage that answers and does no work for so long is lost. Raising it: a stalled answer goes on later; lowering it: slow is taken
+    for stalled."""
+    fallback_to_local: bool = False
+    """Whether this machine alone goes on with a model of the same digest when no machines cover all layers."""
+    fallback_to_local_after_failures: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Ends the search for other machines after so many losses; None: it lasts `search_seconds`."""
+    activation_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """fp16 and fp32 are outside the promise that bytes are the same everywhere."""
+    allow_self_as_shard: bool = True
+    max_concurrent_pipelines: Annotated[int, Field(ge=1, le=1024)] = 4
+    min_host_trust: _TrustLevel = Trust.MEMBER
+    """Machines below it hold no layers for this one: they would see its activations."""
+    spot_check_every: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """One batch in so many is computed by a second holder of its layers too, and compared; 0: none. Lowering it: tampering is found sooner,
+    and the second holder works more."""
+    search_seconds: Annotated[float, Field(ge=0, le=86400)] = 30
+    """How long other machines are looked for after a loss, before requests fail."""
+    report_ms: Annotated[int, Field(ge=10, le=10_000)] = 100
+    """How often a stage says how far it is. Raising it: a stall is known later; lowering it: more small messages."""
+    host: HostSettings = HostSettings()
+
+    def overridden(self, *, enabled: bool | None = None, serve_shards: bool | None = None) -> PipelineSettings:
+        """With what the command line says in place of the file; None: nothing."""
+        host = self.host if serve_shards is None else self.host.model_copy(update={"serve_shards": serve_shards})
+        return self.model_copy(update={"host": host, "enabled": self.enabled if enabled is None else enabled})
+
+
+def read_pipeline_settings(home: Home) -> PipelineSettings:
+    """What the home's file says; the defaults where there is none.
+
+    Raises:
+        ConfigError: it can't be read, or says what can't be.
+    """
+    path = home.root / CONFIG_FILE
+    try:
+        said = tomllib.loads(path.read_bytes().decode())
+    except FileNotFoundError:
+        return PipelineSettings()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{path} can't be read: {reason}", "Make it readable, or remove it for the defaults.") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}", "docs/configuration.md has an example.") from error
+    unknown = sorted(said.keys() - {TABLE})
+    if unknown:
+        raise ConfigError(f"{path} has a table or key {unknown[0]!r}, which does not exist", f"There is [{TABLE}].")
+    try:
+        return PipelineSettings.model_validate(said.get(TABLE, {}))
+    except ValidationError as error:
+        raise _explained(path, error) from error
+
+
+def _explained(path: Path, error: ValidationError) -> ConfigError:
+    """The first thing that is wrong, as a person can mend it."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    *within, key = [TABLE, *map(str, first["loc"])]
+    table = HostSettings if within == [TABLE, "host"] else PipelineSettings
+    if not within or first["type"] == "model_type":
+        return ConfigError(f"{path}: {'.'.join([*within, key])} is no table", f"Write it as [{'.'.join([*within, key])}].")
+    where = f"{path}: [{'.'.join(within)}] {key}"
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"{where} does not exist", f"There are: {', '.join(table.model_fields)}.")
+    return ConfigError(f"{where} can't be {first['input']!r:.100}", f"It is {allowed(table, key)}.")
+
+
+def allowed(table: type[BaseModel], key: str) -> str:
+    """What a key may be, in words."""
+    schema = table.model_json_schema()
+    said: dict[str, Any] = schema["properties"][key]
+    said = next((each for each in said.get("anyOf", ()) if each.get("type") != "null"), said)
+    if "$ref" in said:
+        said = schema["$defs"][said["$ref"].rpartition("/")[2]]
+    if "enum" in said:
+        *others, last = (f'"{each}"' for each in said["enum"])
+        return f"{', '.join(others)} or {last}"
+    if said["type"] == "boolean":
+        return "true or false"
+    kind = "whole number" if said["type"] == "integer" else "number"
+    return (
+        f"a {kind} from {said['minimum']:g} to {said['maximum']:g}"
+        if kind == "number"
+        else f"a {kind} from {said['minimum']} to {said['maximum']}"
+    )
