@@ -203,10 +203,6 @@ class Gossip:
         """Whether a certificate is revoked: for every RPC and open stream."""
         return self._revocations.voids(node_id, issued_at)
 
-    def is_stale(self, node_id: NodeId, version: int) -> bool:
-        """Whether a card of this version changes nothing, so that its signature need not be checked."""
-        return self._registry.holds_newer(node_id, version)
-
     @property
     def own_card(self) -> SealedCard | None:
         """What this node announced last."""
@@ -214,7 +210,7 @@ class Gossip:
 
     def own_passed(self, now: float) -> PassedCard | None:
         """This node's own card as GetNodeCapability hands it out."""
-        return self._registry.passed(self.own, now)
+        return self._registry.own_passed(now)
 
     @property
     def revocations(self) -> tuple[SealedRevocation, ...]:
@@ -231,7 +227,7 @@ class Gossip:
 
     def _opening(self, now: float) -> Request:
         revocations, digest = self._revocations.all() if self._intake.revocation_news else (), self._revocations.digest
-        own = self._registry.passed(self.own, now)
+        own = self._registry.own_passed(now)
         if own is not None and own.sealed.card.leaving:
             return Request(cards=(own,), revocations=revocations, revocations_digest=digest)
         return Request(self._registry.digests(), revocations=revocations, revocations_digest=digest)

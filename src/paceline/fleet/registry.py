@@ -151,17 +151,17 @@ class CardRegistry:
         self.soonest = min((entry.expires_at for key, entry in self._entries.items() if key != self.own_key), default=float("inf"))
         return cards
 
-    def drop_revoked(self) -> tuple[NodeCard, ...]:
-        """Drop the cards of nodes that were revoked since; returns them. This node's own stays, for others to refuse."""
+    def drop_revoked(self) -> None:
+        """Drop the cards of nodes that were revoked since. This node's own stays, for others to refuse."""
         void = [
             key
             for key, entry in self._entries.items()
             if key != self.own_key and self._revocations.voids(entry.sealed.card.node_id, entry.sealed.issued_at)
         ]
-        cards = tuple(self._forget(key).sealed.card for key in void)
+        for key in void:
+            self._forget(key)
         # The revocation itself keeps those cards out, and no floor stands in the way of who joins anew under the id.
         self._floors = {key: floor for key, floor in self._floors.items() if not self._revocations.voids(floor.node_id, floor.issued_at)}
-        return cards
 
     # ----------------------------------------------------------------------------------------------------------------- reading
 
@@ -200,9 +200,9 @@ class CardRegistry:
         fitting = bounds.fitting([passed.nbytes for passed in cards])
         return Difference(tuple(cards[:fitting]), tuple(stamps), tuple(wanted), more=len(cards) > fitting)
 
-    def passed(self, node_id: NodeId, now: float) -> PassedCard | None:
-        """The card held of a node, to be passed on whole."""
-        held = self._entries.get(node_key(node_id))
+    def own_passed(self, now: float) -> PassedCard | None:
+        """This node's own card, to be passed on whole."""
+        held = self._entries.get(self.own_key)
         return None if held is None else held.passed(now, with_certificate=True)
 
     def snapshot(self, now: float) -> tuple[LiveCard, ...]:
@@ -218,13 +218,6 @@ class CardRegistry:
         """Everything merging decides, as a value: registries with equal states are equal."""
         entries = sorted((key, e.rank, e.sealed.sealed, e.proof, e.stamped_at) for key, e in self._entries.items())
         return tuple(entries), tuple(sorted(self._floors.items())), self._revocations.digest
-
-    def holds_newer(self, node_id: NodeId, version: int) -> bool:
-        """Whether a card of this version would be stale, so that its signature need not be checked."""
-        key = node_key(node_id)
-        held = self._entries.get(key)
-        known = held.digest.version if held is not None else self._floor(key)[0]
-        return version < known
 
     # ----------------------------------------------------------------------------------------------------------------- private
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, MembershipError
+from paceline.core.errors import FleetError, MembershipError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedRevocation
 from paceline.fleet.effects import Appeared, Call, Changed, Clashed, Effect, Expired, Ignored, Left, Reseal, Restarted, Revoked
@@ -230,7 +230,7 @@ class GossipDriver:
         began = self._clock.monotonic()
         try:
             answer = await self._exchanger.call(call, self._refuse(call.node_id))
-        except FleetError as error:
+        except PacelineError as error:
             self._gossip.on_failure(call.id)
             self._meter.failed += 1
             logger.debug("no exchange with %s: %s", call.node_id or ", ".join(call.addresses), error)

@@ -21,7 +21,6 @@ class Failure:
     error: str
     since: float
     """Monotonic seconds."""
-    times: int
 
 
 class AddressBook:
@@ -43,16 +42,13 @@ class AddressBook:
         if len(self._works) > MAX_FAILURES:
             del self._works[next(iter(self._works))]
 
-    def failed(self, address: str, error: str, now: float) -> bool:
-        """A call to it failed. True for the first time since it worked."""
+    def failed(self, address: str, error: str, now: float) -> None:
+        """A call to it failed."""
         before = self._failures.pop(address, None)
         self._works.pop(address, None)
-        self._failures[address] = Failure(
-            address, printable(error, 500), now if before is None else before.since, 1 if before is None else before.times + 1
-        )
+        self._failures[address] = Failure(address, printable(error, 500), now if before is None else before.since)
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
-        return before is None
 
     def is_failing(self, address: str) -> bool:
         """Whether the last call to it failed."""
@@ -66,11 +62,6 @@ class AddressBook:
     def failures(self) -> tuple[Failure, ...]:
         """Addresses that do not work now, the longest first."""
         return tuple(sorted(self._failures.values(), key=lambda failure: failure.since))
-
-    def forget(self, addresses: Iterable[str]) -> None:
-        """Nobody will call these any more."""
-        for address in addresses:
-            self._failures.pop(address, None)
 
     def _rank(self, address: str) -> int:
         if address in self._failures:

@@ -112,5 +112,5 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
         ),
         revoked=tuple(NodeId(node_id) for node_id in message.revoked_node_ids),
     )
-    failures = tuple(Failure(failing.address, failing.error, -failing.since_ms / 1000, 1) for failing in message.failing_peers)
+    failures = tuple(Failure(failing.address, failing.error, -failing.since_ms / 1000) for failing in message.failing_peers)
     return Sight(view, failures, message.rounds)

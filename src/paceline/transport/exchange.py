@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, NodeUnreachable
+from paceline.core.errors import NodeUnreachable, PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.bounds import Bounds
 from paceline.fleet.effects import Call
@@ -32,7 +32,6 @@ class Answer:
     """Who answered a call, and what."""
 
     peer: NodeId
-    address: str
     reply: Reply
 
 
@@ -62,11 +61,11 @@ class Exchanger:
             refuse: told of each thing in the reply that proves nothing.
 
         Raises:
-            FleetError: nobody answered at any of its addresses, or what came was refused; of the address tried last.
+            PacelineError: nobody answered at any of its addresses, or what came was refused; of the address tried last.
         """
         until = self._clock.monotonic() + call.timeout_s
         addresses = self._book.order(call.addresses)
-        failure: FleetError = NodeUnreachable("A peer without addresses can't be called")
+        failure: PacelineError = NodeUnreachable("A peer without addresses can't be called")
         for place, address in enumerate(addresses):
             # Half of what is left for each but the last, so that a dead address leaves time for the next.
             left = until - self._clock.monotonic()
@@ -75,7 +74,7 @@ class Exchanger:
             timeout_s = left if place == len(addresses) - 1 else left / 2
             try:
                 answer = await self._at(address, call, timeout_s, refuse)
-            except FleetError as error:
+            except PacelineError as error:  # a peer may refuse with any
                 failure = error
                 self._book.failed(address, str(error), self._clock.monotonic())
                 continue
@@ -87,7 +86,7 @@ class Exchanger:
         began = self._clock.monotonic()
         member = await self._whom(address, call.node_id, timeout_s)
         if member.node_id == self._own:
-            return Answer(self._own, address, Reply())
+            return Answer(self._own, Reply())
         channel = self._pool.get(Purpose.EXCHANGE, address, member)
         left = max(0.001, timeout_s - (self._clock.monotonic() - began))
         try:
@@ -102,7 +101,7 @@ class Exchanger:
             raise fleet_error_of(error, f"{member.node_id} at {address}") from error
         message = parse_reply(data)
         self._bounds.check(measure_reply(message))
-        return Answer(member.node_id, address, await read_reply(message, self._opener, refuse))
+        return Answer(member.node_id, await read_reply(message, self._opener, refuse))
 
     async def _whom(self, address: str, node_id: NodeId | None, timeout_s: float) -> Member:
         known = self._opener.member(node_id) if node_id is not None else self._met.get(address)
