@@ -308,6 +308,7 @@ class FleetNode:
             peers=lambda: (*self._addresses, *self._folder.peers()),
             host=self._settings.host,
             on_revocations=self.gossip.learn,
+            here=lambda: self.view().ids,
         )
 
     def _look_at_addresses(self) -> None:

@@ -17,6 +17,7 @@ import grpc.aio
 
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, UserError
+from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedRevocation
 from paceline.transport.join_service import JoinServicer
 from paceline.transport.trust.addresses import join_host
@@ -55,6 +56,7 @@ class JoinHost:
         peers: addresses (host:port) of members, for newcomers.
         host: where to listen; empty: everywhere.
         on_joined: told the id of each machine that came.
+        here: ids of members as far as they are known.
         on_revocations: given all revocations on disk whenever a file changed.
         look_s: how often files are looked at.
 
@@ -72,13 +74,15 @@ class JoinHost:
         peers: Callable[[], Iterable[str]] | None = None,
         host: str = "",
         on_joined: Callable[[str], None] | None = None,
+        here: Callable[[], Iterable[NodeId]] = tuple,
         on_revocations: Callable[[tuple[SealedRevocation, ...]], None] | None = None,
         look_s: float = LOOK_S,
     ) -> None:
         authority: Authority = folder.authority()
         self.issuer = Issuer(authority, folder, clock)
         self._folder, self._clock, self._refusals, self._host, self._look_s = folder, clock, refusals, host, look_s
-        self._service = JoinServicer(self.issuer, folder, peers or folder.peers, refusals, on_joined)
+        own = (folder.identity().node_id,) if folder.is_member else ()
+        self._service = JoinServicer(self.issuer, folder, peers or folder.peers, refusals, on_joined, lambda: {*own, *here()})
         self._on_revocations = on_revocations
         self._server: grpc.aio.Server | None = None
         self._lock: IO[bytes] | None = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import grpc
 import grpc.aio
 
 from paceline.core.errors import FleetError, JoinRefused, NotTrusted, UserError
+from paceline.core.ids import NodeId
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.issuer import Issuer, JoinAttempt
 from paceline.transport.trust.refusals import Refusals
@@ -36,6 +37,7 @@ class JoinServicer(JoinServiceServicer):
         peers: addresses (host:port) of members, for the newcomer.
         refusals: the log.
         on_joined: told the id of each machine that came.
+        here: ids of members, whom nobody else may be called.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class JoinServicer(JoinServiceServicer):
         peers: Callable[[], Iterable[str]],
         refusals: Refusals,
         on_joined: Callable[[str], None] | None = None,
+        here: Callable[[], Collection[NodeId]] = tuple,
     ) -> None:
         self._issuer, self._folder, self._peers, self._refusals = issuer, folder, peers, refusals
-        self._on_joined = on_joined
+        self._on_joined, self._here = on_joined, here
         self._deciding = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
@@ -55,7 +58,7 @@ class JoinServicer(JoinServiceServicer):
         try:
             # Signing and waiting for the disk are not for the event loop.
             async with self._deciding:
-                node_id, certificate = await asyncio.to_thread(self._issuer.admit, attempt)
+                node_id, certificate = await asyncio.to_thread(self._issuer.admit, attempt, self._here())
             revocations = await asyncio.to_thread(self._folder.sealed_revocations)
         except (JoinRefused, NotTrusted) as error:
             host, port = remote_of(context.peer())

@@ -119,6 +119,9 @@ def test_the_ca_moves_with_its_backup(first: FleetFolder, second: FleetFolder, t
     backup.chmod(0o600)
     enrolment.import_authority(second, backup)
     assert enrolment.revoke(second, "first-1", anyway=True)
+    # What it issued before it came here is not known here, but who this machine is.
+    with pytest.raises(JoinRefused, match="second-1 is another machine's"):
+        asyncio.run(let_in(second, invite(second), FleetFolder(tmp_path / "third"), "second-1"))
 
 
 def test_a_machine_in_no_fleet_is_told(second: FleetFolder) -> None:

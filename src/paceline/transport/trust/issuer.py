@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +123,12 @@ class Issuer:
             state.join_port = port
             self._keep(state)
 
-    def admit(self, attempt: JoinAttempt) -> tuple[NodeId, bytes]:
+    def admit(self, attempt: JoinAttempt, here: Collection[NodeId] = ()) -> tuple[NodeId, bytes]:
         """Let a machine in: its id and its certificate (DER).
+
+        Args:
+            attempt: what it sent.
+            here: ids of members that are known otherwise: a CA that was brought here does not know to whom it issued before.
 
         Raises:
             JoinRefused: the token is unknown, expired or spent, the proof is wrong, the nonce was used, or the id is another's.
@@ -147,7 +151,8 @@ class Issuer:
             node_id, key = open_request(attempt.request)
             voided_to = self._voided_to(node_id)
             before = state.issued.get(node_id)
-            if before is not None and before.key != _digest(key) and before.at > voided_to:
+            is_others = node_id in here if before is None else before.key != _digest(key) and before.at > voided_to
+            if is_others:
                 raise JoinRefused(f"The id {node_id} is another machine's", "Run paceline join again: it draws another id")
             certificate = self.authority.issue(attempt.request, node_id, self._clock.wall(), after=voided_to, trust=token.trust)
             state.issued[node_id] = self._issued(certificate)

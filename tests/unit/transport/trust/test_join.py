@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -23,7 +24,11 @@ from paceline.core.ids import NodeId
 from paceline.fleet.revocations import Revocations
 from paceline.transport.join_client import join
 from paceline.transport.join_host import JoinHost
+from paceline.transport.trust.certificates import PrivateKey, make_key
+from paceline.transport.trust.issuer import JoinAttempt
 from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.requests import make_request
+from paceline.transport.trust.tokens import NONCE_BYTES, JoinToken
 from paceline.transport.wire import fleet_pb2 as wire
 
 
@@ -139,6 +144,22 @@ def test_an_id_is_one_machines_until_it_is_revoked(node: IssuerNode) -> None:
         assert not known.voids(NodeId("bob-1"), again.identity.member.issued_at)
 
     asyncio.run(main())
+
+
+def test_an_id_that_another_machine_gave_to_a_member_is_not_given_away(node: IssuerNode) -> None:
+    here = {NodeId("bob-1"), NodeId("first-1")}
+    token = node.mint()
+    key = make_key()
+    with pytest.raises(JoinRefused, match="bob-1 is another machine's"):
+        node.issuer.admit(attempt(token, key), here)
+    assert node.issuer.issued() == ()
+    node.issuer.admit(attempt(token, key))
+    node.issuer.admit(attempt(token, key), here)  # which is what this machine gave it to
+
+
+def attempt(token: JoinToken, key: PrivateKey) -> JoinAttempt:
+    request, nonce = make_request(key, NodeId("bob-1")), secrets.token_bytes(NONCE_BYTES)
+    return JoinAttempt(request, token.token_id.hex(), token.proof(request, nonce), nonce)
 
 
 def test_nothing_is_sent_to_a_man_in_the_middle(node: IssuerNode, tmp_path: Path) -> None:
