@@ -44,7 +44,7 @@ def read_batch(data: bytes, n_rows: int) -> StageBatch:
         list(said.released),  # pyright: ignore[reportArgumentType]
     )
     n = len(batch.sequences)
-    if any(len(column) != n for column in (batch.row_counts, batch.first_positions, batch.paths, batch.block_counts)):
+    if not n == len(batch.row_counts) == len(batch.first_positions) == len(batch.paths) == len(batch.block_counts):
         raise StreamCorrupt(f"Batch {batch.batch_id} has columns of different lengths")
     if sum(batch.row_counts) != n_rows or sum(batch.block_counts) != len(batch.blocks):
         raise StreamCorrupt(f"Batch {batch.batch_id} does not fit its {n_rows} rows or its {len(batch.blocks)} blocks")

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import StreamCorrupt
-from paceline.parallel.links import Activations
+from paceline.engine.local import WireBits
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batch_codec import read_batch, write_batch
+from paceline.transport.tensor.incoming import Array
 from paceline.transport.tensor.streams import TensorReceiver, TensorSender
 
 ActivationType = Literal["bf16", "fp16", "fp32"]
@@ -23,29 +24,32 @@ WIRE: Final[dict[ActivationType, np.dtype[np.generic]]] = {
     "fp32": np.dtype(np.float32),
 }
 
+LOOK_S = 0.004
 
-def from_bf16(x: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+
+def from_bf16(x: WireBits) -> npt.NDArray[np.float32]:
     """Exact."""
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
-def to_bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+def to_bf16(x: npt.NDArray[np.float32]) -> WireBits:
     """Rounded to the nearest, halves to even; NaN stays NaN."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def for_wire(x_TD: Activations, activation_type: ActivationType) -> Activations:
-    """Activations as they are written."""
-    dtype = WIRE[activation_type]
-    if x_TD.dtype == dtype:
-        return x_TD
-    values = from_bf16(x_TD.view(np.uint16)) if x_TD.dtype == np.uint16 else x_TD.astype(np.float32)
+def written(x_TD: WireBits, activation_type: ActivationType) -> Array:
+    """Activations as they go over the wire."""
     if activation_type == "bf16":
-        return to_bf16(values)
+        return x_TD
     with np.errstate(over="ignore"):  # what fp16 can't hold becomes infinite, and is found by whoever checks for that
-        return values.astype(dtype)
+        return from_bf16(x_TD).astype(WIRE[activation_type], copy=False)
+
+
+def read(x_TD: Array) -> WireBits:
+    """What `written` wrote."""
+    return x_TD.view(np.uint16) if x_TD.dtype == np.uint16 else to_bf16(x_TD.astype(np.float32, copy=False))
 
 
 class StreamSink:
@@ -60,8 +64,8 @@ class StreamSink:
         self._sender = sender
         self._type: ActivationType = activation_type
 
-    def send(self, batch: StageBatch, x_TD: Activations, deadline: float) -> None:
-        self._sender.send(write_batch(batch), for_wire(x_TD, self._type), deadline)
+    def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
+        self._sender.send(write_batch(batch), written(x_TD, self._type), deadline)
 
     def close(self) -> None:
         self._sender.close()
@@ -74,13 +78,17 @@ class StreamSource:
         receiver: the stream; closed with this.
         activation_type: how activations are written there.
         width: of a row; None: not checked.
+        look_s: how long to look for a batch before sleeping; about as long as the other stages of a step take.
     """
 
-    def __init__(self, receiver: TensorReceiver, activation_type: ActivationType = "bf16", width: int | None = None) -> None:
+    def __init__(
+        self, receiver: TensorReceiver, activation_type: ActivationType = "bf16", width: int | None = None, look_s: float = LOOK_S
+    ) -> None:
+        receiver.look(look_s)
         self._receiver, self._width = receiver, width
         self._type: ActivationType = activation_type
 
-    def receive(self, deadline: float) -> tuple[StageBatch, Activations]:
+    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
         message = self._receiver.receive(deadline)
         x_TD = message.array
         if x_TD.dtype != WIRE[self._type] or x_TD.ndim != 2 or (self._width is not None and x_TD.shape[1] != self._width):
@@ -89,7 +97,7 @@ class StreamSource:
             batch = read_batch(message.header, x_TD.shape[0])
         except StreamCorrupt as error:
             raise self._receiver.refuse(error) from error
-        return batch, x_TD if self._type == "bf16" else to_bf16(x_TD.astype(np.float32))
+        return batch, read(x_TD)
 
     def acknowledge(self) -> None:
         """The last batch is done with and passed on. Costs nothing most times."""

@@ -67,6 +67,11 @@ class Conversation:
         """Bytes of the tensor under way that are still to come."""
 
     @property
+    def between(self) -> bool:
+        """No tensor is under way."""
+        return self.state is State.BETWEEN
+
+    @property
     def over(self) -> bool:
         """A CLOSE has passed."""
         return self.state is State.CLOSED

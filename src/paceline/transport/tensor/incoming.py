@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,7 @@ from paceline.transport.tensor.frames import (
 Array = npt.NDArray[np.generic]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A tensor and what was said of it."""
 
     header: bytes
@@ -91,6 +91,11 @@ class Incoming:
         self._filled = 0
         self._form: tuple[int, tuple[int, ...]] = (0, ())
         self._array: Array = self._store
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has come that was not told of."""
+        return self._start == self._end and not self._parts
 
     def space(self) -> memoryview:
         """Where the next bytes belong. Never empty."""
@@ -183,10 +188,10 @@ class Incoming:
         conversation.on(Event.CLOSE)
         return Closed(body[0], body[1:].decode(errors="replace"))
 
-    def _tensor(self, at: int, have: int, length: int) -> None:
+    def _tensor(self, at: int, have: int, length: int) -> Message | None:
         """A tensor begins, once enough of its frame is here."""
         if have < TENSOR.size:
-            return
+            return None
         seq, n_header, total, dtype_code, n_dimensions = TENSOR.unpack_from(self._buffer, at)
         dtype = DTYPES.get(dtype_code)
         if dtype is None or n_dimensions > MAX_DIMENSIONS:
@@ -198,22 +203,28 @@ class Incoming:
         if total > MAX_TENSOR_BYTES:
             raise TensorTooLarge(f"A tensor of {total} bytes; {MAX_TENSOR_BYTES} are taken")
         if have < TENSOR.size + dimensions.size:
-            return
+            return None
         shape = dimensions.unpack_from(self._buffer, at + TENSOR.size)
         if prod(shape) * dtype.itemsize != total or (not total and prod(filter(None, shape)) > MAX_TENSOR_BYTES):
             raise StreamCorrupt(f"A tensor of shape {shape} and dtype {dtype_code} with {total} bytes")
         self._conversation.tensor(seq, total, n_data)
-        self._start = at + TENSOR.size + dimensions.size
-        self._make_room(dtype_code, shape, total)
+        at += TENSOR.size + dimensions.size
+        if (dtype_code, shape) != self._form:
+            self._make_room(dtype_code, shape, total)
+        if total == n_data and at + n_header + total <= self._end:
+            # All of it is here, as nearly always when a tensor is small.
+            self._start = at + n_header + total
+            self._data[:total] = self._buffer[self._start - total : self._start]
+            return Message(bytes(self._buffer[at : at + n_header]), self._array)
+        self._start = at
         self._header = bytearray(n_header)
         self._parts.append(memoryview(self._header))
         self._filled = 0
         self._expect_data(n_data)
+        return None
 
     def _make_room(self, dtype_code: int, shape: tuple[int, ...], total: int) -> None:
-        """The array that this tensor goes to: most are like the one before."""
-        if (dtype_code, shape) == self._form:
-            return
+        """The array that this tensor goes to. Most are like the one before, and need no other."""
         if total > len(self._store):
             self._store = np.empty(total, np.uint8)
         self._form = dtype_code, shape

@@ -256,9 +256,9 @@ class TensorListener:
                 self._selector.modify(newcomer.sock, events, newcomer)
                 return
             self._welcome(newcomer, step)
-        except NotTrusted as error:
-            self._refuse(newcomer, error.message)
-        except TensorStreamError as error:
+        except RevokedNode as error:
+            self._refuse(newcomer, error.message, error.who)
+        except (NotTrusted, TensorStreamError) as error:
             self._refuse(newcomer, error.message)
         except (OSError, ValueError) as error:
             self._refuse(newcomer, f"it showed no certificate of this fleet, or left ({error})")
@@ -301,8 +301,8 @@ class TensorListener:
         with self._lock:
             self._streams.pop(receiver, None)
 
-    def _refuse(self, newcomer: Newcomer, why: str) -> None:
-        self._refusals.note(newcomer.who, f"{why} [activations]", at=f"port {newcomer.port}")
+    def _refuse(self, newcomer: Newcomer, why: str, who: str = "") -> None:
+        self._refusals.note(who or newcomer.who, f"{why} [activations]", at=f"port {newcomer.port}")
         self._release(newcomer)
         newcomer.turn_away(why)
 

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable
 from enum import Enum, auto
 
-from paceline.core.errors import StreamClosed
+from paceline.core.errors import StreamClosed, StreamCorrupt
 from paceline.transport.tensor.conversation import Conversation
 from paceline.transport.tensor.frames import CloseCode, close
 from paceline.transport.tensor.incoming import FROM_SENDER, Hello, Incoming
@@ -74,6 +74,8 @@ class Newcomer:
             return Wants.WRITE
         if not isinstance(event, Hello):
             raise StreamClosed("it left without a hello")
+        if not self._incoming.empty:
+            raise StreamCorrupt("it went on before it was welcome")
         return event.ticket
 
     def turn_away(self, why: str = "") -> None:

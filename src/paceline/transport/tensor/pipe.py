@@ -2,11 +2,15 @@
 
 Timeouts are the kernel's and Python's business: they are set only where the one in force is off by more than a tenth, so that a message
 costs no system call beyond its own.
+
+A thread that sleeps until something comes wakes late, on a core that has gone cold. So a reader may look for a while first, which halves
+the way of a small message and more; but only on a core that nobody else wants: who is interrupted at it does without for a second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import threading
@@ -19,6 +23,11 @@ CLOSE_WAIT_S = 1.0
 """How long closing waits for the thread that was woken."""
 KEEPALIVE_S = 5
 GIVE_UP_S = 20
+
+NOTICEABLE_S = 200e-6
+"""Of shorter waits one can't tell whether they were interrupted."""
+NOT_WANTED_S = 1.0
+"""How long nobody looks where somebody else wanted the core."""
 
 _OPTIONS = (
     # Linux
@@ -61,6 +70,12 @@ class Pipe:
         self._sock = sock
         self._patience = -1.0
         self._using = threading.Lock()
+        self.look_s = 0.0
+        """How long a reader looks before it sleeps."""
+        self._looks_from = 0.0
+        self._poll = select.poll() if hasattr(select, "poll") else None
+        if self._poll is not None:
+            self._poll.register(sock, select.POLLIN)
         self._closed = False
 
     @property
@@ -114,6 +129,8 @@ class Pipe:
         """
         self._wait_until(deadline)
         try:
+            if self.look_s and not self._sock.pending():
+                self._look(deadline)
             n = self._sock.recv_into(into)
         except TimeoutError as error:
             raise self._stalled("sends nothing") from error
@@ -122,6 +139,19 @@ class Pipe:
         if not n:
             raise self._gone()
         return n
+
+    def _look(self, deadline: float) -> None:
+        """Until something comes, for a while, if the core is this thread's."""
+        began = time.perf_counter()
+        if self._poll is None or began < self._looks_from:
+            return
+        until, computed = min(began + self.look_s, deadline), time.thread_time()
+        now = began
+        while not self._poll.poll(0) and now < until:
+            now = time.perf_counter()
+        took = time.perf_counter() - began
+        if took > NOTICEABLE_S and time.thread_time() - computed < 0.7 * took:
+            self._looks_from = began + took + NOT_WANTED_S
 
     def receive_now(self, into: memoryview) -> int:
         """What is there; 0: nothing.

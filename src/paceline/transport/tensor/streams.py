@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError, TensorTooLarge
+from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
 from paceline.core.ids import NodeId
 from paceline.transport.tensor.conversation import Conversation, Event
 from paceline.transport.tensor.frames import (
@@ -195,13 +195,16 @@ class TensorReceiver(_End):
             deadline: on the monotonic clock.
 
         Raises:
+            StreamIdle: none has begun to come.
             StreamStalled: it was not all there in time. Calling again goes on where this left off.
             TensorStreamError: the stream is broken.
         """
         try:
             with self._pipe:
                 event = self._next(deadline)
-        except StreamStalled:
+        except StreamStalled as error:
+            if self._incoming.empty and self._conversation.between:
+                raise StreamIdle(error.message) from error
             raise
         except TensorStreamError as error:
             self._fail(error)
@@ -211,6 +214,10 @@ class TensorReceiver(_End):
             self._fail(error)
             raise error
         return event
+
+    def look(self, seconds: float) -> None:
+        """Have `receive` look for so long before it sleeps. It takes the core meanwhile, unless others want it."""
+        self._pipe.look_s = seconds
 
     def refuse(self, error: TensorStreamError) -> TensorStreamError:
         """What came makes no sense to its user: the stream ends, and the other side is told. Returns the error, to be raised."""

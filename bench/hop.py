@@ -1,0 +1,304 @@
+"""What one hop between two stages costs: from the end of one's compute to the start of the other's. Prints a table, and JSON with --json.
+
+    python bench/hop.py [--batches 2000] [--rounds 5] [--cores 0,1] [--json hop.json]
+
+Two processes, each pinned to a core of its own, mutual TLS over loopback, a StageBatch and its activations. One way is half a round trip less
+what each side spent busy on purpose: 0 ms measures the path alone; 1 ms is nearer to a stage, whose processor has other things in its
+caches by then and whose core may have gone to sleep. The same batches go over a plain grpc.aio bidirectional stream, a block of
+one after a block of the other, so that both see the same machine. `looking`: a reader looks for some ms before it sleeps, as stages do. At the end: what compressing activations would take and save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from paceline.core.clock import SystemClock
+from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
+from paceline.parallel.stage_batch import StageBatch
+from paceline.testing.fleets import TestFleet
+from paceline.transport.tensor.batch_codec import read_batch, write_batch
+from paceline.transport.tensor.batches import LOOK_S, StreamSink, StreamSource, to_bf16
+from paceline.transport.tensor.dialling import dial
+from paceline.transport.tensor.listener import TensorListener
+from paceline.transport.tensor.streams import TensorReceiver
+from paceline.transport.trust.credentials import channel_credentials, server_credentials
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.refusals import Refusals
+
+WIDTH = 576
+METHOD = "/bench.Hop/Stream"
+PATIENCE_S = 20.0
+SIZES = ((1, 1.0), (16, 1.0), (512, 0.1))
+"""Rows, and which part of the batches are run of that size."""
+BUSY_MS = (0.0, 1.0)
+WARM = 20
+OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
+
+clock = time.perf_counter
+
+
+def never(_node: NodeId, _issued_at: int) -> bool:
+    return False
+
+
+def batch_of(rows: int) -> StageBatch:
+    """One prompt's chunk, or a row of each of `rows` sequences."""
+    n = rows if rows <= 16 else 1
+    blocks = [BlockId(17 * i) for i in range(n if n > 1 else rows // 16)]
+    return StageBatch(
+        BatchId(1),
+        [SequenceId(1000 + i) for i in range(n)],
+        [rows // n] * n,
+        [128] * n,
+        [int(rows <= 16)] * n,
+        [len(blocks) // n] * n,
+        blocks,
+    )
+
+
+def activations(rows: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Like those of a model: about normal, some channels much larger than the rest."""
+    rng = np.random.default_rng(rows)
+    scale = np.exp(rng.normal(0, 0.7, WIDTH)) * np.where(rng.random(WIDTH) < 0.01, 30, 1)
+    return to_bf16((rng.normal(0, 1, (rows, WIDTH)) * scale).astype(np.float32))
+
+
+def spin(seconds: float) -> None:
+    until = clock() + seconds
+    while clock() < until:
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------- the far process
+
+
+def far(core: int, identity_pem: bytes, pipe: Connection) -> None:
+    """Gives back what it gets, after being busy for as long as the batch's id says, in microseconds."""
+    os.sched_setaffinity(0, {core})
+    asyncio.run(_far(Identity.from_pem(identity_pem), pipe))
+
+
+async def _far(identity: Identity, pipe: Connection) -> None:
+    listener = TensorListener(identity, never, SystemClock(), Refusals())
+    port = listener.start("127.0.0.1")
+    expected = listener.expect()
+    server = grpc.aio.server(options=OPTIONS)
+
+    async def echo(requests: AsyncIterator[bytes], _context: Any) -> AsyncGenerator[bytes]:
+        async for message in requests:
+            n = int.from_bytes(message[:4], "big")
+            x_TD = np.frombuffer(message, np.uint16, offset=4 + n).reshape(-1, WIDTH)
+            batch = read_batch(message[4 : 4 + n], len(x_TD))
+            spin(batch.released[0] / 1e6)
+            yield pack(batch, x_TD)
+
+    handler = grpc.stream_stream_rpc_method_handler(echo)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Hop", {"Stream": handler}),))
+    grpc_port = server.add_secure_port("127.0.0.1:0", server_credentials(identity))
+    await server.start()
+    pipe.send((port, expected.ticket, grpc_port))
+    near_port, ticket, certificate = pipe.recv()
+    near = identity.root.member(certificate, time.time())
+    sink = StreamSink(dial([f"127.0.0.1:{near_port}"], near, ticket, identity, never, clock() + PATIENCE_S))
+    receiver = expected.wait(clock() + PATIENCE_S)
+    source = StreamSource(receiver)
+
+    def echo_tensors() -> None:
+        while True:
+            batch, x_TD = source.receive(clock() + 600)
+            if not batch.sequences:
+                return
+            receiver.look(batch.released[1] / 1e6)
+            spin(batch.released[0] / 1e6)
+            sink.send(batch, x_TD, clock() + PATIENCE_S)
+            source.acknowledge()
+
+    thread = threading.Thread(target=echo_tensors)
+    thread.start()
+    await asyncio.to_thread(pipe.recv)
+    thread.join()
+    sink.close()
+    listener.close()
+    await server.stop(0)
+
+
+# --------------------------------------------------------------------------------------------------- the near process
+
+
+def pack(batch: StageBatch, x_TD: Any) -> bytes:
+    header = write_batch(batch)
+    return len(header).to_bytes(4, "big") + header + x_TD.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    over: str
+    rows: int
+    bytes: int
+    busy_ms: float
+    p50_ms: float
+    p95_ms: float
+    megabytes_s: float
+
+
+class Near:
+    """This process's end of both ways."""
+
+    def __init__(self, sink: StreamSink, receiver: TensorReceiver, call: Any) -> None:
+        self._sink, self._source, self._receiver, self._call = sink, StreamSource(receiver), receiver, call
+
+    async def over_sockets(self, batch: StageBatch, x_TD: Any) -> None:
+        self._receiver.look(batch.released[1] / 1e6)
+        self._sink.send(batch, x_TD, clock() + PATIENCE_S)
+        self._source.receive(clock() + PATIENCE_S)
+        self._source.acknowledge()
+
+    async def over_grpc(self, batch: StageBatch, x_TD: Any) -> None:
+        await self._call.write(pack(batch, x_TD))
+        message = await self._call.read()
+        n = int.from_bytes(message[:4], "big")
+        read_batch(message[4 : 4 + n], len(np.frombuffer(message, np.uint16, offset=4 + n).reshape(-1, WIDTH)))
+
+
+async def block(hop: Callable[[StageBatch, Any], Awaitable[None]], batch: StageBatch, x_TD: Any, busy_s: float, times: int) -> list[float]:
+    """One-way times in ms."""
+    taken: list[float] = []
+    for _ in range(times + WARM):
+        spin(busy_s)
+        began = clock()
+        await hop(batch, x_TD)
+        taken.append((clock() - began - busy_s) / 2 * 1e3)
+    return taken[WARM:]
+
+
+def row(over: str, rows: int, n_bytes: int, busy_ms: float, taken: list[float]) -> Row:
+    ordered = sorted(taken)
+    p50 = statistics.median(ordered)
+    return Row(over, rows, n_bytes, busy_ms, round(p50, 4), round(ordered[int(len(ordered) * 0.95)], 4), round(n_bytes / p50 / 1e3, 1))
+
+
+async def compare(near: Near, batches: int, rounds: int) -> list[Row]:
+    result: list[Row] = []
+    for rows, part in SIZES:
+        x_TD = activations(rows)
+        for busy_ms in BUSY_MS:
+            plain = batch_of(rows)
+            # What the far side is to do rides in a column that it has no use for.
+            sleeping = replace(plain, released=[SequenceId(int(busy_ms * 1000)), SequenceId(0)])
+            looking = replace(plain, released=[SequenceId(int(busy_ms * 1000)), SequenceId(int(LOOK_S * 1e6))])
+            ways = {
+                "TLS, looking": (near.over_sockets, looking),
+                "TLS, sleeping": (near.over_sockets, sleeping),
+                "grpc.aio": (near.over_grpc, sleeping),
+            }
+            taken: dict[str, list[float]] = {over: [] for over in ways}
+            for _ in range(rounds):
+                for over, (hop, batch) in ways.items():
+                    taken[over] += await block(hop, batch, x_TD, busy_ms / 1e3, max(20, int(batches * part / rounds)))
+            result += [row(over, rows, x_TD.nbytes, busy_ms, times) for over, times in taken.items()]
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """What it would take and save."""
+
+    with_: str
+    rows: int
+    ratio: float
+    ms: float
+
+
+def compression() -> list[Compression]:
+    ways: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
+        "zlib 1": (lambda data: zlib.compress(data, 1), zlib.decompress)
+    }
+    try:
+        import zstandard
+    except ImportError:
+        pass
+    else:
+        ways["zstd 1"] = (zstandard.ZstdCompressor(1).compress, zstandard.ZstdDecompressor().decompress)
+    result: list[Compression] = []
+    for name, (squeeze, restore) in ways.items():
+        for rows, _ in SIZES:
+            data = activations(rows).tobytes()
+            taken: list[float] = []
+            for _ in range(9):
+                began = clock()
+                small = squeeze(data)
+                restore(small)
+                taken.append((clock() - began) * 1e3)
+            result.append(Compression(name, rows, round(len(data) / len(small), 3), round(statistics.median(taken), 4)))
+    return result
+
+
+async def measure(batches: int, rounds: int, cores: tuple[int, int]) -> list[Row]:
+    fleet = TestFleet()
+    own, other = fleet.member("near"), fleet.member("far")
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=far, args=(cores[1], other.to_pem(), there))
+    process.start()
+    listener = TensorListener(own, never, SystemClock(), Refusals())
+    port = listener.start("127.0.0.1")
+    expected = listener.expect()
+    far_port, ticket, grpc_port = here.recv()
+    here.send((port, expected.ticket, own.member.certificate))
+    sink = StreamSink(dial([f"127.0.0.1:{far_port}"], other.member, ticket, own, never, clock() + PATIENCE_S))
+    receiver = expected.wait(clock() + PATIENCE_S)
+    options = [*OPTIONS, ("grpc.ssl_target_name_override", other.member.tls_name)]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{grpc_port}", channel_credentials(own), options) as channel:
+        call = channel.stream_stream(METHOD)()
+        rows = await compare(Near(sink, receiver, call), batches, rounds)
+        call.cancel()
+    sink.send(StageBatch(BatchId(0), [], [], [], [], [], []), np.empty((0, WIDTH), np.uint16), clock() + PATIENCE_S)
+    here.send(None)
+    process.join(PATIENCE_S)
+    sink.close()
+    listener.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--batches", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cores", default="0,1")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    near_core, far_core = (int(core) for core in chosen.cores.split(","))
+    os.sched_setaffinity(0, {near_core})
+    rows = asyncio.run(measure(chosen.batches, chosen.rounds, (near_core, far_core)))
+    print(f"{'over':<13} {'rows':>5} {'bytes':>8} {'busy ms':>8} {'p50 ms':>8} {'p95 ms':>8} {'MB/s':>8}")
+    for one in rows:
+        print(f"{one.over:<13} {one.rows:>5} {one.bytes:>8} {one.busy_ms:>8} {one.p50_ms:>8.4f} {one.p95_ms:>8.4f} {one.megabytes_s:>8.1f}")
+    squeezed = compression()
+    for one in squeezed:
+        print(f"{one.with_}: {one.rows} rows shrink {one.ratio}-fold, there and back in {one.ms:.3f} ms")
+    if chosen.json:
+        chosen.json.write_text(
+            json.dumps({"hops": [asdict(one) for one in rows], "compression": [asdict(one) for one in squeezed]}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
