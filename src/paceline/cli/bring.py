@@ -12,7 +12,6 @@ from paceline.store.home import Home
 
 if TYPE_CHECKING:
     from paceline.store.catalog import LocalModel
-    from paceline.store.pull import PullProgress
 
 
 def is_here(ref: str, home: Home) -> bool:
@@ -36,17 +35,14 @@ def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
     # In no fleet there is nobody to ask, and no need to import what would ask.
     if not (home.fleet / "identity.pem").exists():
         return None
-    from paceline.node.weights import Told, pull_from_fleet
+    from paceline.node.weights import pull_from_fleet
 
-    with byte_bar(console, f"Fetching {ref}", "Checking it") as show:
-
-        def progress(news: PullProgress) -> None:
-            show(news.done_bytes, news.total_bytes)
+    with byte_bar(console, f"Fetching {ref}", "Checking it") as progress:
 
         def announce(words: str) -> None:
             console.print(words, markup=False, soft_wrap=True)
 
-        return pull_from_fleet(ref, home, Told(progress, announce))
+        return pull_from_fleet(ref, home, progress, announce)
 
 
 def ensure(ref: str, console: Console) -> None:

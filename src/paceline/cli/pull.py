@@ -13,7 +13,7 @@ from paceline.cli.terminal import Terminal, own_command
 from paceline.core.errors import DownloadError, FetchInProgress
 from paceline.store.catalog import LocalModel
 from paceline.store.home import Home
-from paceline.store.pull import PullProgress, pull
+from paceline.store.pull import pull
 from paceline.store.selection import parse_ref
 
 
@@ -51,9 +51,5 @@ def _from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
 
 
 def _from_hub(ref: str, home: Home, console: Console) -> LocalModel:
-    with byte_bar(console, f"Pulling {ref}", "Checking it") as show:
-
-        def progress(news: PullProgress) -> None:
-            show(news.done_bytes, news.total_bytes)
-
+    with byte_bar(console, f"Pulling {ref}", "Checking it") as progress:
         return pull(ref, home, progress)

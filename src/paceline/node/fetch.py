@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from paceline.core.errors import DownloadError, SourceLost, WeightsError, WrongBytes
 from paceline.core.manifest import ModelManifest, ModelPart, PieceRun, pieces_needed
@@ -19,7 +19,7 @@ from paceline.fleet.sources import WeightsSource
 from paceline.store.catalog import LocalModel, describe, find_whole
 from paceline.store.home import Home
 from paceline.store.partial import covers
-from paceline.store.pull import Progress, PullProgress
+from paceline.store.pull import Progress
 from paceline.store.staging import Staging, staged
 from paceline.transport.weights_client import WeightsClient
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Dial = Callable[[WeightsSource, str], AbstractAsyncContextManager["grpc.aio.Channel"]]
 """Opens a channel to one address of a node, on which nobody else can answer."""
 Result = TypeVar("Result")
-End = Callable[[Staging, Sequence[PieceRun], Callable[[int], None]], Result]
+End = Callable[[Staging, Sequence[PieceRun], Callable[[], None]], Result]
 
 ROUNDS: Final = 3
 """Times in a row that all sources may bring nothing. Raising it waits longer for nodes that are away."""
@@ -76,7 +76,7 @@ async def fetch_part(fetch: Fetch, part: ModelPart) -> None:
     if await in_thread(partial(covers, digest, part, fetch.home)):
         return
 
-    def seal(staging: Staging, needed: Sequence[PieceRun], checked: Callable[[int], None]) -> None:
+    def seal(staging: Staging, needed: Sequence[PieceRun], checked: Callable[[], None]) -> None:
         del checked
         staging.seal(needed)
         if not covers(digest, part, fetch.home):
@@ -112,7 +112,6 @@ class _Tally:
 
     def __init__(self, fetch: Fetch, manifest: ModelManifest, needed: Sequence[PieceRun]) -> None:
         self._progress: Final = fetch.progress
-        self._manifest: Final = manifest
         self._total: Final = sum(manifest.files[run.file].piece_size(piece) for run in needed for piece in range(run.first, run.stop))
         self._here = 0
         self.gained = 0
@@ -122,21 +121,18 @@ class _Tally:
         """Who tells more from now on is ended."""
         self._stopped = True
 
-    def found(self, n: int) -> None:
-        self._show("", n)
-
-    def checked(self, n: int) -> None:  # noqa: ARG002  (a whole bar stays whole)
-        self._show("", self._total)
-
-    def arrived(self, file: int, n: int) -> None:
-        self.gained += n
-        self._show(self._manifest.files[file].name, self._here + n)
-
-    def _show(self, file: str, here: int) -> None:
+    def found(self, here: int) -> None:
         if self._stopped:
             raise _GivenUp
         self._here = here
-        self._progress(PullProgress(file, here, self._total))
+        self._progress(here, self._total)
+
+    def arrived(self, n: int) -> None:
+        self.gained += n
+        self.found(self._here + n)
+
+    def checked(self) -> None:
+        self.found(self._total)
 
 
 async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result]) -> Result:
@@ -148,16 +144,16 @@ async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result]) -> R
             await fetch.sleep(_WAIT_S)
         idle += 1
         for source in list(left):
-            gained: list[int] = []
+            attempt = _Attempt(fetch, source, part, end)
             try:
-                return await _from_one(fetch, source, part, end, gained)
+                return await attempt.run()
             except WrongBytes as error:
                 left.remove(source)
                 faults[source.node_id] = error
             except SourceLost as error:
                 faults[source.node_id] = error
             fetch.announce(f"{source.node_id} did not go on: {faults[source.node_id].message}")
-            idle = 0 if sum(gained) else idle
+            idle = 0 if attempt.gained else idle
     told = "; ".join(f"{node}: {fault.message}" for node, fault in faults.items())
     raise DownloadError(
         f"no node of the fleet could give all of {fetch.sources[0].model_id} ({told})",
@@ -165,35 +161,44 @@ async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result]) -> R
     ) from list(faults.values())[-1]
 
 
-async def _from_one(fetch: Fetch, source: WeightsSource, part: ModelPart | None, end: End[Result], gained: list[int]) -> Result:
-    """Ask one source, at one address after the other until one answers."""
-    *others, last = source.addresses
-    for address in others:
-        try:
-            async with fetch.dial(source, address) as channel:
-                return await _over(channel, fetch, source, part, end, gained)
-        except SourceLost:
-            if sum(gained):
-                raise
-    async with fetch.dial(source, last) as channel:
-        return await _over(channel, fetch, source, part, end, gained)
+@dataclass(slots=True)
+class _Attempt(Generic[Result]):
+    """One source asked, once."""
 
+    fetch: Fetch
+    source: WeightsSource
+    part: ModelPart | None
+    end: End[Result]
+    gained: int = 0
+    """Bytes that it brought."""
 
-async def _over(
-    channel: grpc.aio.Channel, fetch: Fetch, source: WeightsSource, part: ModelPart | None, end: End[Result], gained: list[int]
-) -> Result:
-    client = WeightsClient(channel, source.node_id)
-    manifest = await client.describe(source.digest, _say_once(fetch, f"{source.node_id} reads its files of {source.model_id} first"))
-    needed = pieces_needed(manifest, part)
-    with staged(source.model_id, manifest, fetch.home) as staging:
-        fetch.announce(f"{source.model_id} comes from {source.node_id}")
-        tally = _Tally(fetch, manifest, needed)
-        lacking = await in_thread(partial(staging.missing, needed, tally.found), tally.stop)
-        try:
-            await _receive(client, manifest, lacking, staging, tally)
-        finally:
-            gained.append(tally.gained)
-        return await in_thread(partial(end, staging, needed, tally.checked), tally.stop)
+    async def run(self) -> Result:
+        """At one address after the other until one answers."""
+        *others, last = self.source.addresses
+        for address in others:
+            try:
+                return await self._at(address)
+            except SourceLost:
+                if self.gained:
+                    raise
+        return await self._at(last)
+
+    async def _at(self, address: str) -> Result:
+        fetch, source = self.fetch, self.source
+        async with fetch.dial(source, address) as channel:
+            client = WeightsClient(channel, source.node_id)
+            reads = _say_once(fetch, f"{source.node_id} reads its files of {source.model_id} first")
+            manifest = await client.describe(source.digest, reads)
+            needed = pieces_needed(manifest, self.part)
+            with staged(source.model_id, manifest, fetch.home) as staging:
+                fetch.announce(f"{source.model_id} comes from {source.node_id}")
+                tally = _Tally(fetch, manifest, needed)
+                lacking = await in_thread(partial(staging.missing, needed, tally.found), tally.stop)
+                try:
+                    await _receive(client, manifest, lacking, staging, tally)
+                finally:
+                    self.gained += tally.gained
+                return await in_thread(partial(self.end, staging, needed, tally.checked), tally.stop)
 
 
 def _say_once(fetch: Fetch, words: str) -> Callable[[int, int], None]:
@@ -218,7 +223,7 @@ async def _receive(client: WeightsClient, manifest: ModelManifest, lacking: Sequ
                 if writing is not None:
                     await writing
                 writing = asyncio.create_task(in_thread(partial(staging.write, piece.file, piece.piece, piece.data)))
-                tally.arrived(piece.file, len(piece.data))
+                tally.arrived(len(piece.data))
         if writing is not None:
             await writing
     finally:

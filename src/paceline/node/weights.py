@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import grpc.aio
 
-from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import FleetError, MembershipError, SourceLost
+from paceline.core.clock import SystemClock
+from paceline.core.errors import MembershipError, PacelineError, SourceLost
 from paceline.fleet.card import NodeCard, Role
 from paceline.fleet.revocations import Revocations
 from paceline.fleet.sources import WeightsSource, weights_sources
@@ -26,15 +26,11 @@ from paceline.store.home import Home
 from paceline.store.library import Library
 from paceline.store.pull import Progress
 from paceline.store.selection import parse_ref
-from paceline.transport.channels import CHANNEL_OPTIONS, ChannelPool, Purpose
-from paceline.transport.trust.certificates import NODE_NAME
-from paceline.transport.trust.credentials import channel_credentials
+from paceline.transport.channels import ChannelPool, Purpose
+from paceline.transport.server import Register
 from paceline.transport.trust.folder import FleetFolder
-from paceline.transport.trust.identity import Identity
-from paceline.transport.trust.seals import Voids, open_card, open_revocations
+from paceline.transport.trust.seals import open_revocations
 from paceline.transport.weights_servicer import WeightsServicer
-from paceline.transport.wire import fleet_pb2 as wire
-from paceline.transport.wire.fleet_pb2_grpc import CapabilityServiceStub
 from paceline.transport.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 
 ASK_S: Final = 3.0
@@ -42,14 +38,9 @@ ASK_S: Final = 3.0
 MOST_ASKED: Final = 32
 
 
-def weights_service(home: Home) -> Callable[[grpc.aio.Server], None]:
+def weights_service(home: Home) -> Register:
     """What a node's server registers, to give the models of `home` to members."""
-    servicer = WeightsServicer(Library(home))
-
-    def register(server: grpc.aio.Server) -> None:
-        add_WeightsServiceServicer_to_server(servicer, server)
-
-    return register
+    return partial(add_WeightsServiceServicer_to_server, WeightsServicer(Library(home)))
 
 
 def dial_through(pool: ChannelPool) -> Dial:
@@ -60,7 +51,7 @@ def dial_through(pool: ChannelPool) -> Dial:
         try:
             member = await pool.meet(address, ASK_S)
             channel = pool.get(Purpose.WEIGHTS, address, member)
-        except FleetError as error:
+        except PacelineError as error:
             raise SourceLost(f"{source.node_id} can't be reached at {address}: {error.message}") from error
         if member.node_id != source.node_id:
             raise SourceLost(f"{member.node_id} is at {address}, where {source.node_id} should be")
@@ -69,22 +60,14 @@ def dial_through(pool: ChannelPool) -> Dial:
     return dial
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Who is told of a fetch as it goes on."""
-
-    progress: Progress
-    announce: Callable[[str], None]
-
-
-def pull_from_fleet(model: str, home: Home, told: Told, clock: Clock | None = None) -> LocalModel | None:
+def pull_from_fleet(model: str, home: Home, progress: Progress, announce: Callable[[str], None]) -> LocalModel | None:
     """Bring a model here from the fleet.
 
     Args:
         model: as a person names it: `org/name`, with `:file` or a part of it where wanted, another id, or twelve digits of a digest.
         home: where it goes, and where this machine's identity is.
-        told: of progress.
-        clock: for certificates.
+        progress: told after every piece; called in any thread.
+        announce: told in words who sends, and who did not go on.
 
     Returns:
         None where this machine is in no fleet, or nobody else there has the model.
@@ -95,43 +78,38 @@ def pull_from_fleet(model: str, home: Home, told: Told, clock: Clock | None = No
         IdentityError: this machine's identity can't be used.
     """
     folder = FleetFolder(home.fleet)
-    return asyncio.run(_pull(model, home, folder, told, clock or SystemClock())) if folder.is_member else None
+    if not folder.is_member:
+        return None
+
+    async def bring() -> LocalModel | None:
+        identity = folder.identity()
+        pool = ChannelPool(identity, Revocations(open_revocations(folder.sealed_revocations(), identity.root)).voids, SystemClock())
+        try:
+            cards = await _fleet_cards(home, folder, pool)
+            sources = weights_sources(identity.node_id, cards, _full_name(model, cards))
+            return await fetch_model(Fetch(sources, dial_through(pool), home, progress, announce)) if sources else None
+        finally:
+            await pool.close()
+
+    return asyncio.run(bring())
 
 
-async def _pull(model: str, home: Home, folder: FleetFolder, told: Told, clock: Clock) -> LocalModel | None:
-    identity = folder.identity()
-    voids = Revocations(open_revocations(folder.sealed_revocations(), identity.root)).voids
-    pool = ChannelPool(identity, voids, clock)
-    try:
-        cards = await live_cards(home, identity, voids, clock)
-        sources = weights_sources(identity.node_id, cards, _full_name(model, cards))
-        if not sources:
-            return None
-        return await fetch_model(Fetch(sources, dial_through(pool), home, told.progress, told.announce))
-    finally:
-        await pool.close()
-
-
-async def live_cards(home: Home, identity: Identity, voids: Voids, clock: Clock) -> Sequence[NodeCard]:
+async def _fleet_cards(home: Home, folder: FleetFolder, pool: ChannelPool) -> Sequence[NodeCard]:
     """The fleet's cards, as far as they can be had now: from this machine's node, else from members themselves."""
     try:
         return (await look(home)).sight.view.cards
     except MembershipError:
         pass  # no node runs here
-    folder = FleetFolder(home.fleet)
-    asked = (_own_card(address, identity, voids, clock) for address in folder.peers()[:MOST_ASKED])
-    return [card for card in await asyncio.gather(*asked) if card is not None]
+    asked = await asyncio.gather(*(_card_at(address, pool) for address in folder.peers()[:MOST_ASKED]))
+    return [card for card in asked if card is not None]
 
 
-async def _own_card(address: str, identity: Identity, voids: Voids, clock: Clock) -> NodeCard | None:
+async def _card_at(address: str, pool: ChannelPool) -> NodeCard | None:
     """The card of whoever of the fleet is at an address; None where nobody is."""
-    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", NODE_NAME)]
-    async with grpc.aio.secure_channel(address, channel_credentials(identity), options) as channel:
-        try:
-            answer = await CapabilityServiceStub(channel).GetNodeCapability(wire.GetNodeCapabilityRequest(), timeout=ASK_S)
-            return open_card(answer.card.card, root=identity.root, voids=voids, now=clock.wall()).card
-        except (grpc.aio.AioRpcError, FleetError):
-            return None
+    try:
+        return (await pool.card_at(address, ASK_S)).card
+    except PacelineError:
+        return None
 
 
 def _full_name(model: str, cards: Sequence[NodeCard]) -> str:

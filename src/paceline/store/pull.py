@@ -11,7 +11,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,16 +30,8 @@ if TYPE_CHECKING:
     import httpx
 
 
-@dataclass(frozen=True, slots=True)
-class PullProgress:
-    """How far a pull is. Bytes count the files of the model together, and include what an earlier pull left."""
-
-    file: str
-    done_bytes: int
-    total_bytes: int
-
-
-Progress = Callable[[PullProgress], None]
+Progress = Callable[[int, int], None]
+"""Told (bytes here, of bytes): of the files of the model together, what an earlier pull left included."""
 
 
 def pull(
@@ -109,8 +100,8 @@ def _pull_listed(
     for file in files:
         before = done
 
-        def advance(on_disk: int, name: str = file.name, before: int = before) -> None:
-            progress(PullProgress(name, before + on_disk, total))
+        def advance(on_disk: int, before: int = before) -> None:
+            progress(before + on_disk, total)
 
         if not _is_here(file, folder / file.name, digests):
             part = fetch(client, file, folder / file.name, advance, sleep)

@@ -130,11 +130,11 @@ class Staging:
         gained = {entry.name: [(r.first, r.stop) for r in needed if r.file == at] for at, entry in enumerate(entries)}
         write_note(self._folder, PartNote(self._name, {name: _joined([*held.get(name, ()), *runs]) for name, runs in gained.items()}))
 
-    def finish(self, checked: Callable[[int], None]) -> LocalModel:
+    def finish(self, checked: Callable[[], None]) -> LocalModel:
         """Check the files whole and list the model like a pulled one.
 
         Args:
-            checked: told the bytes of a file that were checked.
+            checked: told now and then while files are read.
 
         Raises:
             WrongBytes: a file is not the one whose digest was promised, though each piece is: its description lied. The file is removed.
@@ -214,12 +214,12 @@ def _allocated(path: Path) -> int:
         return 0
 
 
-def _sha256(path: Path, checked: Callable[[int], None]) -> str:
+def _sha256(path: Path, checked: Callable[[], None]) -> str:
     whole = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while data := file.read(PIECE):
             whole.update(data)
-            checked(len(data))
+            checked()
     return whole.hexdigest()
 
 

@@ -15,10 +15,11 @@ import grpc.aio
 
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId
+from paceline.fleet.card import SealedCard
 from paceline.transport.exchange_codec import MAX_EXCHANGE_BYTES
 from paceline.transport.rpc_faults import fleet_error_of
 from paceline.transport.trust.certificates import NODE_NAME, Member
-from paceline.transport.trust.credentials import channel_credentials, check_callable, meet
+from paceline.transport.trust.credentials import ask_card, channel_credentials, check_callable
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.seals import Voids
 
@@ -104,12 +105,21 @@ class ChannelPool:
         """Who is at an address.
 
         Raises:
+            PacelineError: as `card_at`.
+        """
+        return self._identity.root.member((await self.card_at(address, timeout_s)).certificate, self._clock.wall())
+
+    async def card_at(self, address: str, timeout_s: float) -> SealedCard:
+        """The own card of whoever is at an address.
+
+        Raises:
             NodeUnreachable: nobody of this fleet answers there.
             FleetError: what it sent proves nothing, or it was revoked.
+            PacelineError: as it refused.
         """
         channel = self._dial(address, NODE_NAME, MAX_CARD_MESSAGE_BYTES)
         try:
-            return await meet(channel, self._identity, self._voids, self._clock.wall(), timeout_s)
+            return await ask_card(channel, self._identity.root, self._voids, self._clock.wall(), timeout_s)
         except grpc.aio.AioRpcError as error:
             raise fleet_error_of(error, address) from error
         finally:

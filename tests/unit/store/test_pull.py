@@ -21,7 +21,7 @@ from paceline.store import download, hub
 from paceline.store.catalog import MANIFEST, list_models, open_model
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
-from paceline.store.pull import PullProgress, pull
+from paceline.store.pull import pull
 
 COMMIT = "c0ffee" * 6 + "1234"
 
@@ -140,8 +140,11 @@ def waits() -> list[float]:
 
 @pytest.fixture
 def pull_tiny(server: Hub, home: Home, waits: list[float]) -> Any:
-    def run(ref: str = "org/tiny", seen: Any = None) -> Any:
-        progress = seen.append if seen is not None else lambda step: None
+    def run(ref: str = "org/tiny", seen: list[tuple[int, int]] | None = None) -> Any:
+        def progress(done: int, total: int) -> None:
+            if seen is not None:
+                seen.append((done, total))
+
         return pull(ref, home, progress, endpoint=server.address, sleep=waits.append)
 
     return run
@@ -156,17 +159,17 @@ def parts(home: Home) -> list[Path]:
 
 
 def test_a_pull_brings_checks_and_lists(server: Hub, pull_tiny: Any, home: Home) -> None:
-    seen: list[PullProgress] = []
+    seen: list[tuple[int, int]] = []
     model = pull_tiny(seen=seen)
     assert (model.name, model.format, model.problem) == ("org/tiny", "GGUF Q4_1", None)
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
     assert model.digest == hashlib.sha256(server.files["tiny.gguf"]).hexdigest()
     assert open_model("org/tiny", home).name == "org/tiny"
     size = len(server.files["tiny.gguf"])
-    done = [step.done_bytes for step in seen]
+    done = [here for here, _ in seen]
     assert done == sorted(done)
     assert (done[0], done[-1]) == (0, size)
-    assert {step.total_bytes for step in seen} == {size}
+    assert {total for _, total in seen} == {size}
     assert not parts(home)
 
 
@@ -195,22 +198,22 @@ def test_a_dead_connection_is_given_up_and_the_next_pull_goes_on(server: Hub, pu
     with pytest.raises(ModelNotFound):
         open_model("org/tiny", home)
     server.cuts, server.ranges = [], []
-    seen: list[PullProgress] = []
+    seen: list[tuple[int, int]] = []
     pull_tiny(seen=seen)
     assert server.ranges == ["bytes=2000-"]
-    assert seen[0].done_bytes == 2000
+    assert seen[0][0] == 2000
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
 
 
 def test_an_interrupted_pull_keeps_its_part(server: Hub, home: Home, waits: list[float]) -> None:
-    def interrupt(step: PullProgress) -> None:
-        if step.done_bytes > 0:
+    def interrupt(done: int, total: int) -> None:
+        if done > 0:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         pull("org/tiny", home, interrupt, endpoint=server.address, sleep=waits.append)
     assert len(parts(home)) == 1
-    pull("org/tiny", home, lambda step: None, endpoint=server.address, sleep=waits.append)
+    pull("org/tiny", home, lambda done, total: None, endpoint=server.address, sleep=waits.append)
     assert stored(home).read_bytes() == server.files["tiny.gguf"]
 
 
@@ -293,7 +296,7 @@ def test_a_full_disk_keeps_the_part(server: Hub, pull_tiny: Any, home: Home, mon
 def test_a_home_that_can_not_be_written(server: Hub, tmp_path: Path, waits: list[float]) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DownloadError, match="can't be written") as caught:
-        pull("org/tiny", Home(tmp_path / "file"), lambda step: None, endpoint=server.address, sleep=waits.append)
+        pull("org/tiny", Home(tmp_path / "file"), lambda done, total: None, endpoint=server.address, sleep=waits.append)
     assert "PACELINE_HOME" in caught.value.hint
 
 
@@ -343,7 +346,7 @@ def test_no_hub_at_all(home: Home, waits: list[float], server: Hub) -> None:
     server.shutdown()
     server.server_close()
     with pytest.raises(DownloadError, match="did not list"):
-        pull("org/tiny", home, lambda step: None, endpoint=address, sleep=waits.append)
+        pull("org/tiny", home, lambda done, total: None, endpoint=address, sleep=waits.append)
 
 
 def test_a_folder_of_safetensors(server: Hub, pull_tiny: Any, make_folder: Any, home: Home, tmp_path: Path) -> None:
@@ -419,19 +422,19 @@ def test_a_pull_that_ends_between_two_renames_leaves_no_mixture(
 def test_two_pulls_of_one_model_do_not_meet(server: Hub, home: Home, waits: list[float]) -> None:
     met: list[str] = []
 
-    def pull_again(step: PullProgress) -> None:
+    def pull_again(done: int, total: int) -> None:
         with pytest.raises(FetchInProgress, match="org/tiny is being fetched already") as caught:
-            pull("org/tiny", home, lambda step: None, endpoint=server.address, sleep=waits.append)
+            pull("org/tiny", home, lambda done, total: None, endpoint=server.address, sleep=waits.append)
         met.append(caught.value.hint)
 
     pull("org/tiny", home, pull_again, endpoint=server.address, sleep=waits.append)
     assert met
-    assert pull("org/tiny", home, lambda step: None, endpoint=server.address, sleep=waits.append).name == "org/tiny"
+    assert pull("org/tiny", home, lambda done, total: None, endpoint=server.address, sleep=waits.append).name == "org/tiny"
     assert not list(home.partial.iterdir())
 
 
 def test_what_is_on_disk_is_verified_and_registered(gguf_model: Any, make_folder: Any, tmp_path: Path, home: Home) -> None:
-    def quiet(step: PullProgress) -> None:
+    def quiet(done: int, total: int) -> None:
         raise AssertionError("nothing is fetched")
 
     path = gguf_model().write(tmp_path / "mine.gguf")

@@ -14,7 +14,8 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import RevokedNode
-from paceline.transport.trust.certificates import Member
+from paceline.fleet.card import SealedCard
+from paceline.transport.trust.certificates import FleetRoot, Member
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.seals import Voids, open_card
 from paceline.transport.wire import fleet_pb2 as wire
@@ -44,8 +45,8 @@ def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(identity.root.pem, identity.key_pem, identity.certificate_pem)
 
 
-async def meet(channel: grpc.aio.Channel, identity: Identity, voids: Voids, now: float, timeout_s: float) -> Member:
-    """Who is at the far end of a channel made by `NODE_NAME`, as its own signed card says. Proved only once it is called by `tls_name`.
+async def ask_card(channel: grpc.aio.Channel, root: FleetRoot, voids: Voids, now: float, timeout_s: float) -> SealedCard:
+    """The own card of whoever is at the far end of a channel made by `NODE_NAME`. Proved only once it is called by its `tls_name`.
 
     Raises:
         grpc.aio.AioRpcError: nobody of this fleet answers there.
@@ -54,8 +55,7 @@ async def meet(channel: grpc.aio.Channel, identity: Identity, voids: Voids, now:
         MalformedMessage: what it sent is no card.
     """
     answer = await rpc.CapabilityServiceStub(channel).GetNodeCapability(wire.GetNodeCapabilityRequest(), timeout=timeout_s)
-    sealed = open_card(answer.card.card, root=identity.root, voids=voids, now=now)
-    return identity.root.member(sealed.certificate, now)
+    return open_card(answer.card.card, root=root, voids=voids, now=now)
 
 
 def check_callable(member: Member, voids: Voids) -> None:

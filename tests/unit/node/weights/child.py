@@ -19,7 +19,7 @@ def main() -> None:
     identity, address, digest, name, home = sys.argv[1:]
     source = WeightsSource(NodeId("giver-1"), (address,), name, digest, 1)
     dial = dialer(Identity.from_pem(Path(identity).read_bytes()))
-    asyncio.run(fetch_model(Fetch([source], dial, Home(Path(home)), lambda news: None, lambda words: None)))
+    asyncio.run(fetch_model(Fetch([source], dial, Home(Path(home)), lambda done, total: None, lambda words: None)))
 
 
 if __name__ == "__main__":

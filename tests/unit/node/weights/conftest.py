@@ -53,7 +53,7 @@ def sharded(tmp_path: Path, new_home: Callable[[str], Home]) -> tuple[Home, str]
         save_file({name: tensors[name] for name in names if index[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"weight_map": index}))
     home = new_home("giver")
-    pull(str(folder), home, lambda news: None)
+    pull(str(folder), home, lambda done, total: None)
     return home, open_model("sharded", home).weights.digest
 
 

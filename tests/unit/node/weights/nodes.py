@@ -19,7 +19,6 @@ from paceline.fleet.sources import WeightsSource
 from paceline.node.fetch import Dial, Fetch
 from paceline.store.home import Home
 from paceline.store.library import Library
-from paceline.store.pull import PullProgress
 from paceline.testing.fleets import TestFleet
 from paceline.transport.trust.certificates import NODE_NAME
 from paceline.transport.trust.credentials import channel_credentials, server_credentials
@@ -89,7 +88,8 @@ class Fleet:
 
     trust: TestFleet = field(default_factory=TestFleet)
     announced: list[str] = field(default_factory=list)
-    seen: list[PullProgress] = field(default_factory=list)
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes here, of bytes."""
 
     @asynccontextmanager
     async def node(self, home: Home, name: str = "giver-1", streams: int = 4) -> AsyncIterator[Node]:
@@ -107,7 +107,10 @@ class Fleet:
         async def no_wait(seconds: float) -> None:
             del seconds
 
-        return Fetch(sources, dialer(self.trust.member("taker-1")), home, self.seen.append, self.announced.append, no_wait)
+        def progress(done: int, total: int) -> None:
+            self.seen.append((done, total))
+
+        return Fetch(sources, dialer(self.trust.member("taker-1")), home, progress, self.announced.append, no_wait)
 
 
 def dialer(identity: Identity) -> Dial:

@@ -16,8 +16,8 @@ from tests.unit.node.weights.nodes import Fleet, in_loop
 from paceline.cli.bring import ensure
 from paceline.core.errors import ModelNotFound
 from paceline.fleet.card import ModelOffer, Role
-from paceline.node.weights import Told, pull_from_fleet
-from paceline.store.catalog import open_model
+from paceline.node.weights import pull_from_fleet
+from paceline.store.catalog import LocalModel, open_model
 from paceline.store.home import Home
 from paceline.transport.trust.folder import FleetFolder
 
@@ -29,8 +29,8 @@ def offer(model_id: str, digest: str) -> ModelOffer:
     return ModelOffer(model_id, Role.VERIFIER, "bf16", digest=digest, size_bytes=1)
 
 
-def told(words: list[str]) -> Told:
-    return Told(lambda news: None, words.append)
+def bring(ref: str, home: Home, words: list[str]) -> LocalModel | None:
+    return pull_from_fleet(ref, home, lambda done, total: None, words.append)
 
 
 @in_loop
@@ -64,23 +64,23 @@ async def test_a_part_of_a_file_s_name_finds_it_and_the_same_weights_come_under_
     async with member(fleet.trust, "giver-1", home, *offers, offer("sharded", digest)) as (address, _):
         belongs(taker, fleet.trust, "taker-1", address)
         words: list[str] = []
-        model = await asyncio.to_thread(pull_from_fleet, digest[:12], taker, told(words))
+        model = await asyncio.to_thread(bring, digest[:12], taker, words)
         assert model is not None
         assert (model.name, words) == ("sharded", ["sharded comes from giver-1"])
         with pytest.raises(ModelNotFound, match="different models called 'org/m'"):
-            await asyncio.to_thread(pull_from_fleet, "org/m", taker, told(words))
+            await asyncio.to_thread(bring, "org/m", taker, words)
         with pytest.raises(Exception, match="giver-1: giver-1 can't give the weights: it does not have this model"):
-            await asyncio.to_thread(pull_from_fleet, "org/m:q8_0", taker, told(words))
-        assert await asyncio.to_thread(pull_from_fleet, "org/m:q2_k", taker, told(words)) is None
+            await asyncio.to_thread(bring, "org/m:q8_0", taker, words)
+        assert await asyncio.to_thread(bring, "org/m:q2_k", taker, words) is None
 
 
 @in_loop
 async def test_in_no_fleet_or_with_nobody_there_nothing_is_found(fleet: Fleet, new_home: Homes) -> None:
     taker = new_home("taker")
     words: list[str] = []
-    assert await asyncio.to_thread(pull_from_fleet, "org/m", taker, told(words)) is None
+    assert await asyncio.to_thread(bring, "org/m", taker, words) is None
     belongs(taker, fleet.trust, "taker-1", "127.0.0.1:1")
-    assert await asyncio.to_thread(pull_from_fleet, "org/m", taker, told(words)) is None
+    assert await asyncio.to_thread(bring, "org/m", taker, words) is None
     assert words == []
 
 
@@ -91,7 +91,7 @@ async def test_a_revoked_node_is_not_asked(fleet: Fleet, sharded: Given, new_hom
     async with member(fleet.trust, "giver-1", home, offer("sharded", digest)) as (address, library):
         belongs(taker, fleet.trust, "taker-1", address)
         FleetFolder(taker.fleet).keep_revocations([fleet.trust.revoke("giver-1").sealed])
-        assert await asyncio.to_thread(pull_from_fleet, "sharded", taker, told([])) is None
+        assert await asyncio.to_thread(bring, "sharded", taker, []) is None
         assert library.reads == []
 
 

@@ -48,9 +48,9 @@ async def test_a_model_comes_whole_and_is_listed_like_a_pulled_one(fleet: Fleet,
     assert open_model("sharded", taker).weights.digest == digest
     assert n_pieces == sum(-(-file.stat().st_size // PIECE) for file in made.iterdir())
     assert [path.name for path in taker.partial.iterdir()] == []
-    done = [news.done_bytes for news in fleet.seen]
+    done = [here for here, _ in fleet.seen]
     assert done == sorted(done)
-    assert done[-1] == fleet.seen[-1].total_bytes == sum(file.stat().st_size for file in made.iterdir())
+    assert done[-1] == fleet.seen[-1][1] == sum(file.stat().st_size for file in made.iterdir())
     assert fleet.announced == ["sharded comes from giver-1"]
 
 

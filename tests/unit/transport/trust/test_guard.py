@@ -19,7 +19,7 @@ from paceline.core.ids import NodeId
 from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
 from paceline.transport.trust.certificates import NODE_NAME
-from paceline.transport.trust.credentials import check_callable, meet
+from paceline.transport.trust.credentials import ask_card, check_callable
 from paceline.transport.trust.refusals import Refusals
 
 
@@ -57,7 +57,8 @@ def test_only_the_node_meant_can_answer(fleet: TestFleet) -> None:
         async with served(fleet) as server:
             alice, other = fleet.member("alice-1"), fleet.member("other-1")
             async with server.channel(alice) as channel:
-                met = await meet(channel, alice, fleet.revocations.voids, fleet.clock.wall(), SOON_S)
+                card = await ask_card(channel, alice.root, fleet.revocations.voids, fleet.clock.wall(), SOON_S)
+            met = alice.root.member(card.certificate, fleet.clock.wall())
             assert met.node_id == "server-1"
             assert met.certificate == server.identity.member.certificate
             async with server.channel(alice, met.tls_name) as channel:
@@ -227,7 +228,7 @@ def test_a_revoked_node_is_not_called(fleet: TestFleet) -> None:
                 check_callable(server.identity.member, fleet.revocations.voids)
             async with server.channel(alice) as channel:
                 with pytest.raises(RevokedNode, match="server-1 was revoked"):
-                    await meet(channel, alice, fleet.revocations.voids, fleet.clock.wall(), SOON_S)
+                    await ask_card(channel, alice.root, fleet.revocations.voids, fleet.clock.wall(), SOON_S)
 
     asyncio.run(main())
 
