@@ -27,7 +27,6 @@ from paceline.parallel.sessions import StageRequest
 from paceline.store.catalog import find_whole, list_models
 from paceline.store.home import Home
 from paceline.store.partial import open_part, read_note
-from paceline.store.pull import PullProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +95,7 @@ class FleetWeights:
         sources = weights_sources(self._own, self._cards(), request.digest)
         if not sources:
             await in_thread(partial(self._refuse, request))
-
-        def show(news: PullProgress) -> None:
-            progress(news.done_bytes, news.total_bytes)
-
-        await fetch_part(Fetch(sources, self._dial, self._home, show, _say_nothing), part)
+        await fetch_part(Fetch(sources, self._dial, self._home, progress, _say_nothing), part)
 
     def _refuse(self, request: StageRequest) -> None:
         offers = [(offer.model_id, offer.digest) for card in self._cards() for offer in card.models if offer.digest]
