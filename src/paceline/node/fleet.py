@@ -54,6 +54,8 @@ LOOK_S = 1.0
 """How often a node looks whether its addresses or its folder have changed."""
 PORTRAIT_S = 60.0
 """How often it measures itself anew. Raising it: free memory and new models are known later."""
+EXPIRY_NEAR_S = 90 * 86400.0
+"""A certificate that ends sooner is told at every start: nothing renews it."""
 MOST_ADDRESSES = 16
 """Machines with containers have dozens of interfaces; a card lists so many."""
 GOODBYE_S = 0.4
@@ -111,6 +113,11 @@ class FleetNode:
             raise MembershipError(
                 f"This machine ({self.identity.node_id}) was revoked from its fleet",
                 f"To join anew: remove {folder.root}, then paceline join",
+            )
+        left_s = self.identity.member.expires_at - clock.wall()
+        if left_s < EXPIRY_NEAR_S:
+            logger.warning(
+                "this node's certificate ends in %d days: revoke it then, remove %s, and join again", left_s // 86400, folder.root
             )
         self.pool = ChannelPool(self.identity, self.gossip.voids, clock)
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self._measured)
