@@ -63,14 +63,31 @@ def up(
     fleet_preset: Annotated[
         str, typer.Option("--fleet-preset", envvar="PACELINE_FLEET_PRESET", help=f"{', '.join(PRESETS)}: the same on all machines.")
     ] = DEFAULT_PRESET,
+    pipeline: Annotated[
+        bool | None, typer.Option("--pipeline/--no-pipeline", help="Run the model over several machines, as the plan says.")
+    ] = None,
+    serve_shards: Annotated[
+        bool | None, typer.Option("--serve-shards/--no-serve-shards", help="Run layers of models for other machines of the fleet.")
+    ] = None,
+    pin: Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")] = None,
+    own_layers: Annotated[
+        int | None, typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.")
+    ] = None,
+    throughput: Annotated[bool, typer.Option("--throughput", help="Plan a pipeline for many answers at once, not for one.")] = False,
+    local_nodes: Annotated[
+        int, typer.Option("--local-nodes", min=1, max=16, help="Try it: a fleet of so many nodes on this machine, with a pipeline.")
+    ] = 1,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Stop when standard input ends.")] = False,
 ) -> None:
     """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
-    from paceline.cli.membership import fleet_settings
-    from paceline.cli.up import run_up
+    from paceline.cli.sharing import Sharing, run_shared
 
     settings = None if no_model else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running)
-    fleet = fleet_settings(fleet_port, fleet_host, peer or [], fleet_preset, mdns=not no_mdns, needed=no_model)
-    run_up(settings, host=host, port=port, api_key=api_key, greet=greet, fleet=fleet)
+    sharing = Sharing(
+        *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
+        *(pipeline, serve_shards, tuple(pin or ()), own_layers, throughput, local_nodes, tied),
+    )
+    run_shared(settings, sharing, host=host, port=port, api_key=api_key, greet=greet)
 
 
 @app.command()

@@ -47,7 +47,7 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
         ConfigError: an option makes no sense.
         MembershipError: this machine is in no fleet, and must be.
     """
-    settings = FleetSettings(port, host, tuple(peers), mdns, parse_preset(preset))
+    settings = FleetSettings(port, host, peers=tuple(peers), mdns=mdns, preset=parse_preset(preset))
     if not is_member():
         if needed or peers:
             raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join TOKEN.")

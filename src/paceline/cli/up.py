@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from paceline.node.build import BuiltNode
+    from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.serving import FleetServing
+    from paceline.node.shards.serving import Hosting
 
 ORDERLY_S = 1.8
 """Longest an orderly stop may take; after it the process ends as it does at a second Ctrl-C."""
@@ -42,7 +44,15 @@ QUESTION = "In one sentence: why is teamwork good?"
 
 
 def run_up(
-    settings: NodeSettings | None, *, host: str, port: int, api_key: str | None, greet: bool, fleet: FleetSettings | None = None
+    settings: NodeSettings | None,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    greet: bool,
+    fleet: FleetSettings | None = None,
+    order: PipelineOrder | None = None,
+    hosting: Hosting | None = None,
 ) -> NoReturn:
     """Serve until interrupted: this machine alone, or, where it is a member of a fleet, as one node of it.
 
@@ -53,6 +63,8 @@ def run_up(
         api_key: asked of every client.
         greet: ask one question once it is up.
         fleet: this node's part in its fleet; None where it is in none.
+        order: how the model is spread over the fleet; None: this machine runs it alone.
+        hosting: how layers are run for others; None: they are not.
 
     Raises:
         UserError: an address, a model or a setting that can't be used.
@@ -67,10 +79,13 @@ def run_up(
     if fleet is not None:
         _check_fleet(fleet)
     console = Terminal()
-    node = None if settings is None else load(settings, console)
+    if settings is not None and order is not None:
+        ensure(settings.model, console)
+    node = None if settings is None or order is not None else load(settings, console)
     try:
 
         async def main() -> None:
+            nonlocal node
             stop = asyncio.Event()
             _on_signals(stop, console)
             async with AsyncExitStack() as stack:
@@ -79,9 +94,14 @@ def run_up(
                     assert node is not None, "without a fleet there is a model"
                     app = create_app(node.host, served)
                 else:
-                    whole = await stack.enter_async_context(_in_fleet(node, fleet, stop, console))
+                    whole = await stack.enter_async_context(_in_fleet(node, fleet, stop, console, hosting))
+                    if order is not None and settings is not None:
+                        node = await _spread(whole, settings, order, stop, console)
+                        if node is None:
+                            return
                     app = create_app(whole.inference, served)
-                    service_of(app).metrics.add(whole.metrics)
+                    for collector in whole.collectors:
+                        service_of(app).metrics.add(collector)
                 await answer(app, stop)
 
         async def answer(app: FastAPI, stop: asyncio.Event) -> None:
@@ -114,14 +134,44 @@ def _check_fleet(settings: FleetSettings) -> None:
 
 
 @asynccontextmanager
-async def _in_fleet(node: BuiltNode | None, settings: FleetSettings, stop: asyncio.Event, console: Console) -> AsyncGenerator[FleetServing]:
+async def _in_fleet(
+    node: BuiltNode | None, settings: FleetSettings, stop: asyncio.Event, console: Console, hosting: Hosting | None
+) -> AsyncGenerator[FleetServing]:
     from paceline.core.clock import SystemClock
     from paceline.node.serving import serving
     from paceline.store.home import Home
 
-    async with serving(node, settings, Home.from_environment(), SystemClock(), stop) as whole:
+    async with serving(node, settings, Home.from_environment(), SystemClock(), stop, hosting) as whole:
         console.print(f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}", markup=False, soft_wrap=True)
         yield whole
+
+
+async def _spread(
+    whole: FleetServing, settings: NodeSettings, order: PipelineOrder, stop: asyncio.Event, console: Console
+) -> BuiltNode | None:
+    """Open a pipeline over the fleet. None where it was interrupted meanwhile."""
+    from paceline.core.clock import SystemClock
+    from paceline.node.pipelines.serving import orchestrate
+
+    began_s = time.perf_counter()
+    console.print(f"Looking for machines to share {settings.model} with", markup=False, soft_wrap=True)
+    shown: set[str] = set()
+
+    def on_loading(node_id: str, _: object) -> None:
+        if node_id not in shown:
+            shown.add(node_id)
+            console.print(f"{node_id} loads its layers", markup=False, soft_wrap=True)
+
+    opening = asyncio.create_task(orchestrate(whole, settings, order, SystemClock(), on_loading=on_loading))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not opening.done():
+        opening.cancel()
+        return None
+    stopping.cancel()
+    node = opening.result()
+    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False, soft_wrap=True)
+    return node
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:

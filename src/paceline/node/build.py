@@ -132,7 +132,7 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
     return BuiltEngine(
         engine=Engine(executor, opened.tokenizer, config, clock),
         executor=executor,
-        model=_served(opened, weights, runner.numerics_id, kv.context, clock),
+        model=served(opened, weights, runner.numerics_id, kv.context, clock),
         config=config,
         kv=kv,
         weights=weights,
@@ -187,6 +187,7 @@ def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, pr
             return torch.load(source, options, progress, device="cuda" if kernels is Kernels.CUDA else "cpu")
 
 
-def _served(opened: OpenedModel, weights: WeightsFormat, numerics_id: str, context: int, clock: Clock) -> ServedModel:
+def served(opened: OpenedModel, weights: WeightsFormat, numerics_id: str, context: int, clock: Clock) -> ServedModel:
+    """A model as the API shows it."""
     fingerprint = f"fp_{opened.weights.digest[:12]}_{weights}_{numerics_id[:8]}"
     return ServedModel(opened.name, int(clock.wall()), context, opened.tokenizer, fingerprint)

@@ -17,7 +17,7 @@ from typing import IO, Protocol
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, MembershipError, UserError
+from paceline.core.errors import FleetError, MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.effects import Appeared, Changed, Clashed, Effect, Expired, Left, Restarted, Revoked
@@ -38,6 +38,7 @@ from paceline.transport.join_host import JoinHost
 from paceline.transport.proposer_service import NGRAM, PromptLookup, ProposerServicer
 from paceline.transport.rpc_meter import RpcMeter
 from paceline.transport.server import NodeServer
+from paceline.transport.tensor.listener import TensorListener
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.guard import PeerGuard
@@ -123,6 +124,7 @@ class FleetNode:
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self._measured)
         self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
         self._server: NodeServer | None = None
+        self._tensors: TensorListener | None = None
         self._lock: IO[bytes] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
@@ -165,6 +167,8 @@ class FleetNode:
         )
         self._port = await server.start(self._settings.host, self._settings.port)
         self._server = server
+        self._tensors = TensorListener(self.identity, self.gossip.voids, self._clock, self.refusals)
+        self._tensors.start(self._settings.host, self._settings.tensor_port)
         self._look_at_addresses()
         await asyncio.to_thread(self._portrait.look)
         self._looked = self._clock.monotonic()
@@ -183,6 +187,9 @@ class FleetNode:
         server, self._server = self._server, None
         if server is not None:
             await self._stop(server)
+        tensors, self._tensors = self._tensors, None
+        if tensors is not None:
+            await asyncio.to_thread(tensors.close)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -218,6 +225,13 @@ class FleetNode:
         return self._addresses
 
     @property
+    def tensors(self) -> TensorListener:
+        """Where activations arrive. Of a node that has started and not stopped."""
+        if self._tensors is None:
+            raise StreamClosed("This node takes no activations: it has not started, or was stopped")
+        return self._tensors
+
+    @property
     def links(self) -> tuple[Link, ...]:
         """The best way to each node that was measured."""
         return self._links.links
@@ -235,6 +249,10 @@ class FleetNode:
     def listen(self, listener: Callable[[Effect], None]) -> None:
         """Tell `listener` of the fleet's news from now on. It must not wait."""
         self._listeners.append(listener)
+
+    def look_again(self) -> None:
+        """The portrait has changed: announce it now rather than at the next look."""
+        self._changed.set()
 
     # --------------------------------------------------------------------------------------------------------------- for gossip
 
@@ -258,6 +276,8 @@ class FleetNode:
             case Revoked(node_id, not_after):
                 logger.warning("%s was revoked", node_id)
                 self._guard.revoked(node_id, not_after)
+                if self._tensors is not None:
+                    self._tensors.cut(node_id, not_after)
                 self.pool.drop(node_id, issued_to=not_after)
             case Clashed(node_id, addresses, others):
                 logger.error(

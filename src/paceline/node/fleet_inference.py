@@ -84,6 +84,11 @@ class FleetInference:
 
     # ------------------------------------------------------------------------------------------------------------- for its owner
 
+    def look_again(self) -> None:
+        """What this node has loaded changed."""
+        self._stale = True
+        self._refresh()
+
     async def close(self) -> None:
         """Stop asking others for tokenizers. Idempotent."""
         self._closed = True

@@ -29,6 +29,11 @@ class LocalModels:
         self._meter = meter
         self._packed: dict[str, asyncio.Task[tuple[str, bytes]]] = {}
 
+    def attach(self, inference: Inference, loaded: LoadedModel) -> None:
+        """Serve a model from now on, on a node that served none."""
+        self.inference = inference
+        self._loaded = {loaded.name: loaded}
+
     @property
     def all(self) -> tuple[LoadedModel, ...]:
         return tuple(self._loaded.values())

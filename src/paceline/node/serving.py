@@ -11,9 +11,10 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import grpc.aio
+from prometheus_client.registry import Collector
 
 from paceline.core.clock import Clock
-from paceline.fleet.card import Link, NodeCard
+from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.node.build import BuiltNode
 from paceline.node.capability import SelfPortrait
 from paceline.node.fleet import FleetNode
@@ -23,6 +24,7 @@ from paceline.node.fleet_metrics import FleetMetrics
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_tokenizers import TokenizerStore
 from paceline.node.offers import WarmModel, learn_digests
+from paceline.node.shards.serving import Hosting, ShardServing
 from paceline.node.weights import weights_service
 from paceline.store.home import Home
 from paceline.transport.generate_service import GenerateServicer, LoadedModel
@@ -41,9 +43,17 @@ class Portrait:
     def __init__(self, portrait: SelfPortrait, warm: tuple[WarmModel, ...]) -> None:
         self._portrait, self._warm = portrait, warm
 
+    def add(self, warm: WarmModel) -> None:
+        """A model was loaded; the next look says so."""
+        self._warm = (*self._warm, warm)
+
     def look(self) -> bool:
         """Measure."""
         return self._portrait.look(self._warm)
+
+    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool:
+        """Say from now on which layers are loaded for others."""
+        return self._portrait.show_shards(shards, memory_bytes)
 
     def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
         """As of the last look."""
@@ -53,7 +63,7 @@ class Portrait:
 class FleetServing:
     """A node of a fleet and its API's `Inference`."""
 
-    def __init__(self, node: BuiltNode | None, settings: FleetSettings, home: Home, clock: Clock) -> None:
+    def __init__(self, node: BuiltNode | None, settings: FleetSettings, home: Home, clock: Clock, hosting: Hosting | None = None) -> None:
         """Put together; nothing runs yet. On the event loop.
 
         Args:
@@ -61,6 +71,7 @@ class FleetServing:
             settings: as the person asked.
             home: with an identity.
             clock: all time.
+            hosting: how layers are run for other members; None: they are not.
 
         Raises:
             MembershipError, IdentityError: this machine is in no fleet, or not any more.
@@ -69,16 +80,19 @@ class FleetServing:
         warm = () if node is None or node.warm is None else (node.warm,)
         portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm)
         self.fleet = FleetNode(settings, folder, portrait, clock)
-        created = 0 if node is None else node.model.created
-        loaded = tuple(
-            LoadedModel(model.name, model.digest, str(model.weights), model.speed.numerics_id, created, model.context) for model in warm
-        )
+        loaded = () if node is None else tuple(_loaded(node, model) for model in warm)
         self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home, clock), clock)
         self.metrics = FleetMetrics(self.fleet)
+        self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock)
         self._home = home
         self._ending = threading.Event()
         self._learning: asyncio.Task[None] | None = None
+
+    @property
+    def collectors(self) -> tuple[Collector, ...]:
+        """What it counts, for the metrics' page."""
+        return (self.metrics,) if self.shards is None else (self.metrics, self.shards.metrics)
 
     async def start(self) -> None:
         """Listen and be seen.
@@ -92,8 +106,20 @@ class FleetServing:
             add_GenerateServiceServicer_to_server(generate, server)
 
         weights = weights_service(self._home)
-        await self.fleet.start(lambda _: register, lambda _: weights)
+        shards = [] if self.shards is None else [self.shards.service]
+        await self.fleet.start(lambda _: register, lambda _: weights, *shards)
+        if self.shards is not None:
+            self.shards.start()
         self._learning = asyncio.create_task(self._learn())
+
+    async def attach(self, node: BuiltNode) -> None:
+        """Serve a model that was built while this node ran already: a pipeline's."""
+        assert node.warm is not None, "who is in a fleet says what it has loaded"
+        self._portrait.add(node.warm)
+        await asyncio.to_thread(self._portrait.look)
+        self._local.attach(node.host, _loaded(node, node.warm))
+        self.inference.look_again()
+        self.fleet.look_again()
 
     async def _learn(self) -> None:
         """Only a model whose digest is known can be fetched from here: a new one is announced at once."""
@@ -103,22 +129,26 @@ class FleetServing:
     async def stop(self) -> None:
         """Say goodbye and end. Bounded; idempotent."""
         self._ending.set()
-        await self.fleet.stop()
+        await asyncio.gather(self.fleet.stop(), *([] if self.shards is None else [self.shards.stop()]))
         await self.inference.close()
         if self._learning is not None:
             await asyncio.gather(self._learning, return_exceptions=True)
 
 
+def _loaded(node: BuiltNode, model: WarmModel) -> LoadedModel:
+    return LoadedModel(model.name, model.digest, str(model.weights), model.speed.numerics_id, node.model.created, model.context)
+
+
 @asynccontextmanager
 async def serving(
-    node: BuiltNode | None, settings: FleetSettings, home: Home, clock: Clock, stop: asyncio.Event
+    node: BuiltNode | None, settings: FleetSettings, home: Home, clock: Clock, stop: asyncio.Event, hosting: Hosting | None = None
 ) -> AsyncGenerator[FleetServing]:
     """A node of the fleet, for as long as the block runs; it says goodbye as soon as `stop` is set.
 
     Raises:
         UserError: it can't be one.
     """
-    whole = FleetServing(node, settings, home, clock)
+    whole = FleetServing(node, settings, home, clock, hosting)
     await whole.start()
 
     async def leave() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.backends.memory import human
 from paceline.core.errors import ConfigError, OutOfMemory
-from paceline.core.model import ModelSpec
+from paceline.core.model import LayerRange, ModelSpec
 
 KV_SHARE = 0.5
 """Of the memory that weights leave free, how much KV may take unasked. Raising it leaves less to everything else on the machine."""
@@ -43,6 +43,7 @@ def plan_kv(
     block_size: int,
     context: int | None,
     kv_tokens: int | None,
+    layers: LayerRange | None = None,
 ) -> KvPlan:
     """Divide memory.
 
@@ -54,6 +55,7 @@ def plan_kv(
         block_size: tokens a block holds.
         context: as asked; None: the model's, or as long as memory allows.
         kv_tokens: as asked; None: enough for everyday use, at most `KV_SHARE` of what is left.
+        layers: whose KV it is; None: all.
 
     Raises:
         ConfigError: what was asked contradicts itself or the model.
@@ -66,7 +68,7 @@ def plan_kv(
         )
     if context is not None and kv_tokens is not None and kv_tokens < context:
         raise ConfigError(f"--kv-tokens {kv_tokens} can't hold one context of {context} tokens", f"Raise it to {context} or more.")
-    token_bytes = spec.kv_bytes_per_token(spec.all_layers)
+    token_bytes = max(1, spec.kv_bytes_per_token(spec.all_layers if layers is None else layers))
     left = free_bytes - weights_bytes
     if left <= 0:
         raise OutOfMemory(

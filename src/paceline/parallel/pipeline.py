@@ -35,7 +35,7 @@ from paceline.core.model import LayerRange
 from paceline.engine.executor import StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, logits_rows, token_ids
 from paceline.parallel.checks import check_activations
-from paceline.parallel.route import Fault, Route, Router
+from paceline.parallel.route import Fault, Route, Router, RouteStage
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, without_tokens
 
@@ -74,7 +74,7 @@ class PipelineExecutor:
         clock: all time.
 
     Raises:
-        PipelineError: there is no route.
+        ExecutorUnavailable: there is no route, as long as the limits allow looking for one.
     """
 
     def __init__(self, head: LayerRunner[Any], n_layers: int, router: Router, limits: PipelineLimits, clock: Clock) -> None:
@@ -94,10 +94,13 @@ class PipelineExecutor:
         self._notices: list[Notice] = []
         self._search_until: float | None = None
         self._fault: Fault | None = None
-        route = router.find(limits.search_s)
-        if route is None:
-            raise PipelineError("No machines were found for all layers in time", "See `paceline status`, and who may host shards.")
-        self._take(route)
+        while not self.ready():
+            pass
+
+    @property
+    def stages(self) -> Sequence[RouteStage]:
+        """Of the route in use; none while one is looked for."""
+        return () if self._route is None else self._route.stages
 
     # ------------------------------------------------------------------------------------------------------------- as an Executor
 

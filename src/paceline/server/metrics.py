@@ -33,13 +33,21 @@ class Histogram:
         self._sum_s += seconds * times
 
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """As Prometheus wants it: cumulative, with +Inf last."""
+        """As Prometheus wants it."""
+        return HistogramMetricFamily(name, documentation, buckets=self.buckets(), sum_value=self._sum_s)
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """As one of several of a family that differ in their labels."""
+        family.add_metric(labels, self.buckets(), self._sum_s)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, with +Inf last."""
         buckets: list[tuple[str, float]] = []
         total = 0
         for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((bound, float(total)))
-        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum_s)
+        return buckets
 
 
 class Meter:

@@ -79,7 +79,7 @@ def status_of(error: PacelineError) -> grpc.StatusCode:
 
 def metadata_of(error: PacelineError) -> Metadata:
     """The error's kind and fields, as trailing metadata."""
-    kind = type(error).__name__ if type(error).__name__ in _KINDS else "PacelineError"
+    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
     fields = {name: value for name in _FIELDS if (value := getattr(error, name, None)) is not None}
     fault = {"kind": kind, "message": error.message[:MAX_TEXT], "hint": error.hint[:MAX_TEXT], **fields}
     return ((FAULT_KEY, json.dumps(fault).encode()),)

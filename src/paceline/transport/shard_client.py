@@ -7,7 +7,7 @@ watch, and it may be watched from any thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -70,7 +70,9 @@ class RemoteStage:
         """Say where results go; returns once the stage has reached it.
 
         Raises:
-            FleetError: it has not.
+            ShardUnavailable: it can't reach it. The stage itself is as good as before.
+            NodeUnreachable: the stage's own node is gone.
+            FleetError: it refuses.
         """
         await self._ask(self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S))
 
@@ -148,6 +150,11 @@ async def open_stage(
     except BaseException:
         call.cancel()
         raise
+
+
+def tensor_addresses(addresses: Iterable[str], port: int) -> tuple[str, ...]:
+    """Where a node's tensor streams are: on the hosts of its addresses, in that order."""
+    return tuple(dict.fromkeys(f"{address.rpartition(':')[0]}:{port}" for address in addresses))
 
 
 def error_of_fault(fault: StageFault, node_id: NodeId) -> PacelineError:

@@ -53,7 +53,8 @@ class ShardHost(Protocol):
 
         Raises:
             BadPipelineRequest: the caller has no such session, or it is connected, or there is no such node.
-            FleetError: that node can't be reached, or may not be.
+            ShardUnavailable: that node can't be reached.
+            NotTrusted: it may not be reached.
         """
         ...
 

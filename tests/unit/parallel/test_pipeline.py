@@ -12,7 +12,7 @@ from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
-from paceline.core.errors import PipelineError, ShardUnavailable
+from paceline.core.errors import ExecutorUnavailable
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
@@ -235,10 +235,10 @@ def test_less_memory_after_a_loss_is_lived_with(runners: dict[str, LayerRunner[A
 
 def test_without_a_route_there_is_no_pipeline(runners: dict[str, LayerRunner[Any]]) -> None:
     router = MemoryRouter(machines(runners, "head2"), [LayerRange(2, 6)])
-    with pytest.raises(ShardUnavailable, match="2 to 5"):
-        PipelineExecutor(runners["head"], SPEC.n_layers, router, LIMITS, SystemClock())
+    with pytest.raises(ExecutorUnavailable, match="2 to 5") as caught:
+        PipelineExecutor(runners["head"], SPEC.n_layers, router, PipelineLimits(search_s=0.0), SystemClock())
     router.close()
-    assert issubclass(ShardUnavailable, PipelineError)
+    assert caught.value.code == "shard_unavailable"
 
 
 def test_activations_are_no_tokens(runners: dict[str, LayerRunner[Any]]) -> None:

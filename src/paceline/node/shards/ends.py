@@ -1,4 +1,4 @@
-"""Where activations come in and go out, as a host sees it; `tensor_ends` has the real ones. Blocking: all of this is for threads.
+"""Where activations come in and go out, as a host sees it; `tensor_ends` has the real ones. What blocks says so, and is for threads.
 
 To stages activations are bf16 bits, whatever was agreed for the wire.
 """
@@ -31,7 +31,7 @@ class Expected(Protocol):
     """A ticket that was given out."""
 
     def accept(self, deadline: float) -> Incoming:
-        """Whoever brought it.
+        """Whoever brought it. Blocks.
 
         Raises:
             StreamStalled: nobody did until `deadline` on the monotonic clock.
@@ -41,6 +41,18 @@ class Expected(Protocol):
 
     def close(self) -> None:
         """The ticket is good no more. Idempotent; wakes whoever waits."""
+        ...
+
+
+class Dial(Protocol):
+    """A way to a node."""
+
+    def __call__(self, deadline: float, /) -> ActivationSink:
+        """Go it. Blocks.
+
+        Raises:
+            FleetError: the node can't be reached, or does not take the ticket.
+        """
         ...
 
 
@@ -58,11 +70,11 @@ class TensorEnds(Protocol):
         """
         ...
 
-    def dial(self, to: NextStage, dtype: ActivationDtype, deadline: float) -> ActivationSink:
-        """Reach a node of the fleet.
+    def way(self, to: NextStage, dtype: ActivationDtype) -> Dial:
+        """How to reach a node of the fleet. On the event loop; does not wait.
 
         Raises:
             BadPipelineRequest: there is no such node.
-            FleetError: it can't be reached, or was revoked.
+            NotTrusted: it may not be reached.
         """
         ...

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from paceline.core.clock import Clock
-from paceline.core.errors import BadPipelineRequest, FleetError, PipelineError, PipelineStalled, ShardUnavailable
+from paceline.core.errors import (
+    BadPipelineRequest,
+    FleetError,
+    NodeUnreachable,
+    PipelineError,
+    PipelineStalled,
+    ShardUnavailable,
+    TensorStreamError,
+)
 from paceline.core.ids import BatchId, NodeId
 from paceline.node.shards.ends import TensorEnds
 from paceline.node.shards.limits import HostLimits
@@ -40,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 ECHO_S = 8.0
 """How long somebody waits for a batch to be echoed. Under what callers give the call."""
-JOIN_S = 2.0
+JOIN_S = 1.0
 """What a stop gives sessions to end: a batch in progress is computed to its end."""
 LOOK_S = 5.0
 """How often idle shards are looked for."""
@@ -103,6 +111,8 @@ class NodeShardHost:
             self._reaper = None
         for session in self._live:
             session.stop()
+        for asked in self._open.values():
+            asked.news.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(JOIN_S):
                 while self._live:
@@ -162,7 +172,10 @@ class NodeShardHost:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(request.report_s):
                         await mine.news.wait()
+                if session.stopping:
+                    raise ShardUnavailable("This machine is stopping")
                 yield session.report
+            yield session.report  # how far it came
             yield session.fault
         finally:
             session.stop()
@@ -173,17 +186,18 @@ class NodeShardHost:
         session = found.session
         if session is None or found.connecting:
             raise BadPipelineRequest("This session is not open yet, or connected already")
+        go = self._ends.way(to, session.request.dtype)
         found.connecting = True
         deadline = self._clock.monotonic() + self._limits.connect_s
-        dialling = asyncio.create_task(asyncio.to_thread(self._ends.dial, to, session.request.dtype, deadline))
+        dialling = asyncio.create_task(asyncio.to_thread(go, deadline))
         try:
             sink = await asyncio.shield(dialling)
         except asyncio.CancelledError:
             dialling.add_done_callback(_hang_up)
             raise
-        except FleetError:
+        except (NodeUnreachable, TensorStreamError) as error:
             found.connecting = False  # the caller may know another way
-            raise
+            raise ShardUnavailable(error.message) from error
         session.begin(to.node_id, sink)
 
     async def echo(self, session_id: bytes, caller: Member, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:

@@ -29,6 +29,8 @@ class Loaded:
     max_rows: int
     memory_bytes: int
     """Weights, KV, and room for rows."""
+    size_bytes: int
+    """Of the whole model's weights as far as they are in files here."""
 
 
 class Claim:

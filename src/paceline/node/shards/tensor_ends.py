@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.errors import StreamIdle, StreamStalled
 from paceline.core.ids import NodeId
 from paceline.engine.local import WireBits
-from paceline.node.shards.ends import Expected
+from paceline.node.shards.ends import Dial, Expected
 from paceline.parallel.links import ActivationSink
 from paceline.parallel.sessions import ActivationDtype, NextStage
 from paceline.parallel.stage_batch import StageBatch
@@ -17,6 +16,7 @@ from paceline.transport.tensor.listener import Expected as Ticket
 from paceline.transport.tensor.listener import TensorListener
 from paceline.transport.tensor.streams import TensorReceiver
 from paceline.transport.trust.certificates import Member
+from paceline.transport.trust.credentials import check_callable
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.seals import Voids
 
@@ -25,27 +25,34 @@ class NodeTensorEnds:
     """The real ones.
 
     Args:
-        listener: the node's tensor port.
+        listener: gives the node's tensor port; raises StreamClosed while there is none.
         identity: this node's.
         voids: the revocations known.
-        member_of: by node id, what the certificate of a member in view says; raises BadPipelineRequest where there is none.
+        member_of: by node id, what the certificate of a member in view says; raises BadPipelineRequest where there is none. Asked on the event loop.
     """
 
-    def __init__(self, listener: TensorListener, identity: Identity, voids: Voids, member_of: Callable[[NodeId], Member]) -> None:
+    def __init__(
+        self, listener: Callable[[], TensorListener], identity: Identity, voids: Voids, member_of: Callable[[NodeId], Member]
+    ) -> None:
         self._listener, self._identity, self._voids, self._member_of = listener, identity, voids, member_of
 
     @property
     def port(self) -> int:
-        return self._listener.port
+        return self._listener().port
 
     def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> Expected:
         """As `TensorEnds.expect`."""
-        return _Expected(self._listener.expect(ticket), dtype, width)
+        return _Expected(self._listener().expect(ticket), dtype, width)
 
-    def dial(self, to: NextStage, dtype: ActivationDtype, deadline: float) -> ActivationSink:
-        """As `TensorEnds.dial`."""
+    def way(self, to: NextStage, dtype: ActivationDtype) -> Dial:
+        """As `TensorEnds.way`."""
         member = self._member_of(to.node_id)
-        return StreamSink(dial(to.addresses, member, to.ticket, self._identity, self._voids, deadline), dtype.value)
+        check_callable(member, self._voids)
+
+        def go(deadline: float, /) -> ActivationSink:
+            return StreamSink(dial(to.addresses, member, to.ticket, self._identity, self._voids, deadline), dtype.value)
+
+        return go
 
 
 class _Expected:
@@ -69,10 +76,7 @@ class _Incoming:
         self.peer = receiver.peer
 
     def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
-        try:
-            return self._source.receive(deadline)
-        except StreamStalled as error:
-            raise StreamIdle(error.message) from error
+        return self._source.receive(deadline)
 
     def acknowledge(self) -> None:
         self._source.acknowledge()

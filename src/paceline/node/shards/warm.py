@@ -206,7 +206,8 @@ class WarmShards:
             kernel_cache=self._kernel_cache,
         )
         runner = await load_in_thread(self._load, found.source, options, show)
-        return Loaded(found.name, spec, runner, options.max_rows, fixed + n_blocks * a_block)
+        size = sum(found.source.nbytes(name) for name in found.source.names())
+        return Loaded(found.name, spec, runner, options.max_rows, fixed + n_blocks * a_block, size)
 
     def _oldest(self) -> Shard | None:
         """Of those that nobody uses."""

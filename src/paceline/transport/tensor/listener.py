@@ -1,8 +1,8 @@
 """The one port of a node where activations arrive. Who brings a ticket that a session gave out is handed to that session; nobody else stays.
 
 One thread accepts, shakes hands and reads hellos, of all callers at once and of none for longer than a bound. There is room for so many who
-have not said hello; when one more comes, the oldest goes: a flood of silent callers costs little and keeps no member out, which is
-through in three round trips. What is refused is named in the log.
+have not said hello; when one more comes, the oldest of the host that has the most goes: a flood of silent callers costs little and keeps no
+member out. What is refused is named in the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
@@ -241,10 +241,16 @@ class TensorListener:
             sock.close()
             return
         if len(self._newcomers) >= MAX_NEWCOMERS:
-            self._refuse(next(iter(self._newcomers.values())), "it said no hello while others came")
+            self._refuse(self._most_in_the_way(), "it said no hello while others came")
         newcomer = Newcomer(tls, host.removeprefix("::ffff:"), port, time.perf_counter() + HELLO_S)
         self._newcomers[tls.fileno()] = newcomer
         self._selector.register(tls, selectors.EVENT_READ, newcomer)
+
+    def _most_in_the_way(self) -> Newcomer:
+        """The oldest of those from the host that has the most of them."""
+        newcomers = list(self._newcomers.values())
+        ((host, _),) = Counter(one.host for one in newcomers).most_common(1)
+        return next(one for one in newcomers if one.host == host)
 
     def _go_on(self, newcomer: Newcomer) -> None:
         if self._newcomers.get(newcomer.sock.fileno()) is not newcomer:

@@ -1,0 +1,92 @@
+"""`paceline up` as a person asked for it, among machines: in which fleet, what it runs for others, what others run for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from paceline.core.errors import ConfigError
+from paceline.node.settings import NodeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The options of `paceline up` that concern other machines."""
+
+    fleet_port: int
+    fleet_host: str
+    peers: tuple[str, ...]
+    fleet_preset: str
+    mdns: bool
+    pipeline: bool | None
+    serve_shards: bool | None
+    pins: tuple[str, ...]
+    own_layers: int | None
+    throughput: bool
+    local_nodes: int
+    tied: bool
+
+
+def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, port: int, api_key: str | None, greet: bool) -> NoReturn:
+    """Serve until interrupted.
+
+    Args:
+        settings: of the model; None: none is loaded here.
+        sharing: with whom.
+        host: of the API.
+        port: of the API.
+        api_key: asked of every client.
+        greet: ask one question once it is up.
+
+    Raises:
+        UserError: something that can't be had.
+    """
+    if sharing.tied:
+        threading.Thread(target=_stop_at_eof, daemon=True).start()
+    if sharing.local_nodes == 1:
+        _run(settings, sharing, host, port, api_key, greet=greet)
+    if settings is None:
+        raise ConfigError("--local-nodes runs a model, and --no-model was asked for", "Leave one of them out.")
+    from paceline.cli.local_nodes import start_local_fleet
+
+    local = start_local_fleet(sharing.local_nodes, settings.threads)
+    settings = replace(settings, threads=local.threads)
+    pins = sharing.pins or local.names  # all take part: that is what is to be seen
+    sharing = replace(sharing, fleet_port=local.port, fleet_host=local.host, mdns=False, fleet_preset=local.preset, pipeline=True)
+    sharing = replace(sharing, pins=pins, throughput=True)
+    _run(settings, sharing, host, port, api_key, greet=greet)
+
+
+def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, api_key: str | None, *, greet: bool) -> NoReturn:
+    from paceline.cli.membership import fleet_settings
+    from paceline.cli.up import run_up
+    from paceline.node.pipeline_settings import read_pipeline_settings
+    from paceline.store.home import Home
+
+    if settings is None and (sharing.pipeline or sharing.pins):
+        raise ConfigError("--pipeline runs a model, and --no-model was asked for", "Leave one of them out.")
+    asked = sharing.pipeline or sharing.pins or sharing.own_layers is not None
+    needed = settings is None or bool(asked) or bool(sharing.serve_shards)
+    fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
+    if fleet is None:
+        run_up(settings, host=host, port=port, api_key=api_key, greet=greet)
+    from paceline.fleet.plan import Objective
+    from paceline.node.pipelines.build import PipelineOrder
+    from paceline.node.planning import parse_pin
+    from paceline.node.shards.hosting import hosting_of
+
+    pipelines = read_pipeline_settings(Home.from_environment()).overridden(enabled=sharing.pipeline, serve_shards=sharing.serve_shards)
+    objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
+    order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective) if asked else None
+    hosting = hosting_of(pipelines, None if settings is None else settings.threads)
+    run_up(settings, host=host, port=port, api_key=api_key, greet=greet, fleet=fleet, order=order, hosting=hosting)
+
+
+def _stop_at_eof() -> None:
+    """Whoever started this process is gone."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,186 @@
+"""Puts a pipeline together: this machine's part of the model, the router to the others, the executor, the engine.
+
+Law: what a person asked for is built, or an error says why not. The plan decides how many layers stay here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.backends import table
+from paceline.backends.memory import available_bytes
+from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.table import Kernels
+from paceline.core.clock import Clock
+from paceline.core.errors import PipelineDisabled, PlacementError
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange, WeightsFormat
+from paceline.engine.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import Choice, Objective, Pin, PlanRequest, Way
+from paceline.node import accelerator
+from paceline.node.build import BLOCK_SIZE, BuiltNode, load_runner, served
+from paceline.node.cores import usable_cores
+from paceline.node.host import EngineHost
+from paceline.node.offers import WarmModel
+from paceline.node.pipeline_settings import PipelineSettings
+from paceline.node.pipelines.choosing import Wanted
+from paceline.node.pipelines.router import FleetRouter, SeesFleet
+from paceline.node.settings import NodeSettings
+from paceline.node.shapes import model_shape, stored_format
+from paceline.node.shards.ends import TensorEnds
+from paceline.node.sizing import plan_kv
+from paceline.node.speed import Speed, vocabulary_id
+from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
+from paceline.parallel.sessions import ActivationDtype, StageLoading, StageRequest
+from paceline.store.catalog import open_model
+from paceline.store.home import Home
+
+LOOK_S = 0.5
+"""Between two looks at a view in which nobody can take part yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOrder:
+    """What a person asked for, of one pipeline."""
+
+    settings: PipelineSettings
+    pins: tuple[Pin, ...] = ()
+    own_layers: int | None = None
+    """How many layers this machine runs itself; None: as the plan says."""
+    objective: Objective = Objective.LATENCY
+
+
+def build_pipeline(
+    settings: NodeSettings,
+    order: PipelineOrder,
+    fleet: SeesFleet,
+    ends: TensorEnds,
+    loop: asyncio.AbstractEventLoop,
+    clock: Clock,
+    *,
+    progress: LoadProgress | None = None,
+    on_loading: Callable[[NodeId, StageLoading], None] | None = None,
+) -> BuiltNode:
+    """Load this machine's part and open a route through the others. Blocks: it is called in a thread.
+
+    Args:
+        settings: the model, and this machine's share of it.
+        order: the pipeline.
+        fleet: this node.
+        ends: its tensor port.
+        loop: its event loop, which must run meanwhile.
+        clock: all time.
+        progress: called with (bytes read, bytes to read) of this machine's part.
+        on_loading: told of the others' loading.
+
+    Raises:
+        PipelineDisabled: this machine's settings don't allow it.
+        ExecutorUnavailable: nobody can run the other layers.
+        UserError: something asked for can't be had.
+    """
+    asked = order.settings
+    if not asked.enabled:
+        raise PipelineDisabled(
+            "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
+        )
+    opened = open_model(settings.model, clock=clock)
+    spec, weights = opened.spec, settings.weights or stored_format(opened.weights)
+    kernels = table.choose(spec, weights, asked=settings.device, cuda=accelerator.has_cuda() and weights is WeightsFormat.BF16)
+    threads = settings.threads or usable_cores()
+    digest = opened.weights.digest
+    planned = _planned(fleet, order, digest, weights, clock)
+    own = LayerRange(0, order.own_layers if order.own_layers is not None else len(planned.stages[0].layers))
+    shape = model_shape(spec, weights)
+    kv = plan_kv(
+        spec,
+        free_bytes=accelerator.free_cuda_bytes() if kernels is Kernels.CUDA else available_bytes(),
+        weights_bytes=shape.edge_bytes + len(own) * shape.layer_bytes,
+        max_running=settings.max_running,
+        block_size=BLOCK_SIZE,
+        context=settings.context,
+        kv_tokens=settings.kv_tokens,
+        layers=own,
+    )
+    config = EngineConfig(
+        max_context=kv.context,
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        prefix_cache=settings.prefix_cache,
+        model_digest=digest,
+        step_timeout_s=1e6,  # the pipeline has bounds of its own
+    )
+    max_rows = config.prefill_chunk + config.max_running
+    options = LoadOptions(own, weights, kv.n_blocks, BLOCK_SIZE, threads, max_rows=max_rows, kernel_cache=Home.from_environment().kernels)
+    head = load_runner(kernels, opened.weights, options, progress)
+    wanted = Wanted(
+        opened.name,
+        digest,
+        weights,
+        spec.n_layers,
+        len(own),
+        head.numerics_id,
+        objective=order.objective,
+        pins=order.pins,
+        max_shards=asked.max_shards_per_request,
+        min_host_trust=asked.min_host_trust,
+        allow_self=asked.allow_self_as_shard,
+    )
+    request = StageRequest(
+        b"\0" * 16,
+        opened.name,
+        digest,
+        weights,
+        LayerRange(len(own), spec.n_layers),
+        n_blocks=kv.n_blocks,
+        least_blocks=-(-min(kv.context, 256) // BLOCK_SIZE),
+        max_rows=max_rows,
+        dtype=ActivationDtype(asked.activation_dtype),
+        report_s=asked.report_ms / 1000,
+    )
+    router = FleetRouter(fleet, ends, wanted, request, spec.hidden, head.block_size, loop, clock, on_loading)
+    limits = PipelineLimits(stall_s=asked.stall_seconds, search_s=asked.search_seconds, max_rows=max_rows, max_context=spec.max_context)
+    try:
+        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock)
+    except BaseException:
+        router.close()
+        head.close()
+        raise
+    model = served(opened, weights, head.numerics_id, kv.context, clock)
+    speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
+    size = sum(opened.weights.nbytes(name) for name in opened.weights.names())
+    warm = WarmModel(model.name, digest, weights, spec, kv.context, size, speed)
+    host = EngineHost(Engine(executor, opened.tokenizer, config, clock), executor.close, model, config, clock)
+    stages = ", ".join(f"{stage.layers.start} to {stage.layers.stop - 1} on {stage.node_id}" for stage in executor.stages)
+    here = f"layers 0 to {own.stop - 1} here" if own else "no layers here"
+    summary = f"{model.name}, {weights} weights, {kernels} kernels, context {kv.context}, {here}, {stages}"
+    return BuiltNode(host, model, (), summary, warm)
+
+
+def _planned(fleet: SeesFleet, order: PipelineOrder, digest: str, weights: WeightsFormat, clock: Clock) -> Choice:
+    """What the plan says of a pipeline that begins here; waits for machines that could take part.
+
+    Raises:
+        PlacementError: none came in time.
+    """
+    request = PlanRequest(
+        digest,
+        weights,
+        ways=frozenset({Way.PIPELINE}),
+        pins=order.pins,
+        objective=order.objective,
+        orchestrator=fleet.node_id,
+        orchestrator_layers=order.own_layers,
+        min_host_trust=order.settings.min_host_trust,
+    )
+    until = clock.monotonic() + order.settings.search_seconds
+    while True:
+        try:
+            return plan(fleet.cards(), request, fleet.trust()).chosen
+        except PlacementError:
+            if clock.monotonic() >= until:
+                raise
+        fleet.wait_for_news(LOOK_S)

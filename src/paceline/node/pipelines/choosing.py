@@ -1,0 +1,111 @@
+"""Which machines run a pipeline's layers: shards that are loaded already where they cover it, else what the plan says.
+
+Pure: the view is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import PlacementError, ShardUnavailable
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.trust import Trust
+from paceline.fleet.card import NodeCard
+from paceline.fleet.cover import CoverRequest, pick, warm_shards
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import Objective, Pin, PlanRequest, Way
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A model whose layers from `own_layers` on are to be run by others."""
+
+    model_id: str
+    digest: str
+    weights: WeightsFormat
+    n_layers: int
+    own_layers: int
+    """Those below are loaded here."""
+    numerics_id: str
+    """Of this node's kernels: others give other bytes."""
+    streams: int = 1
+    objective: Objective = Objective.LATENCY
+    pins: tuple[Pin, ...] = ()
+    max_shards: int = 16
+    min_host_trust: Trust = Trust.MEMBER
+    allow_self: bool = True
+
+    @property
+    def remote(self) -> LayerRange:
+        return LayerRange(self.own_layers, self.n_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers for a node."""
+
+    node_id: NodeId
+    layers: LayerRange
+
+
+def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[Part]:
+    """Nodes in the order of their layers.
+
+    Args:
+        cards: the view.
+        trust: what certificates say of nodes.
+        own: this node.
+        wanted: what for.
+        exclude: who must take no part.
+
+    Raises:
+        ShardUnavailable, WeightsMismatch: nobody can, or may.
+    """
+    allowed = [card for card in cards if card.node_id == own or trust.get(card.node_id, Trust.MEMBER).reaches(wanted.min_host_trust)]
+    if not wanted.pins and (warm := _warm(allowed, own, wanted, exclude)):
+        return warm
+    request = PlanRequest(
+        wanted.digest,
+        wanted.weights,
+        ways=frozenset({Way.PIPELINE}),
+        pins=wanted.pins,
+        objective=wanted.objective,
+        streams=wanted.streams,
+        orchestrator=own,
+        orchestrator_layers=wanted.own_layers,
+        exclude=exclude,
+        min_host_trust=wanted.min_host_trust,
+        numerics_id=wanted.numerics_id,
+    )
+    try:
+        made = plan(allowed, request, trust)
+    except PlacementError as error:
+        raise ShardUnavailable(error.message, error.hint) from error
+    parts = [Part(stage.node_id, stage.layers) for stage in made.chosen.stages[1:]]
+    if len(parts) > wanted.max_shards:
+        raise ShardUnavailable(
+            f"The plan takes {len(parts)} shards, and a request may use {wanted.max_shards}", "Raise max_shards_per_request."
+        )
+    return parts
+
+
+def _warm(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[Part]:
+    """Shards that are loaded and compute the same bytes; none where they don't cover."""
+    request = CoverRequest(
+        wanted.model_id,
+        wanted.digest,
+        wanted.weights,
+        wanted.remote,
+        numerics_id=wanted.numerics_id,
+        own=own,
+        allow_self=wanted.allow_self,
+        max_shards=wanted.max_shards,
+        exclude_nodes=exclude,
+    )
+    try:
+        cover = pick(warm_shards(cards), request)
+    except ShardUnavailable:
+        return []
+    return [Part(part.shard.node_id, part.layers) for part in cover.parts]

@@ -1,0 +1,90 @@
+"""A node as its pipelines see it. What belongs to the event loop is asked there, whichever thread asks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import grpc.aio
+
+from paceline.core.errors import FleetError
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.fleet.card import NodeCard
+from paceline.fleet.effects import Effect
+from paceline.fleet.view import FleetView
+from paceline.node.fleet import FleetNode
+from paceline.transport.channels import Purpose
+
+ANSWER_S = 5.0
+
+Answer = TypeVar("Answer")
+
+
+class FleetEyes:
+    """A `router.SeesFleet`. Made on the event loop."""
+
+    def __init__(self, fleet: FleetNode) -> None:
+        self._fleet = fleet
+        self._loop = asyncio.get_running_loop()
+        self._news = threading.Event()
+        fleet.listen(self._on_news)
+
+    @property
+    def node_id(self) -> NodeId:
+        return self._fleet.node_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._fleet.addresses
+
+    def cards(self) -> Sequence[NodeCard]:
+        """The live ones."""
+        return self._view().cards
+
+    def trust(self) -> dict[NodeId, Trust]:
+        """What certificates say."""
+        return self._view().trust
+
+    def order(self, addresses: Sequence[str]) -> tuple[str, ...]:
+        """The likeliest first."""
+        return self._fleet.book.order(addresses)
+
+    def channel(self, node_id: NodeId) -> grpc.aio.Channel:
+        """For sessions with a node, over the address that serves best. On the event loop.
+
+        Raises:
+            FleetError: it is not in view, or its certificate is not good.
+        """
+        live, member = self._fleet.view().get(node_id), self._fleet.gossip.opener.member(node_id)
+        if node_id == self._fleet.node_id:
+            member = self._fleet.identity.member
+        if live is None or member is None or not live.card.addresses:
+            raise FleetError(f"{node_id} is not in view any more")
+        return self._fleet.pool.get(Purpose.STREAM, self._fleet.book.order(live.card.addresses)[0], member)
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Until something changes in the fleet, but no longer. Not on the event loop."""
+        self._news.clear()
+        self._news.wait(seconds)
+
+    def _view(self) -> FleetView:
+        return self._asked(self._fleet.view)
+
+    def _asked(self, question: Callable[[], Answer]) -> Answer:
+        try:
+            if asyncio.get_running_loop() is self._loop:
+                return question()
+        except RuntimeError:
+            pass  # another thread
+
+        async def answer() -> Answer:
+            return question()
+
+        return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(ANSWER_S)
+
+    def _on_news(self, effect: Effect) -> None:
+        del effect
+        self._news.set()

@@ -1,0 +1,59 @@
+"""A pipeline on a node that runs: built in a thread, then served like a model of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from paceline.backends.options import LoadProgress
+from paceline.core.clock import Clock
+from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError, PlacementError, UserError
+from paceline.core.ids import NodeId
+from paceline.node.build import BuiltNode
+from paceline.node.pipelines.build import PipelineOrder, build_pipeline
+from paceline.node.pipelines.eyes import FleetEyes
+from paceline.node.serving import FleetServing
+from paceline.node.settings import NodeSettings
+from paceline.node.shards.serving import member_of
+from paceline.node.shards.tensor_ends import NodeTensorEnds
+from paceline.parallel.sessions import StageLoading
+
+
+async def orchestrate(
+    whole: FleetServing,
+    settings: NodeSettings,
+    order: PipelineOrder,
+    clock: Clock,
+    *,
+    progress: LoadProgress | None = None,
+    on_loading: Callable[[NodeId, StageLoading], None] | None = None,
+) -> BuiltNode:
+    """Open a pipeline that begins on this node, and serve it. Close what it returns before the node stops.
+
+    Args:
+        whole: the node, started.
+        settings: the model.
+        order: the pipeline.
+        clock: all time.
+        progress: of this machine's part, from a thread.
+        on_loading: of the others', on the event loop.
+
+    Raises:
+        UserError: it can't be had, and why.
+    """
+    fleet = whole.fleet
+    ends = NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, partial(member_of, fleet))
+    build = partial(build_pipeline, progress=progress, on_loading=on_loading)
+    try:
+        node = await asyncio.to_thread(build, settings, order, FleetEyes(fleet), ends, asyncio.get_running_loop(), clock)
+    except UserError:
+        raise
+    except (ExecutorUnavailable, PipelineError) as error:
+        raise PlacementError(error.message, error.hint) from error
+    try:
+        await whole.attach(node)
+    except PacelineError:
+        node.close()
+        raise
+    return node

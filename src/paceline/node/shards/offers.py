@@ -1,0 +1,43 @@
+"""What a card says of a host's shards: a function of the host's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from paceline.fleet.card import ModelOffer, ShardState
+from paceline.node.offers import WarmModel, shard_offer
+from paceline.node.shards.shard import Shard
+from paceline.node.speed import Speed, SpeedCache, SpeedKey
+from paceline.store.home import Home
+
+
+class ShardOffers:
+    """Remembers the whole models' speeds, so that a card costs no look at the disk.
+
+    Args:
+        home: keeps the speeds.
+        threads: that shards run on.
+    """
+
+    def __init__(self, home: Home, threads: int) -> None:
+        self._speeds, self._threads = SpeedCache(home), threads
+        self._known: dict[SpeedKey, Speed | None] = {}
+
+    def of(self, shards: Iterable[Shard]) -> tuple[ModelOffer, ...]:
+        """One offer a shard in memory."""
+        return tuple(offer for shard in shards if (offer := self._offer(shard)) is not None)
+
+    def _offer(self, shard: Shard) -> ModelOffer | None:
+        loaded = shard.loaded
+        if loaded is None:
+            return None
+        key = SpeedKey(shard.digest, shard.weights, self._threads)
+        if key not in self._known:
+            self._known[key] = self._speeds.find(key)
+        runner = loaded.runner
+        known = self._known[key] or Speed(0.0, 0.0, "", holds_identity=False, vocabulary="")
+        speed = replace(known, numerics_id=runner.numerics_id, holds_identity=runner.holds_identity)
+        model = WarmModel(loaded.name, shard.digest, shard.weights, loaded.spec, loaded.spec.max_context, loaded.size_bytes, speed)
+        state = ShardState(shard.layers, shard.max_streams, len(shard.claims), shard.queue_depth, loaded.memory_bytes)
+        return shard_offer(model, state)

@@ -1,0 +1,141 @@
+"""A node of a fleet that serves shards: the host, put together, and what the rest of the node sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from paceline.backends.memory import available_bytes
+from paceline.core.clock import Clock
+from paceline.core.errors import BadPipelineRequest
+from paceline.core.ids import NodeId
+from paceline.fleet.card import ModelOffer
+from paceline.fleet.effects import Effect, Revoked
+from paceline.node import accelerator
+from paceline.node.cores import usable_cores
+from paceline.node.fleet import FleetNode, Service
+from paceline.node.shards.host import NodeShardHost
+from paceline.node.shards.limits import HostLimits
+from paceline.node.shards.loading import FleetWeights, FoundWeights, load_layers
+from paceline.node.shards.meter import ShardMeter
+from paceline.node.shards.metrics import ShardMetrics
+from paceline.node.shards.offers import ShardOffers
+from paceline.node.shards.tensor_ends import NodeTensorEnds
+from paceline.node.shards.warm import WarmShards
+from paceline.node.weights import dial_through
+from paceline.store.home import Home
+from paceline.transport.shard_service import shard_service
+from paceline.transport.trust.certificates import Member
+from paceline.transport.trust.guard import PeerGuard
+
+SHOW_S = 5.0
+"""How often the card is told how busy shards are. What comes and goes, it is told at once."""
+
+
+def anybody(caller: Member) -> None:
+    """Every member of the fleet is served."""
+    del caller
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """How a node serves shards."""
+
+    limits: HostLimits = field(default_factory=HostLimits)
+    threads: int | None = None
+    """None: one a core."""
+    check_caller: Callable[[Member], None] = anybody
+    """Raises NotTrusted for members that are not served."""
+    opened: Mapping[str, FoundWeights] = field(default_factory=dict[str, FoundWeights])
+    """By digest, models that this node has open from elsewhere than its home."""
+
+
+class ShowsShards(Protocol):
+    """`capability.SelfPortrait`."""
+
+    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool: ...
+
+
+class ShardServing:
+    """One node's shards. Made on the event loop, before the node listens.
+
+    Args:
+        fleet: the node.
+        portrait: says what is loaded.
+        hosting: as the person asked.
+        home: models, and the caches of kernels and speeds.
+        clock: all time.
+    """
+
+    def __init__(self, fleet: FleetNode, portrait: ShowsShards, hosting: Hosting, home: Home, clock: Clock) -> None:
+        self._fleet, self._portrait = fleet, portrait
+        threads = hosting.threads or usable_cores()
+        self.meter = ShardMeter()
+        self._offers = ShardOffers(home, threads)
+        weights = FleetWeights(fleet.node_id, home, lambda: fleet.view().cards, dial_through(fleet.pool), hosting.opened)
+        free = accelerator.free_cuda_bytes if accelerator.has_cuda() else available_bytes
+        self._changed = asyncio.Event()
+        warm = WarmShards(
+            weights,
+            load_layers,
+            hosting.limits,
+            free_bytes=free,
+            threads=threads,
+            kernel_cache=home.kernels,
+            meter=self.meter,
+            clock=clock,
+            on_change=self._changed.set,
+        )
+        ends = NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, partial(member_of, fleet))
+        self.host = NodeShardHost(warm, ends, hosting.limits, self.meter, clock, hosting.check_caller)
+        self.metrics = ShardMetrics(self.host, self.meter)
+        self._showing: asyncio.Task[None] | None = None
+        fleet.listen(self._on_news)
+
+    def service(self, guard: PeerGuard) -> Service:
+        """For `FleetNode.start`."""
+        return shard_service(self.host, guard.peer)
+
+    def start(self) -> None:
+        """Say on the card that shards are served, and go on saying which."""
+        self.host.start()
+        self._showing = asyncio.create_task(self._show(), name="shard-offers")
+
+    async def stop(self) -> None:
+        """End every session and free everything. Bounded; idempotent."""
+        if self._showing is not None:
+            self._showing.cancel()
+            await asyncio.gather(self._showing, return_exceptions=True)
+            self._showing = None
+        await self.host.close()
+
+    async def _show(self) -> None:
+        while True:
+            self._changed.clear()
+            warm = self.host.warm
+            if self._portrait.show_shards(self._offers.of(warm.shards), max(0, warm.left_bytes())):
+                self._fleet.look_again()
+            try:
+                async with asyncio.timeout(SHOW_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass  # nothing came or went, but queues may be longer
+
+    def _on_news(self, effect: Effect) -> None:
+        if isinstance(effect, Revoked):
+            self.host.revoked(effect.node_id)
+
+
+def member_of(fleet: FleetNode, node_id: NodeId) -> Member:
+    """What a node's certificate says.
+
+    Raises:
+        BadPipelineRequest: there is no such node in view.
+    """
+    member = fleet.identity.member if node_id == fleet.node_id else fleet.gossip.opener.member(node_id)
+    if member is None:
+        raise BadPipelineRequest(f"There is no node {node_id} in this fleet's view")
+    return member
