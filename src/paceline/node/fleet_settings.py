@@ -24,12 +24,12 @@ class FleetSettings:
     """Of the node's gRPC services; 0: any free one."""
     host: str = ""
     """Address to listen on; empty: all of this machine's. Only members of the fleet are answered, whoever can reach it."""
-    tensor_port: int = 0
-    """Of activations between machines that share a model; 0: any free one. On `host` too."""
     peers: tuple[str, ...] = ()
     """host:port of other nodes, beside those found by mDNS and those remembered."""
     mdns: bool = True
     preset: Preset = presets.lan()  # noqa: RUF009 - frozen
+    tensor_port: int = 0
+    """Of activations between machines that share a model; 0: any free one. On `host` too."""
 
 
 def parse_preset(text: str) -> Preset:

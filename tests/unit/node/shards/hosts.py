@@ -170,7 +170,7 @@ class Net:
     def ends(self, identity: Identity) -> tuple[TensorListener, NodeTensorEnds]:
         listener = TensorListener(identity, self.fleet.revocations.voids, self.fleet.clock, Refusals())
         listener.start("127.0.0.1")
-        return listener, NodeTensorEnds(listener, identity, self.fleet.revocations.voids, self.member_of)
+        return listener, NodeTensorEnds(lambda: listener, identity, self.fleet.revocations.voids, self.member_of)
 
 
 @dataclass(slots=True)
@@ -267,7 +267,7 @@ class User:
 
     async def reach(self, at: Hosting, stage: RemoteStage) -> ActivationSink:
         """The way in."""
-        sink = await in_thread(self.ends.dial, at.next_stage(stage.opened.ticket), ActivationDtype.BF16, soon())
+        sink = await in_thread(self.ends.way(at.next_stage(stage.opened.ticket), ActivationDtype.BF16), soon())
         self.stack.callback(sink.close)
         return sink
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from tests.unit.node.shards.hosts import MODEL, SPEC, Net, User, batch_of, hosting, in_loop, in_thread, rows_of, soon, until, wanted
@@ -12,7 +14,7 @@ from paceline.backends.options import LoadOptions
 from paceline.core.errors import PipelineError
 from paceline.core.ids import BatchId
 from paceline.core.model import WeightsFormat
-from paceline.parallel.sessions import ActivationDtype
+from paceline.parallel.sessions import ActivationDtype, NextStage
 from paceline.parallel.stage import Stage
 
 
@@ -67,8 +69,8 @@ async def test_activations_of_every_kind_go_through(dtype: ActivationDtype) -> N
         stage = await user.open(a, wanted(0, 1, dtype=dtype))
         ticket = bytes(range(32))
         expected = user.ends.expect(ticket, dtype, SPEC.hidden)
-        await stage.connect(user.expect()[1].__class__(user.identity.node_id, (f"127.0.0.1:{user.listener.port}",), ticket))
-        sink = await in_thread(user.ends.dial, a.next_stage(stage.opened.ticket), dtype, soon())
+        await stage.connect(NextStage(user.identity.node_id, (f"127.0.0.1:{user.listener.port}",), ticket))
+        sink = await in_thread(user.ends.way(a.next_stage(stage.opened.ticket), dtype), soon())
         x_TD = np.full((2, SPEC.hidden), 0x3F00, np.uint16)
         await in_thread(sink.send, batch_of(1, rows=2), x_TD, soon())
         source = await in_thread(expected.accept, soon())
@@ -86,8 +88,6 @@ async def test_rows_are_echoed_as_they_arrived() -> None:
         route = await user.route((a, stage))
         x_TD = rows_of(6)
         asked = [stage.echo(BatchId(2), 1, 3), stage.echo(BatchId(2), 0, 6), stage.echo(BatchId(2), 4, 3)]
-        import asyncio
-
         answers = [asyncio.ensure_future(one) for one in asked]
         await until(lambda: a.meter.sessions_opened == 1)
         session = next(iter(a.host._live))  # pyright: ignore[reportPrivateUsage]

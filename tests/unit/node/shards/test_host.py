@@ -1,0 +1,351 @@
+"""What a host grants and refuses, and that nothing is left of a session: its stream, its KV, its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from tests.unit.node.shards.hosts import (
+    SPEC,
+    CountingLoads,
+    Hosting,
+    Net,
+    User,
+    batch_of,
+    hosting,
+    in_loop,
+    in_thread,
+    rows_of,
+    soon,
+    until,
+    wanted,
+)
+
+from paceline.core.errors import (
+    BadPipelineRequest,
+    NodeUnreachable,
+    NotTrusted,
+    PipelineError,
+    ShardUnavailable,
+    StreamClosed,
+    UnsupportedModel,
+)
+from paceline.core.ids import BatchId, NodeId
+from paceline.node.shards.limits import HostLimits
+from paceline.parallel.sessions import ActivationDtype, NextStage
+from paceline.transport.shard_client import open_stage
+
+
+def threads() -> int:
+    return sum(thread.name.startswith("paceline-stage") for thread in threading.enumerate())
+
+
+async def until_free(at: Hosting) -> None:
+    """Until nothing of any session is left."""
+    await until(lambda: at.host.sessions == 0)
+    assert threads() == 0
+    for shard in at.warm.shards:
+        assert not shard.claims
+        assert shard.leases.free == shard.leases.n_blocks
+
+
+@in_loop
+async def test_streams_are_bounded_strictly_and_come_back() -> None:
+    net = Net()
+    async with hosting(net, "a", limits=HostLimits(max_streams=2)) as a, User(net) as user:
+        channel = user.channel(a)
+        first, second = await user.open(a, channel=channel), await user.open(a, wanted(1, 2), channel=channel)
+        with pytest.raises(ShardUnavailable, match="All 2 streams"):
+            await user.open(a, channel=channel)
+        assert a.meter.sessions_refused == 1
+        await first.close()
+        third = await user.open(a, channel=channel)
+        assert (third.opened.n_blocks, len(a.loads.asked)) == (8, 1)
+        assert second.fault is None
+        await second.close()
+        await third.close()
+        await until_free(a)
+
+
+@in_loop
+async def test_streams_are_bounded_while_their_layers_load() -> None:
+    net = Net()
+    async with hosting(net, "a", limits=HostLimits(max_streams=2)) as a, User(net) as user:
+        a.loads.gate.clear()
+        waiting = [asyncio.create_task(user.open(a)) for _ in range(2)]
+        await until(lambda: sum(len(shard.claims) for shard in a.warm.shards) == 2)
+        with pytest.raises(ShardUnavailable):
+            await user.open(a)
+        a.loads.gate.set()
+        stages = await asyncio.gather(*waiting)
+        assert len(a.loads.asked) == 1, "two who want the same wait for one load"
+        assert {stage.opened.numerics_id for stage in stages} == {"counting"}
+
+
+@in_loop
+async def test_a_caller_that_goes_away_during_a_load_leaves_nothing_behind() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        a.loads.gate.clear()
+        seen: list[tuple[int, int]] = []
+        request, channel = wanted(), user.channel(a)
+        asked = asyncio.create_task(
+            open_stage(channel, a.node_id, request, lambda loading: seen.append((loading.bytes_done, loading.bytes_total)))
+        )
+        await until(lambda: (1, 2) in seen)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await until(lambda: not a.warm.shards)
+        await in_thread(a.loads.given_up.wait, 10)
+        assert a.loads.runners == []
+        a.loads.gate.set()
+        await (await user.open(a, request)).close()
+        await until_free(a)
+
+
+@in_loop
+async def test_one_of_two_callers_may_go_away_during_a_load() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        a.loads.gate.clear()
+        first, second = (asyncio.create_task(user.open(a)) for _ in range(2))
+        await until(lambda: sum(len(shard.claims) for shard in a.warm.shards) == 2)
+        first.cancel()
+        await until(lambda: sum(len(shard.claims) for shard in a.warm.shards) == 1)
+        a.loads.gate.set()
+        assert (await second).opened.n_blocks == 8
+        assert not a.loads.given_up.is_set()
+
+
+@in_loop
+async def test_a_load_that_fails_is_told_and_tried_again() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        a.loads.fault = UnsupportedModel("no such layers here")
+        with pytest.raises(ShardUnavailable, match="no such layers here"):
+            await user.open(a)
+        a.loads.fault = OSError("disk")
+        with pytest.raises(PipelineError, match="can't be loaded: OSError"):
+            await user.open(a)
+        assert a.warm.shards == ()
+        a.loads.fault = None
+        assert (await user.open(a)).opened.one_path
+
+
+@in_loop
+async def test_idle_shards_go_when_room_is_wanted_the_oldest_first() -> None:
+    net = Net()
+    async with hosting(net, "a", limits=HostLimits(max_shards=2)) as a, User(net) as user:
+        for first in (0, 2):
+            await (await user.open(a, wanted(first, first + 2))).close()
+            await until_free(a)
+        held = await user.open(a, wanted(0, 1))  # which makes it the younger one
+        await user.open(a, wanted(4, 6))
+        assert [shard.layers.start for shard in a.warm.shards] == [0, 4]
+        assert [runner.closed for runner in a.loads.runners] == [False, True, False]
+        assert a.meter.evictions == 1
+        with pytest.raises(ShardUnavailable, match="all are in use"):
+            await user.open(a, wanted(1, 5))
+        assert not held.lost.done()
+
+
+@in_loop
+async def test_memory_is_budgeted() -> None:
+    layer = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)  # weights of a layer, bf16
+    block = 16 * SPEC.kv_bytes_per_token(wanted(0, 1).layers)
+    rows = 4 * 512 * (4 * 64 + 2 * 64 + 2 * 96)
+    budget = rows + 4 * (layer + 20 * block)
+    net = Net()
+    async with hosting(net, "a", limits=HostLimits(memory_bytes=budget)) as a, User(net) as user:
+        stage = await user.open(a, wanted(0, 3))
+        assert a.warm.used_bytes <= budget
+        with pytest.raises(ShardUnavailable, match="may be taken here"):
+            await user.open(a, wanted(3, 6))
+        with pytest.raises(ShardUnavailable, match="may be taken here"):
+            await user.open(a, wanted(0, 6))
+        await stage.close()
+        await until_free(a)
+        await user.open(a, wanted(3, 6))
+        assert a.meter.evictions == 1
+        with pytest.raises(ShardUnavailable):
+            await user.open(a, wanted(3, 6, n_blocks=1 << 20, least_blocks=1 << 20))
+        assert a.warm.used_bytes <= budget
+
+
+@in_loop
+async def test_kv_is_shared_out_so_that_later_callers_find_some() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        first = await user.open(a)
+        n = a.runner.n_blocks
+        second = await user.open(a, wanted(n_blocks=n, least_blocks=1))
+        assert (first.opened.n_blocks, second.opened.n_blocks) == (8, (n - 8) // 3)
+        with pytest.raises(ShardUnavailable, match="KV blocks free"):
+            await user.open(a, wanted(n_blocks=n, least_blocks=n))
+        third = await user.open(a)
+        assert third.opened.n_blocks >= 2
+
+
+@in_loop
+async def test_what_nobody_uses_for_long_is_evicted() -> None:
+    net = Net()
+    async with hosting(net, "a", limits=HostLimits(idle_s=0.05)) as a, User(net) as user:
+        stage = await user.open(a)
+        await a.warm.evict_idle()
+        assert len(a.warm.shards) == 1
+        await stage.close()
+        await until(lambda: a.runner.closed)
+        assert a.warm.shards == ()
+        assert a.meter.evictions == 1
+
+
+@in_loop
+async def test_callers_that_are_not_trusted_are_refused_everything() -> None:
+    net = Net()
+    async with hosting(net, "a", refuse=("guest",)) as a, User(net) as user, User(net, "guest") as guest:
+        stage = await user.open(a)
+        with pytest.raises(NotTrusted, match="guest"):
+            await guest.open(a)
+        assert not stage.lost.done()
+        assert len(a.loads.asked) == 1
+        assert a.meter.sessions_opened == 1
+
+
+@in_loop
+async def test_a_session_is_its_callers_alone() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user, User(net, "other") as other:
+        request = wanted()
+        await user.open(a, request)
+        theirs = await other.open(a, request)  # the same id, and another session
+        with pytest.raises(BadPipelineRequest, match="is open"):
+            await user.open(a, request)
+        await theirs.close()
+        await until(lambda: a.host.sessions == 1)
+        with pytest.raises(BadPipelineRequest, match="no such session"):
+            await theirs.connect(other.expect()[1])
+        with pytest.raises(BadPipelineRequest, match="no such session"):
+            await theirs.echo(BatchId(1), 0, 1)
+
+
+@in_loop
+async def test_results_go_only_to_members_that_are_there() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
+        stage = await user.open(a)
+        with pytest.raises(BadPipelineRequest, match="no node"):
+            await stage.connect(NextStage(NodeId("nobody"), ("127.0.0.1:1",), bytes(32)))
+        with pytest.raises(ShardUnavailable, match="b can't be reached"):
+            await stage.connect(NextStage(b.node_id, ("127.0.0.1:1",), bytes(32)))
+        with pytest.raises(ShardUnavailable, match="ticket"):
+            await stage.connect(NextStage(b.node_id, (f"127.0.0.1:{b.listener.port}",), bytes(32)))
+        net.fleet.revoke("b")
+        with pytest.raises(NotTrusted, match="revoked"):
+            await stage.connect(b.next_stage(bytes(32)))
+        await stage.connect(user.expect()[1])
+        with pytest.raises(BadPipelineRequest, match="connected already"):
+            await stage.connect(user.expect()[1])
+        assert not stage.lost.done()
+
+
+@in_loop
+async def test_a_session_ends_with_its_call() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        stage = await user.open(a)
+        route = await user.route((a, stage))
+        await route.run(batch_of(1), rows_of(4))
+        assert threads() == 1
+        await stage.close()
+        await until_free(a)
+        assert a.runner.closed is False
+
+
+@in_loop
+async def test_a_session_ends_when_its_callers_channel_breaks() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        channel = user.channel(a)
+        stage = await user.open(a, channel=channel)
+        await user.route((a, stage))
+        await channel.close(None)
+        await until_free(a)
+        loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 10)
+        assert isinstance(loss.error, NodeUnreachable)
+        assert stage.fault is None
+
+
+@in_loop
+async def test_a_session_ends_with_its_callers_certificate() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        stage = await user.open(a)
+        await user.route((a, stage))
+        sealed = net.fleet.revoke("user")
+        a.guard.revoked(NodeId("user"), sealed.revocation.not_after)
+        await asyncio.wait_for(asyncio.wrap_future(stage.lost), 10)
+        await until_free(a)
+
+
+@in_loop
+async def test_a_session_that_computes_ends_after_its_batch() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        stage = await user.open(a)
+        route = await user.route((a, stage))
+        a.runner.gate.clear()
+        await in_thread(route.sink.send, batch_of(1), rows_of(4), soon())
+        await in_thread(a.runner.running.wait, 10)
+        await until(lambda: stage.report.queue_depth == 1)
+        await stage.close()
+        await until(lambda: not a.host._open)  # pyright: ignore[reportPrivateUsage]
+        (shard,) = a.warm.shards
+        assert (len(shard.claims), shard.is_ending, shard.leases.free < shard.leases.n_blocks) == (1, True, True)
+        a.runner.gate.set()
+        await until_free(a)
+
+
+@in_loop
+async def test_a_stopping_host_ends_its_sessions_and_says_so() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        stage = await user.open(a)
+        await user.route((a, stage))
+        await a.host.close()
+        loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 10)
+        assert isinstance(loss.error, ShardUnavailable)
+        assert (a.warm.shards, a.runner.closed, threads()) == ((), True, 0)
+        with pytest.raises(ShardUnavailable, match="stopping"):
+            await user.open(a)
+
+
+@in_loop
+async def test_layers_that_the_model_lacks_and_models_that_nobody_has() -> None:
+    net = Net()
+    loads = CountingLoads()
+    async with hosting(net, "a", load=loads) as a, User(net) as user:
+        with pytest.raises(BadPipelineRequest, match="6 layers"):
+            await user.open(a, wanted(5, 7))
+        with pytest.raises(BadPipelineRequest, match="Nobody has"):
+            await user.open(a, replace(wanted(), digest="cd" * 32))
+        assert (loads.asked, a.warm.shards) == ([], ())
+
+
+@in_loop
+async def test_activations_sent_before_a_stage_is_connected_wait() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        stage = await user.open(a)
+        sink = await user.reach(a, stage)
+        await in_thread(sink.send, batch_of(1), rows_of(4), soon())
+        assert not a.runner.running.is_set()
+        expected, end = user.expect()
+        await stage.connect(end)
+        source = await in_thread(expected.accept, soon())
+        batch, _ = await in_thread(source.receive, soon())
+        assert batch.batch_id == 1
+        with pytest.raises(StreamClosed, match="ticket"):
+            await in_thread(user.ends.way(a.next_stage(stage.opened.ticket), ActivationDtype.BF16), soon())
+        source.close()
