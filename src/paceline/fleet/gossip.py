@@ -199,6 +199,11 @@ class Gossip:
         """Addresses of the other nodes that are here, as of the last `tick`."""
         return self._registry.members
 
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Everywhere this node may call."""
+        return self._peers.addresses().union(*self._registry.members.values())
+
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
         """Whether a certificate is revoked: for every RPC and open stream."""
         return self._revocations.voids(node_id, issued_at)

@@ -81,6 +81,10 @@ class Peers:
         """A node is back, said goodbye or was revoked: it is not lost."""
         self._lost.pop(node_id, None)
 
+    def addresses(self) -> frozenset[str]:
+        """Of everybody who may be called beside the members."""
+        return frozenset([*self._given, *self._heard, *(address for addresses, _ in self._lost.values() for address in addresses)])
+
     def choose(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:
         """The next `count` members (addresses by id, without this node), and a stray; more strays where there are fewer members."""
         chosen: list[Peer] = []

@@ -243,6 +243,8 @@ class FleetNode:
     def sight(self) -> Sight:
         """The same, and how it goes."""
         now = self._clock.monotonic()
+        # Where a node was that left or moved is nobody's trouble any more.
+        self.book.keep_to(self.gossip.addresses)
         failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
         return Sight(self.view(), failures, self.meter.rounds)
 
@@ -270,6 +272,7 @@ class FleetNode:
                 self.pool.drop(card.node_id)
             case Left(node_id):
                 logger.info("%s left", node_id)
+                self.pool.drop(node_id)
             case Expired(node_id):
                 logger.warning("%s was not heard of any more", node_id)
                 self.pool.drop(node_id)

@@ -144,6 +144,11 @@ class GossipDriver:
         return self._gossip.view(self._clock.monotonic())
 
     @property
+    def addresses(self) -> frozenset[str]:
+        """Everywhere this node may call."""
+        return self._gossip.addresses
+
+    @property
     def revocations(self) -> tuple[SealedRevocation, ...]:
         return self._gossip.revocations
 

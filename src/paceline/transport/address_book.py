@@ -5,7 +5,7 @@ Failures are kept until the address works again, for whoever asks why a node can
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from paceline.core.shown import printable
@@ -62,6 +62,11 @@ class AddressBook:
     def failures(self) -> tuple[Failure, ...]:
         """Addresses that do not work now, the longest first."""
         return tuple(sorted(self._failures.values(), key=lambda failure: failure.since))
+
+    def keep_to(self, addresses: Collection[str]) -> None:
+        """Nobody calls others than these any more."""
+        for address in [address for address in self._failures if address not in addresses]:
+            del self._failures[address]
 
     def _rank(self, address: str) -> int:
         if address in self._failures:

@@ -261,3 +261,19 @@ async def test_links_between_nodes_that_may_share_a_plan_are_measured_and_told(t
             assert link.address == b.addresses[0]
             assert link.rtt_s > 0
             assert link.bytes_per_s > 0
+
+
+@in_loop
+async def test_a_node_that_left_leaves_nothing_behind(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a)
+        async with running(b):
+            await until_seen(a, "a", "b")
+            (address,) = b.addresses
+            a.book.failed(address, "gone for a moment", 0.0)
+            assert [failure.address for failure in a.sight().failures] == [address]
+        await until_seen(a, "a")
+        assert a.sight().failures == ()
+        assert len(a.pool) == 0
