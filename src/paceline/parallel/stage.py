@@ -13,9 +13,12 @@ from typing import Any
 from paceline.core.errors import BadPipelineRequest
 from paceline.core.model import LayerRange
 from paceline.engine.block_tables import BlockTables
+from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner, WireBits, row_plan
 from paceline.parallel.checks import check_activations
 from paceline.parallel.stage_batch import StageBatch
+
+_PATHS = frozenset(int(path) for path in Path)
 
 
 class Stage:
@@ -52,9 +55,10 @@ class Stage:
 
     def run_activations(self, batch: StageBatch, x_TD: Any) -> Any:
         """`run`, for a runner's own activations: the orchestrator's stage."""
-        self.check(batch, len(x_TD))
+        self._check(batch, len(x_TD))
         tables, base = self._tables, self._base
-        tables.forget(batch.released)
+        if batch.released:
+            tables.forget(batch.released)
         at = 0
         for sequence, count in zip(batch.sequences, batch.block_counts, strict=True):
             if count or not tables.length(sequence):
@@ -63,33 +67,33 @@ class Stage:
         plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, tables.of(batch.sequences))
         return self._runner.run_layers(x_TD, plan, self._layers)
 
-    def check(self, batch: StageBatch, n_rows: int) -> None:
+    def _check(self, batch: StageBatch, n_rows: int) -> None:
         """Refuse what can't be right.
 
         Raises:
             BadPipelineRequest: naming what is wrong.
         """
-        n = len(batch.sequences)
+        n, name = len(batch.sequences), f"Batch {batch.batch_id}"
         columns = (batch.row_counts, batch.first_positions, batch.paths, batch.block_counts)
         if any(len(column) != n for column in columns) or len(set(batch.sequences)) != n:
-            raise BadPipelineRequest(f"Batch {batch.batch_id} has columns of different lengths, or a sequence twice")
-        if batch.n_rows != n_rows or n_rows > self._max_rows or (n and min(batch.row_counts) < 1):
-            raise BadPipelineRequest(f"Batch {batch.batch_id} says {batch.n_rows} rows, has {n_rows}, and may have {self._max_rows}")
-        if sum(batch.block_counts) != len(batch.blocks) or (
-            len(batch.blocks) and not 0 <= min(batch.blocks) <= max(batch.blocks) < self._n_blocks
-        ):
-            raise BadPipelineRequest(f"Batch {batch.batch_id} names blocks outside the {self._n_blocks} leased")
-        if not set(batch.paths) <= {0, 1}:
-            raise BadPipelineRequest(f"Batch {batch.batch_id} names paths that are none")
-        released = frozenset(batch.released)
-        for sequence, count, first, gained in zip(
-            batch.sequences, batch.row_counts, batch.first_positions, batch.block_counts, strict=True
-        ):
-            blocks = gained + (0 if sequence in released else self._tables.length(sequence))
-            end = first + count
-            if end > min(self._max_context, blocks * self._runner.block_size) or blocks > self._n_blocks:
-                raise BadPipelineRequest(f"Batch {batch.batch_id} has rows up to position {end} of a sequence with {blocks} blocks")
-        kept = len(self._tables) - sum(self._tables.length(sequence) > 0 for sequence in released)
-        new = sum(sequence in released or not self._tables.length(sequence) for sequence in batch.sequences)
-        if kept + new > self._n_blocks * self._runner.block_size:
-            raise BadPipelineRequest(f"{kept + new} sequences for {self._n_blocks} blocks")
+            raise BadPipelineRequest(f"{name} has columns of different lengths, or a sequence twice")
+        if batch.n_rows != n_rows or n_rows > self._max_rows:
+            raise BadPipelineRequest(f"{name} says {batch.n_rows} rows, has {n_rows}, and may have {self._max_rows}")
+        if sum(batch.block_counts) != len(batch.blocks):
+            raise BadPipelineRequest(f"{name} names {len(batch.blocks)} blocks for {sum(batch.block_counts)}")
+        if batch.blocks and not 0 <= min(batch.blocks) <= max(batch.blocks) < self._n_blocks:
+            raise BadPipelineRequest(f"{name} names blocks outside the {self._n_blocks} leased")
+        released, length, block_size = frozenset(batch.released), self._tables.length, self._runner.block_size
+        new = 0
+        for sequence, count, first, path, gained in zip(batch.sequences, *columns, strict=True):
+            held = 0 if sequence in released else length(sequence)
+            new += not held
+            blocks, end = held + gained, first + count
+            if count < 1 or first < 0 or gained < 0 or path not in _PATHS:
+                raise BadPipelineRequest(f"{name} has a sequence with {count} rows from {first} on path {path}")
+            if end > self._max_context or end > blocks * block_size or blocks > self._n_blocks:
+                raise BadPipelineRequest(f"{name} has rows up to position {end} of a sequence with {blocks} blocks")
+        if new:
+            kept = len(self._tables) - sum(length(sequence) > 0 for sequence in released)
+            if kept + new > self._n_blocks * block_size:
+                raise BadPipelineRequest(f"{name} makes {kept + new} sequences for {self._n_blocks} blocks")
