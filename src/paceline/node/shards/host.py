@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -146,8 +146,9 @@ class NodeShardHost:
             raise BadPipelineRequest("A session of this id is open")
         mine = self._open[key] = _Open()
         try:
-            async for event in self._session(mine, request):
-                yield event
+            async with aclosing(self._session(mine, request)) as events:
+                async for event in events:
+                    yield event
         except ShardUnavailable:
             self._meter.sessions_refused += 1
             raise
@@ -159,8 +160,9 @@ class NodeShardHost:
             raise ShardUnavailable("This machine is stopping")
         shard, claim = await self.warm.claim(request)
         try:
-            async for loading in self._loading(shard, request.report_s):
-                yield loading
+            async with aclosing(self._loading(shard, request.report_s)) as loading:
+                async for progress in loading:
+                    yield progress
             session = self._begin(shard, claim, request, mine)
         except BaseException:
             self.warm.release(shard, claim)

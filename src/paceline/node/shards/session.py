@@ -127,6 +127,7 @@ class Session:
 
         Raises:
             BadPipelineRequest: it is connected already, or has ended.
+            ShardUnavailable: the system has no thread left.
         """
         with self._lock:
             if self._stopping or self._thread is not None:
@@ -135,7 +136,12 @@ class Session:
             self._sink = sink
             # A daemon, so that kernels which never end can't keep the process alive.
             self._thread = threading.Thread(target=self._live, args=(to, sink), name=f"paceline-stage-{self.place.shard_id}", daemon=True)
-        self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._thread = None
+                sink.close()
+                raise ShardUnavailable("This machine has no thread left") from error
 
     def stop(self) -> None:
         """End it. Returns at once; idempotent."""
@@ -206,6 +212,7 @@ class Session:
             return
         stage, shard_id = self.place.stage, self.place.shard_id
         now, limits, echoes = self._clock.monotonic, self._limits, self._echoes
+        slowest_s = 0.0
         while not self._stopping:
             received = self._receive(source)
             if received is None:
@@ -222,8 +229,10 @@ class Session:
             except PipelineError as error:
                 raise _Ended(error, None) from error
             self._computed += 1
+            # Whoever takes it may be as slow as this machine was, and busy with more than one.
+            slowest_s = max(0.99 * slowest_s, now() - arrived)
             try:
-                sink.send(batch, out_TD, now() + limits.stall_s)
+                sink.send(batch, out_TD, now() + limits.stall_s + 4 * slowest_s)
             except FleetError as error:
                 raise _Ended(_meaning(error, "The output"), to) from error
             try:
@@ -254,10 +263,15 @@ class Session:
 
     def _receive(self, source: Incoming) -> tuple[StageBatch, WireBits] | None:
         """The next batch; None where none came yet."""
+        now = self._clock.monotonic
         try:
-            return source.receive(self._clock.monotonic() + IDLE_S)
-        except StreamIdle:
-            return None
+            try:
+                return source.receive(now() + IDLE_S)
+            except StreamIdle:
+                return None
+            except StreamStalled:
+                # It began, maybe just now: it has its own time.
+                return source.receive(now() + self._limits.stall_s)
         except FleetError as error:
             raise _Ended(_meaning(error, "The input"), source.peer) from error
 

@@ -87,19 +87,25 @@ class WarmShards:
         Raises:
             ShardUnavailable: all its streams are in use, or there is no room for another shard.
         """
-        while (shard := self._holding(request)) is not None:
-            if shard.suits(request):
-                if shard.is_full and not (shard.is_ending and await _changed(shard)):
-                    raise ShardUnavailable(f"All {shard.max_streams} streams of {shard.shard_id} are in use")
-                if shard.gone or shard.is_full:
-                    continue
-            elif shard.claims:
-                raise ShardUnavailable(f"{shard.shard_id} is loaded with less room than is asked for, and in use")
-            else:
+        # Nothing waits between finding a shard and claiming it, so nobody else can take it, and no claim is lost with its caller.
+        while not self._closed:
+            shard = self._holding(request)
+            if shard is None:
+                if len(self._shards) < self._limits.max_shards:
+                    return (shard := self._added(request)), self._claimed(shard)
+                oldest = self._oldest()
+                if oldest is None:
+                    raise ShardUnavailable(f"{self._limits.max_shards} shards are loaded here, and all are in use")
+                await self._evict(oldest)
+            elif not shard.suits(request):
+                if shard.claims:
+                    raise ShardUnavailable(f"{shard.shard_id} is loaded with less room than is asked for, and in use")
                 await self._evict(shard)
-                continue
-            return shard, self._claimed(shard)
-        return await self._begin(request)
+            elif not shard.is_full:
+                return shard, self._claimed(shard)
+            elif not (shard.is_ending and await _changed(shard)):
+                raise ShardUnavailable(f"All {shard.max_streams} streams of {shard.shard_id} are in use")
+        raise ShardUnavailable("This machine is stopping")
 
     def release(self, shard: Shard, claim: Claim) -> None:
         """A stream is free again."""
@@ -141,22 +147,6 @@ class WarmShards:
         shard.claims.add(claim)
         self._on_change()
         return claim
-
-    async def _begin(self, request: StageRequest) -> tuple[Shard, Claim]:
-        """Load a shard, with a first claim on it."""
-        if self._closed:
-            raise ShardUnavailable("This machine is stopping")
-        if len(self._shards) >= self._limits.max_shards:
-            oldest = self._oldest()
-            if oldest is None:
-                raise ShardUnavailable(f"{self._limits.max_shards} shards are loaded here, and all are in use")
-            self._forget(oldest)
-            shard = self._added(request)
-            claim = self._claimed(shard)
-            await self._evict(oldest)
-            return shard, claim
-        shard = self._added(request)
-        return shard, self._claimed(shard)
 
     def _added(self, request: StageRequest) -> Shard:
         shard = Shard(request, self._limits.max_streams, self._clock.monotonic())

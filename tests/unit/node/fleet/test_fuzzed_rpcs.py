@@ -11,9 +11,12 @@ import pytest
 from google.protobuf.message import Message
 from tests.unit.node.fleet.nodes import in_loop, make_node
 
+from paceline.core.clock import SystemClock
+from paceline.fleet.card import ModelOffer
 from paceline.fleet.messages import PassedCard
 from paceline.node.fleet import FleetNode
 from paceline.node.fleet_local import LocalModels
+from paceline.node.shards.serving import Hosting, ShardServing
 from paceline.node.weights import weights_service
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet, sealed_card
@@ -21,7 +24,7 @@ from paceline.testing.scripted_inference import ScriptedInference
 from paceline.transport.channels import Purpose
 from paceline.transport.exchange_codec import write_passed
 from paceline.transport.generate_service import GenerateServicer, LoadedModel
-from paceline.transport.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, weights_pb2
+from paceline.transport.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.transport.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 
 TIMES = 40
@@ -46,6 +49,23 @@ def messages(fleet: TestFleet) -> dict[str, Message]:
             model_id="echo", digest="d", prompt_ids=[65, 66], max_tokens=4, n=1, sampling=generate_pb2.Sampling(seed=1)
         ),
         "GenerateService/DescribeModel": generate_pb2.DescribeModelRequest(model_id="echo"),
+        "ShardService/OpenStage": shard_pb2.OpenStageRequest(
+            session_id=bytes(16),
+            model_id="m",
+            digest="0" * 64,
+            quantization="bf16",
+            first_layer=0,
+            stop_layer=2,
+            n_blocks=8,
+            least_blocks=1,
+            max_rows=16,
+            activation_dtype="bf16",
+            report_ms=50,
+        ),
+        "ShardService/ConnectStage": shard_pb2.ConnectStageRequest(
+            session_id=bytes(16), node_id="a", tensor_addresses=["127.0.0.1:1"], ticket=bytes(32)
+        ),
+        "ShardService/EchoRows": shard_pb2.EchoRowsRequest(session_id=bytes(16), batch_id=1, n_rows=1),
         "WeightsService/DescribeWeights": weights_pb2.DescribeWeightsRequest(digest="0" * 64),
         "WeightsService/FetchPieces": weights_pb2.FetchPiecesRequest(digest="0" * 64, ranges=[weights_pb2.PieceRange(count=1)]),
     }
@@ -68,6 +88,13 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
+class Unseen:
+    """A portrait that says nothing of shards."""
+
+    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool:
+        return False
+
+
 def serving(node: FleetNode, home: Home) -> list[object]:
     models = LocalModels(ScriptedInference(), (LoadedModel("echo", "d", "", "", 0, 4096),), node.meter)
     servicer = GenerateServicer(models)
@@ -76,7 +103,8 @@ def serving(node: FleetNode, home: Home) -> list[object]:
         add_GenerateServiceServicer_to_server(servicer, server)
 
     weights = weights_service(home)
-    return [lambda _: generate, lambda _: weights]
+    shards = ShardServing(node, Unseen(), Hosting(threads=1), home, SystemClock())
+    return [lambda _: generate, lambda _: weights, shards.service]
 
 
 @in_loop
