@@ -59,13 +59,12 @@ class Services(grpc.GenericRpcHandler):
 
     async def count(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         """Two messages at once, then silence."""
-        yield b"1"
-        yield b"2"
         try:
+            yield b"1"
+            yield b"2"
             await asyncio.Event().wait()
-        except asyncio.CancelledError:
+        finally:  # cancelled in its wait, or closed where it yielded: a message may be read before its sending is over
             self.cancelled.set()
-            raise
 
     async def flood(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         """More than anybody takes who does not read."""
