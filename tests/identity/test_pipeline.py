@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.identity.test_matrix import requests
 
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
@@ -21,8 +22,6 @@ from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
 from paceline.testing.pipelines import Machine, MemoryRouter
-
-from tests.identity.test_matrix import requests
 
 pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles kernels
 

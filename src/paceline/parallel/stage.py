@@ -1,20 +1,23 @@
 """A range of layers that runs batches of one orchestrator, in blocks of its own.
 
-Law: whatever a batch says, nothing outside the leased blocks is read or written, and a batch that is refused changes nothing. Kernels reach KV
-by address, so what comes from another machine is checked here, before they run.
+Law: whatever a batch says, nothing outside the leased blocks is read or written, nothing is read that this session has not written, and a
+batch that is refused changes nothing. Kernels reach KV by address, and blocks still hold what an earlier session left there, so what comes
+from another machine is checked here, before they run.
 
 Shapes: T rows, D hidden, S sequences.
 """
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from paceline.core.errors import BadPipelineRequest
+from paceline.core.ids import SequenceId
 from paceline.core.model import LayerRange
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.executor import Path
-from paceline.engine.local import LayerRunner, WireBits, row_plan
+from paceline.engine.local import Int32, LayerRunner, WireBits, row_plan
 from paceline.parallel.checks import check_activations
 from paceline.parallel.stage_batch import StageBatch
 
@@ -41,6 +44,10 @@ class Stage:
         self._base, self._n_blocks = base_block, n_blocks
         self._max_rows, self._max_context, self._width = max_rows, max_context, width
         self._tables = BlockTables()
+        self._reach: dict[SequenceId, int] = {}
+        """Positions of each sequence that are written, from 0 on."""
+        self._full: set[int] = set()
+        """Blocks that this session has filled: those a new sequence may begin with."""
 
     def run(self, batch: StageBatch, x_TD: WireBits) -> WireBits:
         """Run a batch's rows through the layers. The result is good until the runner's next batch.
@@ -59,13 +66,26 @@ class Stage:
         tables, base = self._tables, self._base
         if batch.released:
             tables.forget(batch.released)
+            for sequence in batch.released:
+                self._reach.pop(sequence, None)
         at = 0
         for sequence, count in zip(batch.sequences, batch.block_counts, strict=True):
             if count or not tables.length(sequence):
                 tables.extend(sequence, [base + block for block in batch.blocks[at : at + count]])
             at += count
-        plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, tables.of(batch.sequences))
-        return self._runner.run_layers(x_TD, plan, self._layers)
+        tables_SB = tables.of(batch.sequences)
+        plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, tables_SB)
+        out_TD = self._runner.run_layers(x_TD, plan, self._layers)
+        self._note_written(batch, tables_SB)
+        return out_TD
+
+    def _note_written(self, batch: StageBatch, tables_SB: Int32) -> None:
+        block_size, reach = self._runner.block_size, self._reach
+        for s, (sequence, count, first) in enumerate(zip(batch.sequences, batch.row_counts, batch.first_positions, strict=True)):
+            end = first + count
+            reach[sequence] = end
+            if end // block_size > first // block_size:
+                self._full.update((tables_SB[s, first // block_size : end // block_size] - self._base).tolist())
 
     def _check(self, batch: StageBatch, n_rows: int) -> None:
         """Refuse what can't be right.
@@ -84,13 +104,20 @@ class Stage:
         if batch.blocks and not 0 <= min(batch.blocks) <= max(batch.blocks) < self._n_blocks:
             raise BadPipelineRequest(f"{name} names blocks outside the {self._n_blocks} leased")
         released, length, block_size = frozenset(batch.released), self._tables.length, self._runner.block_size
-        new = 0
+        new = at = 0
         for sequence, count, first, path, gained in zip(batch.sequences, *columns, strict=True):
             held = 0 if sequence in released else length(sequence)
-            new += not held
+            if not held:
+                new += 1
+                written = block_size * sum(1 for _ in takewhile(self._full.__contains__, batch.blocks[at : at + gained]))
+            else:
+                written = self._reach[sequence]
+            at += gained
             blocks, end = held + gained, first + count
             if count < 1 or first < 0 or gained < 0 or path not in _PATHS:
                 raise BadPipelineRequest(f"{name} has a sequence with {count} rows from {first} on path {path}")
+            if first > written:
+                raise BadPipelineRequest(f"{name} has rows from position {first} of a sequence that is written up to {written}")
             if end > self._max_context or end > blocks * block_size or blocks > self._n_blocks:
                 raise BadPipelineRequest(f"{name} has rows up to position {end} of a sequence with {blocks} blocks")
         if new:

@@ -51,6 +51,7 @@ def test_sessions_on_one_runner_keep_apart() -> None:
         {"blocks": [3, 0]},
         {"block_counts": [3, 1]},
         {"first_positions": [4, 0]},
+        {"first_positions": [1, 0]},
         {"first_positions": [0, 1 << 31]},
         {"block_counts": [1, 2]},
     ],
@@ -72,6 +73,27 @@ def test_more_rows_positions_or_blocks_than_agreed_are_refused() -> None:
         tried.run(StageBatch(BatchId(1), [SequenceId(1)], [15], [0], [0], [4], [0, 1, 2, 3]), rows(15))
     with pytest.raises(BadPipelineRequest, match="5 blocks"):
         tried.run(StageBatch(BatchId(1), [SequenceId(1)], [1], [0], [0], [5], [0, 1, 2, 3, 0]), rows(1))
+
+
+def test_what_an_earlier_session_left_can_t_be_read() -> None:
+    runner = NullRunner(n_blocks=12)
+    before = stage(runner)
+    before.run(StageBatch(BatchId(1), [SequenceId(1)], [8], [0], [0], [2], [0, 1]), rows(8))
+    after = stage(runner)
+    with pytest.raises(BadPipelineRequest, match="written up to 0"):
+        after.run(StageBatch(BatchId(1), [SequenceId(5)], [1], [8], [1], [3], [0, 1, 2]), rows(1))
+    # Its own full blocks may be shared; one that is filled in part may not, and nobody gets ahead of what is written.
+    after.run(StageBatch(BatchId(2), [SequenceId(5)], [6], [0], [0], [2], [0, 1]), rows(6))
+    after.run(StageBatch(BatchId(3), [SequenceId(6)], [1], [4], [0], [2], [0, 2]), rows(1))
+    with pytest.raises(BadPipelineRequest, match="written up to 4"):
+        after.run(StageBatch(BatchId(4), [SequenceId(7)], [1], [6], [0], [2], [0, 1]), rows(1))
+    with pytest.raises(BadPipelineRequest, match="written up to 6"):
+        after.run(StageBatch(BatchId(5), [SequenceId(5)], [1], [7], [1], [0], []), rows(1))
+    after.run(StageBatch(BatchId(6), [SequenceId(5)], [2], [6], [1], [0], []), rows(2))
+    after.run(StageBatch(BatchId(7), [SequenceId(7)], [1], [8], [0], [3], [0, 1, 3]), rows(1))
+    # A draft that was rejected is written over.
+    after.run(StageBatch(BatchId(8), [SequenceId(7)], [3], [9], [1], [0], []), rows(3))
+    after.run(StageBatch(BatchId(9), [SequenceId(7)], [2], [10], [1], [0], []), rows(2))
 
 
 def test_sequences_are_bounded() -> None:
