@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from inspect import isasyncgenfunction
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -32,8 +30,8 @@ class RpcMeter(grpc.aio.ServerInterceptor):
         method = handler_call_details.method.rpartition(".")[2]
         return rewrap(await continuation(handler_call_details), lambda behaviour: self._counted(behaviour, method))
 
-    def _counted(self, behaviour: Any, method: str) -> Behaviour:
-        async def one(request: Any, context: Context) -> Any:
+    def _counted(self, behaviour: Behaviour, method: str) -> Behaviour:
+        async def counted(request: Any, context: Context) -> Any:
             self.open[method] += 1
             try:
                 answer = await behaviour(request, context)
@@ -45,17 +43,4 @@ class RpcMeter(grpc.aio.ServerInterceptor):
             self.answered[method] += 1
             return answer
 
-        async def many(request: Any, context: Context) -> AsyncIterator[Any]:
-            self.open[method] += 1
-            try:
-                async with aclosing(cast("AsyncGenerator[Any]", behaviour(request, context))) as answers:
-                    async for answer in answers:
-                        yield answer
-            except BaseException:
-                self.failed[method] += 1
-                raise
-            finally:
-                self.open[method] -= 1
-            self.answered[method] += 1
-
-        return many if isasyncgenfunction(behaviour) else one
+        return counted

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
-from inspect import isasyncgenfunction
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -22,12 +21,10 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.transport.trust.certificates import UNREADABLE, FleetRoot, Member
-from paceline.transport.trust.handlers import Request, Response, rewrap
+from paceline.transport.trust.handlers import Behaviour, Context, Request, Response, rewrap
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.seals import Voids
 from paceline.transport.trust.sockets import hang_up, remote_of
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 GRACE_S = 1.0
 """What a revoked caller is given to take what is on its way to it, before its connection is cut."""
@@ -133,20 +130,13 @@ class PeerGuard(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Request, Response] | None:
         return rewrap(await continuation(handler_call_details), lambda behaviour: self._guarded(behaviour, handler_call_details.method))
 
-    def _guarded(self, behaviour: Any, method: str) -> Callable[[Any, Context], Awaitable[Any]]:
-        async def one(request: Any, context: Context) -> Any:
+    def _guarded(self, behaviour: Behaviour, method: str) -> Behaviour:
+        async def guarded(request: Any, context: Context) -> Any:
             async with self._admitted(context, method) as call:
-                return await behaviour(request, call)
+                # All that a context has; a type with so many methods can't be made by delegation.
+                return await behaviour(request, cast("Context", call))
 
-        async def many(request: Any, context: Context) -> None:
-            async with (
-                self._admitted(context, method) as call,
-                aclosing(cast("AsyncGenerator[Any]", behaviour(request, call))) as responses,
-            ):
-                async for response in responses:
-                    await call.write(response)
-
-        return many if isasyncgenfunction(behaviour) else one
+        return guarded
 
     @asynccontextmanager
     async def _admitted(self, context: Context, method: str) -> AsyncGenerator[_Call]:

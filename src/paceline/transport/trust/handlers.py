@@ -6,11 +6,10 @@ log with where it came from. A message may take 35 times its size once it is par
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,7 +22,7 @@ from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.sockets import remote_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Any]
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
@@ -45,18 +44,26 @@ class _Unreadable:
 
 
 def rewrap(
-    handler: grpc.RpcMethodHandler[Request, Response] | None, wrap: Callable[[Any], Behaviour], read: Callable[[Any], Any] | None = None
+    handler: grpc.RpcMethodHandler[Request, Response] | None,
+    wrap: Callable[[Behaviour], Behaviour],
+    read: Callable[[Any], Any] | None = None,
 ) -> grpc.RpcMethodHandler[Request, Response] | None:
-    """A method's handler with its behaviour wrapped, and its requests read by another function if one is given."""
+    """A method's handler with its behaviour wrapped, and its requests read by another function if one is given.
+
+    Behaviours that answer with a stream write it to their context: a generator that nobody asks for more would be closed only when it
+    is collected.
+    """
     if handler is None:  # no such method: gRPC answers that itself
         return None
     make: Callable[..., grpc.RpcMethodHandler[Any, Any]]
+    behaviour: Any
     make, behaviour = {
         (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
         (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
         (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
         (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
     }[handler.request_streaming, handler.response_streaming]
+    assert not isasyncgenfunction(behaviour), "a handler writes its stream to the context"
     return make(wrap(behaviour), read or handler.request_deserializer, handler.response_serializer)
 
 
@@ -82,23 +89,15 @@ class WellFormed(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         return rewrap(handler, lambda behaviour: self._checked(behaviour, handler, method), _reader(handler, self._limits.get(method)))
 
-    def _checked(self, behaviour: Any, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Behaviour:
-        async def ready(request: Any, context: Context) -> Any:
+    def _checked(self, behaviour: Behaviour, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Behaviour:
+        async def checked(request: Any, context: Context) -> Any:
             if handler.request_streaming:
-                return self._readable(request, context, method)
+                return await behaviour(self._readable(request, context, method), context)
             if isinstance(request, _Unreadable):
                 await self._refuse(context, request, method)
-            return request
+            return await behaviour(request, context)
 
-        async def one(request: Any, context: Context) -> Any:
-            return await behaviour(await ready(request, context), context)
-
-        async def many(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with aclosing(cast("AsyncGenerator[Any]", behaviour(await ready(request, context), context))) as responses:
-                async for response in responses:
-                    yield response
-
-        return many if isasyncgenfunction(behaviour) else one
+        return checked
 
     async def _readable(self, requests: AsyncIterator[Any], context: Context, method: str) -> AsyncIterator[Any]:
         async for request in requests:

@@ -57,26 +57,26 @@ class Services(grpc.GenericRpcHandler):
     async def echo(self, request: bytes, context: Context) -> bytes:
         return self.guard.peer(context).node_id.encode() + b":" + request
 
-    async def count(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
+    async def count(self, request: bytes, context: Context) -> None:
         """Two messages at once, then silence."""
         try:
-            yield b"1"
-            yield b"2"
+            await context.write(b"1")
+            await context.write(b"2")
             await asyncio.Event().wait()
-        finally:  # cancelled in its wait, or closed where it yielded: a message may be read before its sending is over
+        finally:  # cancelled in its wait, or after a write: a message may be read before its sending is over
             self.cancelled.set()
 
-    async def flood(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
+    async def flood(self, request: bytes, context: Context) -> None:
         """More than anybody takes who does not read."""
         try:
             while True:
-                yield bytes(1 << 20)
+                await context.write(bytes(1 << 20))
         finally:
             self.cancelled.set()
 
-    async def cards(self, requests: AsyncIterator[wire.SignedCard], context: Context) -> AsyncIterator[wire.SignedCard]:
+    async def cards(self, requests: AsyncIterator[wire.SignedCard], context: Context) -> None:
         async for request in requests:
-            yield request
+            await context.write(request)
 
     async def talk(self, requests: AsyncIterator[bytes], context: Context) -> None:
         async for request in requests:

@@ -119,7 +119,7 @@ def test_a_server_of_another_fleet_is_not_believed(fleet: TestFleet) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("shape", ["unary", "generator", "writer", "sink"])
+@pytest.mark.parametrize("shape", ["unary", "stream", "talk", "sink"])
 def test_an_open_rpc_of_a_revoked_node_is_cancelled(fleet: TestFleet, shape: str) -> None:
     async def main() -> None:
         async with served(fleet) as server:
@@ -128,10 +128,10 @@ def test_an_open_rpc_of_a_revoked_node_is_cancelled(fleet: TestFleet, shape: str
                 bobs = other.unary_stream(COUNT)(b"", timeout=SOON_S)
                 assert await bobs.read() == b"1"
                 match shape:
-                    case "generator":
+                    case "stream":
                         call = channel.unary_stream(COUNT)(b"", timeout=SOON_S)
                         assert [await call.read(), await call.read()] == [b"1", b"2"]
-                    case "writer":
+                    case "talk":
                         call = channel.stream_stream(TALK)(timeout=SOON_S)
                         await call.write(b"x")
                         assert await call.read() == b"x"
@@ -154,7 +154,7 @@ def test_an_open_rpc_of_a_revoked_node_is_cancelled(fleet: TestFleet, shape: str
                     later = await refused(channel.unary_unary(ECHO)(b"", timeout=SOON_S))
                     assert later.code() is grpc.StatusCode.PERMISSION_DENIED
                     await lines.line("refused alice-1", "was revoked", "[/test/Echo]")
-                if shape == "generator":
+                if shape == "stream":
                     async with asyncio.timeout(SOON_S):
                         await server.services.cancelled.wait()
                 # Bob is none the worse.
