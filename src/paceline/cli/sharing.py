@@ -51,9 +51,10 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
         _run(settings, sharing, host, port, api_key, greet=greet)
     if settings is None:
         raise ConfigError("--local-nodes runs a model, and --no-model was asked for", "Leave one of them out.")
-    from paceline.cli.local_nodes import start_local_fleet
+    from paceline.node.local_fleet import LocalFleet, become_first
 
-    local = start_local_fleet(sharing.local_nodes, settings.threads)
+    local = LocalFleet(sharing.local_nodes, settings.threads)
+    become_first(local)
     settings = replace(settings, threads=local.threads)
     pins = sharing.pins or local.names  # all take part: that is what is to be seen
     sharing = replace(sharing, fleet_port=local.port, fleet_host=local.host, mdns=False, fleet_preset=local.preset, pipeline=True)

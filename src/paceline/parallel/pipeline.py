@@ -56,6 +56,20 @@ class PipelineLimits:
     max_context: int = 1 << 20
 
 
+@dataclass(slots=True)
+class PipelineTimes:
+    """What an orchestrator's machine did with its time, in seconds since it began."""
+
+    batches: int = 0
+    own_s: float = 0.0
+    """Embedding, its own layers, logits."""
+    sending_s: float = 0.0
+    waiting_s: float = 0.0
+    """For what comes back."""
+    away_s: float = 0.0
+    """Batches were on their way through the stages, each counted: computed, carried, waiting their turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     batch: StageBatch
@@ -84,6 +98,7 @@ class PipelineExecutor:
         self.n_blocks, self.numerics_id = head.n_blocks, head.numerics_id
         self.depth = 1
         self.failovers = 0
+        self.times = PipelineTimes()
         self._width = head.to_wire(head.embed(np.zeros(1, np.int32))).shape[1]
         self._route: Route | None = None
         self._own: Stage | None = None
@@ -131,16 +146,19 @@ class PipelineExecutor:
         return taken
 
     def submit(self, batch: StepBatch) -> None:
-        route = self._in_use()
+        route, times, clock = self._in_use(), self.times, self._clock
+        began = clock.monotonic()
         stage_batch = without_tokens(batch)
         x_TD = self._head.embed(token_ids(batch))
         if self._own is not None:
             x_TD = self._own.run_activations(stage_batch, x_TD)
-        now = self._clock.monotonic()
+        now = clock.monotonic()
+        times.own_s += now - began
         try:
             route.sink.send(stage_batch, self._head.to_wire(x_TD), now + self._limits.stall_s)
         except TensorStreamError as error:
             raise self._lost(error) from error
+        times.sending_s += clock.monotonic() - now
         self._pending.append(_InFlight(stage_batch, logits_rows(batch), now))
 
     def collect(self, deadline: float) -> StepOutput:
@@ -156,8 +174,13 @@ class PipelineExecutor:
         self._pending.popleft()
         self._received += 1
         n_rows = oldest.batch.n_rows
-        self._row_s = max(self._row_s * 0.99, (self._clock.monotonic() - oldest.sent_at) / max(1, n_rows))
+        now, times = self._clock.monotonic(), self.times
+        self._row_s = max(self._row_s * 0.99, (now - oldest.sent_at) / max(1, n_rows))
         logits_RV = self._head.logits(self._head.from_wire(bits_TD), oldest.rows_R)
+        times.batches += 1
+        times.waiting_s += now - began
+        times.away_s += now - oldest.sent_at
+        times.own_s += self._clock.monotonic() - now
         return StepOutput(BatchId(oldest.batch.batch_id), logits_RV)
 
     def close(self) -> None:

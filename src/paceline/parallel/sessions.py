@@ -79,6 +79,8 @@ class StageReport:
     """Batches that wait."""
     p95_latency_ms: float = 0.0
     """Of the time from a batch's arrival to its result's departure, over the last few hundred."""
+    busy_s: float = 0.0
+    """Spent computing, all batches together: the rest of its time it waits."""
 
 
 @dataclass(frozen=True, slots=True)

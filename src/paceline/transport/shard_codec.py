@@ -109,6 +109,7 @@ def write_event(event: StageEvent) -> wire.OpenStageResponse:
                     sent=event.sent,
                     queue_depth=event.queue_depth,
                     p95_latency_ms=event.p95_latency_ms,
+                    busy_s=event.busy_s,
                 )
             )
         case StageFault(code, message, blames):
@@ -139,8 +140,8 @@ def read_event(message: wire.OpenStageResponse, request: StageRequest) -> StageE
                 )
         case "report":
             told = message.report
-            if math.isfinite(told.p95_latency_ms):
-                return StageReport(told.received, told.computed, told.sent, told.queue_depth, told.p95_latency_ms)
+            if math.isfinite(told.p95_latency_ms) and math.isfinite(told.busy_s):
+                return StageReport(told.received, told.computed, told.sent, told.queue_depth, told.p95_latency_ms, told.busy_s)
         case "fault":
             told = message.fault
             blames = NodeId(told.blames) if is_node_id(told.blames) else None

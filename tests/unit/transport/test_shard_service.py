@@ -117,7 +117,13 @@ async def served() -> AsyncIterator[tuple[ScriptedHost, grpc.aio.Channel]]:
 def test_requests_and_events_survive_the_wire() -> None:
     assert read_open(write_open(REQUEST)) == REQUEST
     assert read_connect(write_connect(bytes(16), NEXT)) == NEXT
-    for event in (StageLoading(1, 2), OPENED, StageReport(5, 4, 3, 1, 0.5), StageFault("c", "m", NodeId("b")), StageFault("c", "m", None)):
+    for event in (
+        StageLoading(1, 2),
+        OPENED,
+        StageReport(5, 4, 3, 1, 0.5, 2),
+        StageFault("c", "m", NodeId("b")),
+        StageFault("c", "m", None),
+    ):
         assert read_event(write_event(event), REQUEST) == event
 
 
@@ -183,6 +189,7 @@ def test_nowhere_is_refused(message: wire.ConnectStageRequest) -> None:
         replace(OPENED, block_size=0),
         replace(OPENED, numerics_id="n" * 300),
         StageReport(p95_latency_ms=float("nan")),
+        StageReport(busy_s=float("inf")),
     ],
 )
 def test_what_a_stage_says_is_not_believed_when_it_makes_no_sense(event: StageEvent) -> None:

@@ -36,11 +36,25 @@ from paceline.node.sizing import plan_kv
 from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
 from paceline.parallel.sessions import ActivationDtype, StageLoading, StageRequest
+from paceline.server.inference import ServedModel
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 
 LOOK_S = 0.5
 """Between two looks at a view in which nobody can take part yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPipeline:
+    """An engine over several machines, ready to step."""
+
+    engine: Engine
+    executor: PipelineExecutor
+    router: FleetRouter
+    model: ServedModel
+    config: EngineConfig
+    warm: WarmModel
+    summary: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,23 @@ def build_pipeline(
     progress: LoadProgress | None = None,
     on_loading: Callable[[NodeId, StageLoading], None] | None = None,
 ) -> BuiltNode:
+    """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there."""
+    built = build_engine_over(settings, order, fleet, ends, loop, clock, progress=progress, on_loading=on_loading)
+    host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
+    return BuiltNode(host, built.model, (), built.summary, built.warm)
+
+
+def build_engine_over(
+    settings: NodeSettings,
+    order: PipelineOrder,
+    fleet: SeesFleet,
+    ends: TensorEnds,
+    loop: asyncio.AbstractEventLoop,
+    clock: Clock,
+    *,
+    progress: LoadProgress | None = None,
+    on_loading: Callable[[NodeId, StageLoading], None] | None = None,
+) -> BuiltPipeline:
     """Load this machine's part and open a route through the others. Blocks: it is called in a thread.
 
     Args:
@@ -153,11 +184,10 @@ def build_pipeline(
     speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
     size = sum(opened.weights.nbytes(name) for name in opened.weights.names())
     warm = WarmModel(model.name, digest, weights, spec, kv.context, size, speed)
-    host = EngineHost(Engine(executor, opened.tokenizer, config, clock), executor.close, model, config, clock)
     stages = ", ".join(f"{stage.layers.start} to {stage.layers.stop - 1} on {stage.node_id}" for stage in executor.stages)
     here = f"layers 0 to {own.stop - 1} here" if own else "no layers here"
     summary = f"{model.name}, {weights} weights, {kernels} kernels, context {kv.context}, {here}, {stages}"
-    return BuiltNode(host, model, (), summary, warm)
+    return BuiltPipeline(Engine(executor, opened.tokenizer, config, clock), executor, router, model, config, warm, summary)
 
 
 def _planned(fleet: SeesFleet, order: PipelineOrder, digest: str, weights: WeightsFormat, clock: Clock) -> Choice:

@@ -33,6 +33,7 @@ class Wanted:
     streams: int = 1
     objective: Objective = Objective.LATENCY
     pins: tuple[Pin, ...] = ()
+    """Hold as long as all of these machines are there: where one is lost, any others may go on."""
     max_shards: int = 16
     min_host_trust: Trust = Trust.MEMBER
     allow_self: bool = True
@@ -64,13 +65,15 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
         ShardUnavailable, WeightsMismatch: nobody can, or may.
     """
     allowed = [card for card in cards if card.node_id == own or trust.get(card.node_id, Trust.MEMBER).reaches(wanted.min_host_trust)]
-    if not wanted.pins and (warm := _warm(allowed, own, wanted, exclude)):
+    there = {card.node_id for card in allowed} - exclude
+    pins = wanted.pins if there.issuperset(pin.node_id for pin in wanted.pins) else ()
+    if not pins and (warm := _warm(allowed, own, wanted, exclude)):
         return warm
     request = PlanRequest(
         wanted.digest,
         wanted.weights,
         ways=frozenset({Way.PIPELINE}),
-        pins=wanted.pins,
+        pins=pins,
         objective=wanted.objective,
         streams=wanted.streams,
         orchestrator=own,

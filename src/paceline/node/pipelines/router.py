@@ -83,6 +83,8 @@ class FleetRouter:
         self._fleet, self._ends, self._wanted, self._request = fleet, ends, wanted, request
         self._width, self._block_size, self._loop = width, block_size, loop
         self._clock, self._on_loading = clock, on_loading
+        self.route: FleetRoute | None = None
+        """The last that was found."""
         self._attempt: Future[FleetRoute] | None = None
         self._instances: dict[NodeId, bytes] = {}
         """Of the processes that were asked last."""
@@ -112,7 +114,7 @@ class FleetRouter:
             # Nobody can now. Somebody may as soon as there is news, and whoever is left out in a while.
             self._fleet.wait_for_news(max(0.0, until - self._clock.monotonic()))
             raise
-        self._attempt = None
+        self._attempt, self.route = None, route
         return route
 
     def quarantine(self, fault: Fault) -> None:

@@ -100,6 +100,7 @@ class Session:
         self._fault: StageFault | None = None
         self._latencies = Latencies()
         self._received = self._computed = self._sent = 0
+        self._busy_s = 0.0
 
     # ------------------------------------------------------------------------------------------------------------- for the host
 
@@ -107,7 +108,7 @@ class Session:
     def report(self) -> StageReport:
         """How far it is."""
         received, computed = self._received, self._computed
-        return StageReport(received, min(computed, received), self._sent, self.waiting, self._latencies.p95)
+        return StageReport(received, min(computed, received), self._sent, self.waiting, self._latencies.p95, self._busy_s)
 
     @property
     def waiting(self) -> int:
@@ -223,7 +224,9 @@ class Session:
             echoes.came(batch.batch_id, x_TD)
             try:
                 with self.place.turns.take(limits.turn_s):
+                    began = now()
                     out_TD = stage.run(batch, x_TD).copy()  # the runner's buffer is another session's next
+                    self._busy_s += now() - began
             except (BadPipelineRequest, ShardCorrupt) as error:
                 raise _Ended(error, source.peer) from error
             except PipelineError as error:

@@ -1,0 +1,59 @@
+"""Who runs a pipeline's layers where a person pinned machines, and after one of them is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.errors import ShardUnavailable
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange, WeightsFormat
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.plan import Pin
+from paceline.node.pipelines.choosing import Part, Wanted, choose
+
+GIB = 1 << 30
+SHAPE = ModelShape(
+    n_layers=24, hidden=2048, layer_bytes=100 << 20, edge_bytes=300 << 20, kv_bytes_per_token_per_layer=2048, max_context=32768
+)
+OFFER = ModelOffer("m", Role.VERIFIER, "int4", 20.0, 200.0, "d" * 64, numerics_id="n", shape=SHAPE, vocabulary="v")
+NAMES = ("own", "bee", "cat", "dog")
+OWN, BEE, CAT, DOG = map(NodeId, NAMES)
+CARDS = [
+    NodeCard(
+        NodeId(name), 1, (f"{name}:1",), name.encode(), 120, 0, backend="cpu", serves_shards=True, shard_memory_bytes=8 * GIB, memory_total_bytes=16 * GIB, memory_free_bytes=8 * GIB,
+        memory_bytes_per_s=50 * 10**9, models=(OFFER,),
+        links=tuple(Link(NodeId(to), f"{to}:1", 0.001, 1e9) for to in NAMES if to != name),
+    )
+    for name in NAMES
+]  # fmt: skip
+PINNED = Wanted(
+    "m",
+    "d" * 64,
+    WeightsFormat.INT4,
+    24,
+    8,
+    "n",
+    pins=(Pin(OWN, LayerRange(0, 8)), Pin(BEE, LayerRange(8, 14)), Pin(CAT, LayerRange(14, 24))),
+)
+
+
+def test_pins_are_kept() -> None:
+    found = choose(CARDS, {}, OWN, PINNED, frozenset())
+    assert found == [Part(BEE, LayerRange(8, 14)), Part(CAT, LayerRange(14, 24))]
+
+
+@pytest.mark.parametrize("gone", [BEE, CAT])
+def test_where_a_pinned_machine_is_lost_others_go_on(gone: NodeId) -> None:
+    for cards, exclude in ((CARDS, frozenset({gone})), ([card for card in CARDS if card.node_id != gone], frozenset[NodeId]())):
+        found = choose(cards, {}, OWN, PINNED, exclude)
+        assert gone not in {part.node_id for part in found}
+        assert found[0].layers.start == 8
+        assert found[-1].layers.stop == 24
+
+
+def test_where_nobody_is_left_that_is_said() -> None:
+    lonely = [replace(CARDS[0], links=())]
+    with pytest.raises(ShardUnavailable):
+        choose(lonely, {}, OWN, PINNED, frozenset({BEE, CAT, DOG}))
