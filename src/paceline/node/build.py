@@ -28,7 +28,7 @@ from paceline.node.shapes import stored_format, weights_bytes
 from paceline.node.sizing import KvPlan, plan_kv
 from paceline.node.speed import SpeedKey, learn_speed
 from paceline.server.inference import ServedModel
-from paceline.store.catalog import OpenedModel, open_model
+from paceline.store.catalog import ModelLocation, OpenedModel, open_model
 from paceline.store.home import Home
 from paceline.transport.trust.folder import FleetFolder
 
@@ -72,6 +72,8 @@ class BuiltNode:
     summary: str
     warm: WarmModel | None
     """What the node's card says of it; None on a machine in no fleet."""
+    location: ModelLocation | None = None
+    """Where all of the model lies, so that members can have it."""
 
     def close(self) -> bool:
         """Stop; see `EngineHost.close`."""
@@ -155,7 +157,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     home = Home.from_environment()
     warm = introduced(built, home, clock) if FleetFolder(home.fleet).is_member else None
     host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
-    return BuiltNode(host, built.model, built.notes, built.summary, warm)
+    return BuiltNode(host, built.model, built.notes, built.summary, warm, built.opened.location)
 
 
 def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:

@@ -138,6 +138,7 @@ class _Tally:
 async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result]) -> Result:
     """Ask one source after the other until the model is here."""
     faults: dict[str, WeightsError] = {}
+    said: dict[str, str] = {}
     left, idle = list(fetch.sources), 0
     while left and idle < ROUNDS:
         if faults:
@@ -152,7 +153,10 @@ async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result]) -> R
                 faults[source.node_id] = error
             except SourceLost as error:
                 faults[source.node_id] = error
-            fetch.announce(f"{source.node_id} did not go on: {faults[source.node_id].message}")
+            why = faults[source.node_id].message
+            if said.get(source.node_id) != why or attempt.gained:
+                fetch.announce(f"{source.node_id} did not go on: {why}")
+            said[source.node_id] = why
             idle = 0 if attempt.gained else idle
     told = "; ".join(f"{node}: {fault.message}" for node, fault in faults.items())
     raise DownloadError(

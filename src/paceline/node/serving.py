@@ -86,6 +86,7 @@ class FleetServing:
         self.metrics = FleetMetrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock)
         self._home = home
+        self._beside = () if node is None or node.location is None else (node.location,)
         self._ending = threading.Event()
         self._learning: asyncio.Task[None] | None = None
 
@@ -105,7 +106,7 @@ class FleetServing:
         def register(server: grpc.aio.Server) -> None:
             add_GenerateServiceServicer_to_server(generate, server)
 
-        weights = weights_service(self._home)
+        weights = weights_service(self._home, self._beside)
         shards = [] if self.shards is None else [self.shards.service]
         await self.fleet.start(lambda _: register, lambda _: weights, *shards)
         if self.shards is not None:

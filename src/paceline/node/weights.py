@@ -21,7 +21,7 @@ from paceline.fleet.revocations import Revocations
 from paceline.fleet.sources import WeightsSource, weights_sources
 from paceline.node.fetch import Dial, Fetch, fetch_model
 from paceline.node.fleet_look import look
-from paceline.store.catalog import LocalModel
+from paceline.store.catalog import LocalModel, ModelLocation
 from paceline.store.home import Home
 from paceline.store.library import Library
 from paceline.store.pull import Progress
@@ -38,9 +38,9 @@ ASK_S: Final = 3.0
 MOST_ASKED: Final = 32
 
 
-def weights_service(home: Home) -> Register:
-    """What a node's server registers, to give the models of `home` to members."""
-    return partial(add_WeightsServiceServicer_to_server, WeightsServicer(Library(home)))
+def weights_service(home: Home, beside: Sequence[ModelLocation] = ()) -> Register:
+    """What a node's server registers, to give the models of `home`, and those that run here from elsewhere, to members."""
+    return partial(add_WeightsServiceServicer_to_server, WeightsServicer(Library(home, beside)))
 
 
 def dial_through(pool: ChannelPool) -> Dial:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -72,6 +72,12 @@ class OpenedModel:
     spec: ModelSpec
     weights: WeightSource
     tokenizer: Tokenizer
+    path: Path
+    """Where it lies, as in its `ModelLocation`."""
+
+    @property
+    def location(self) -> ModelLocation:
+        return ModelLocation(self.name, self.path)
 
 
 def open_model(ref: str, home: Home | None = None, clock: Clock | None = None) -> OpenedModel:
@@ -95,7 +101,7 @@ def open_model(ref: str, home: Home | None = None, clock: Clock | None = None) -
         tokenizer = tokenizer_from_gguf(weights.header, home, clock, weights.spec.vocab)
     else:
         tokenizer = tokenizer_from_folder(location.path, clock, weights.spec.vocab)
-    return OpenedModel(location.name, weights.spec, weights, tokenizer)
+    return OpenedModel(location.name, weights.spec, weights, tokenizer, location.path)
 
 
 def resolve(ref: str, home: Home) -> ModelLocation:
@@ -152,10 +158,18 @@ def _described(location: ModelLocation, digests: DigestCache) -> LocalModel:
     return LocalModel(location.name, location.path, nbytes, kind, spec.model_type, spec.max_context, weights.known_digest)
 
 
-def find_whole(digest: str, home: Home) -> tuple[ModelLocation, SafetensorsWeights | GgufWeights] | None:
-    """The model with this digest, where all of it is here and its digest was computed before."""
+def find_whole(
+    digest: str, home: Home, beside: Sequence[ModelLocation] = ()
+) -> tuple[ModelLocation, SafetensorsWeights | GgufWeights] | None:
+    """The model with this digest, where all of it is here and its digest was computed before.
+
+    Args:
+        digest: hex SHA-256.
+        home: whose catalog is searched.
+        beside: models that lie elsewhere, searched after it.
+    """
     cache = DigestCache(home)
-    for location in locations(home):
+    for location in (*locations(home), *beside):
         try:
             weights = open_weights(location.path, cache)
             if weights.known_digest == digest:

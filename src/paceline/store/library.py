@@ -1,11 +1,11 @@
-"""What this machine can give of its models to others: descriptions, and pieces of files. Nothing beyond the catalog is reachable.
+"""What this machine can give of its models to others: descriptions, and pieces of files. Nothing beyond the catalog and what it serves is reachable.
 
 A model is named by its digest and a file by its place in the description, so what is asked for never becomes a path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,10 +37,12 @@ class Library:
 
     Args:
         home: whose catalog is served.
+        beside: models that run here and lie elsewhere: a file that a person named.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, beside: Sequence[ModelLocation] = ()) -> None:
         self._home: Final = home
+        self._beside: Final = tuple(beside)
         self._described: Final[dict[str, _Described]] = {}
 
     def describe(self, digest: str, examined: Examined) -> ModelManifest:
@@ -79,7 +81,7 @@ class Library:
         return data
 
     def _describe(self, digest: str, examined: Examined) -> _Described:
-        found = find_whole(digest, self._home)
+        found = find_whole(digest, self._home, self._beside)
         if found is None:
             raise ModelNotFound(f"no model with digest {digest[:12]} is on this machine", "Ask a node whose card lists it")
         location, weights = found

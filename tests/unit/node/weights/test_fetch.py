@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from tests.unit.node.weights.nodes import Fleet, cause_of, in_loop, lying_about, staged_files
 
-from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, SourceLost, WrongBytes
+from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, ModelNotFound, SourceLost, WrongBytes
 from paceline.core.manifest import PIECE, ModelManifest, PieceRun
 from paceline.fleet.sources import WeightsSource
 from paceline.node.fetch import fetch_model
 from paceline.store import pull as pulling
 from paceline.store.catalog import MANIFEST, list_models, open_model, resolve
 from paceline.store.home import Home, read_json_object
+from paceline.store.library import Library
 from paceline.store.partial import list_parts
 from paceline.store.staging import Staging
 
@@ -310,6 +311,31 @@ async def test_nodes_that_don_t_answer_or_have_nothing_are_passed_over(fleet: Fl
         assert (await fetch_model(fleet.fetch(new_home("taker"), *sources))).digest == digest
     assert fleet.announced[0] == "busy-1 did not go on: busy-1 can't give the weights: it gives weights to as many others as it will"
     assert fleet.announced[1] == "empty-1 did not go on: empty-1 can't give the weights: it does not have this model"
+
+
+@in_loop
+async def test_a_model_that_runs_from_a_file_of_ones_own_is_given_too(fleet: Fleet, sharded: Given, new_home: Homes) -> None:
+    home, digest = sharded
+    location = resolve("sharded", home)
+    elsewhere = new_home("elsewhere")
+    assert open_model(str(location.path), elsewhere).location == location
+    assert open_model(str(location.path), elsewhere).weights.digest == digest
+    with pytest.raises(ModelNotFound):
+        Library(elsewhere).describe(digest, lambda done, total: None)
+    manifest = Library(elsewhere, [location]).describe(digest, lambda done, total: None)
+    assert manifest == Library(home).describe(digest, lambda done, total: None)
+    # Beside the one that runs nothing else becomes reachable.
+    with pytest.raises(ModelNotFound):
+        Library(elsewhere, [location]).describe("0" * 64, lambda done, total: None)
+
+
+@in_loop
+async def test_what_keeps_failing_alike_is_said_once(fleet: Fleet, sharded: Given, new_home: Homes) -> None:
+    _, digest = sharded
+    async with fleet.node(new_home("empty"), "empty-1") as empty:
+        with pytest.raises(DownloadError):
+            await fetch_model(fleet.fetch(new_home("taker"), empty.source(digest, "sharded")))
+    assert fleet.announced == ["empty-1 did not go on: empty-1 can't give the weights: it does not have this model"]
 
 
 @in_loop
