@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +35,8 @@ def run_init(*, name: str | None, join_port: int | None, ttl: str, uses: int, ad
     _say(console, "The fleet's CA is on this machine alone. Keep a copy elsewhere: paceline ca export FILE")
 
 
-def run_token(*, ttl: str, uses: int, addresses: Sequence[str], trust: Trust) -> None:
-    """Print a token; where no node runs here, answer those who come with it.
+def run_token(*, ttl: str, uses: int, addresses: Sequence[str], trust: Trust, join_port: int | None, wait: bool) -> None:
+    """Print a token; where no node runs here, and `wait` is set, answer those who come with it.
 
     Raises:
         UserError: it can't be done here.
@@ -42,10 +44,14 @@ def run_token(*, ttl: str, uses: int, addresses: Sequence[str], trust: Trust) ->
     console = Console(highlight=False)
     ttl_s = seconds(ttl)
     folder = enrolment.open_folder()
-    token = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=addresses, trust=trust)
+    token = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=addresses, trust=trust, join_port=join_port)
     many = "one machine" if uses == 1 else f"up to {uses} machines"
     kind = "" if trust is Trust.MEMBER else f" ({trust})"
     _say(console, f"On {many}{kind}, {_until(ttl_s)}:\n  paceline join {token.text}\n")
+
+    if not wait:
+        _say(console, "It is good while paceline up runs here.")
+        return
 
     def on_joined(node_id: str) -> None:
         _say(console, f"{node_id} joined")
@@ -54,7 +60,9 @@ def run_token(*, ttl: str, uses: int, addresses: Sequence[str], trust: Trust) ->
         waiting = asyncio.ensure_future(enrolment.wait_for_joins(folder, token, on_joined))
         done, _ = await asyncio.wait([waiting], timeout=0.2)
         if not done:
-            _say(console, "Waiting for them. (Ctrl-C stops; then the token is good only while paceline up or paceline token runs here.)")
+            # Not among what a script reads of this command: it would see nothing, and wonder what is waited for.
+            told = Console(highlight=False, stderr=True)
+            _say(told, "Waiting for them. (Ctrl-C stops; then the token is good only while paceline up or paceline token runs here.)")
         return await waiting
 
     try:
@@ -65,15 +73,34 @@ def run_token(*, ttl: str, uses: int, addresses: Sequence[str], trust: Trust) ->
     _say(console, "The token is used up or has expired." if served_here else "The node that runs here lets them in.")
 
 
-def run_join(text: str, *, name: str | None) -> None:
+def run_join(token: str | None, *, name: str | None) -> None:
     """Join a fleet.
+
+    Args:
+        token: None: ask for it; `-`: read it.
+        name: of this machine; None: choose one.
 
     Raises:
         UserError: it can't be done, and why.
     """
     console = Console(highlight=False)
-    identity = asyncio.run(enrolment.enrol(enrolment.open_folder(), text, name))
+    folder = enrolment.open_folder()
+    enrolment.check_free(folder)
+    identity = asyncio.run(enrolment.enrol(folder, _token(token), name))
     _say(console, f"Joined: this machine is {identity.node_id}.\nNow: paceline up")
+
+
+def _token(given: str | None) -> str:
+    if given is not None and given != "-":
+        return given
+    if given is None and sys.stdin.isatty():
+        return getpass.getpass("Token, as paceline token printed it (it is not shown): ")
+    text = sys.stdin.readline().strip() if given == "-" else ""
+    if not text:
+        raise ConfigError(
+            "There is no token", "paceline token prints one, where the fleet began: paceline join TOKEN, or pipe it to paceline join -"
+        )
+    return text.removeprefix("paceline join ")
 
 
 def run_revoke(node: str, *, anyway: bool) -> None:
@@ -107,6 +134,10 @@ def run_ca_import(file: Path) -> None:
     """
     enrolment.import_authority(enrolment.open_folder(), file)
     _say(Console(highlight=False), "The fleet's CA is on this machine now: paceline token and paceline revoke work here.")
+    _say(
+        Console(highlight=False),
+        "Which names are taken it knows from the members that paceline up here sees: let somebody in while all of them run.",
+    )
 
 
 def seconds(text: str) -> float:

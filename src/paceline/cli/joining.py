@@ -14,6 +14,10 @@ ca = typer.Typer(no_args_is_help=True, help="Keep a copy of the fleet's CA.")
 
 Ttl = Annotated[str, typer.Option("--ttl", help="How long the token is good: 30m, 1h, 2d.")]
 Uses = Annotated[int, typer.Option("--uses", min=1, help="How many machines may join by it.")]
+JoinPort = Annotated[
+    int | None,
+    typer.Option("--join-port", min=1, max=65535, help="Where others join, while a token is good. Default: 8155, or the next one free."),
+]
 Addresses = Annotated[
     list[str] | None,
     typer.Option("--address", help="Where others reach this machine: host or host:port. May be repeated. Default: its interfaces."),
@@ -24,9 +28,7 @@ Name = Annotated[str | None, typer.Option("--name", help="What this machine is c
 @app.command()
 def init(
     name: Name = None,
-    join_port: Annotated[
-        int | None, typer.Option("--join-port", min=1, max=65535, help="Where others join, while a token is good. Default: 8155.")
-    ] = None,
+    join_port: JoinPort = None,
     ttl: Ttl = "1h",
     uses: Uses = 16,
     address: Addresses = None,
@@ -45,15 +47,27 @@ def token(
     trust: Annotated[
         Trust, typer.Option("--trust", help="How far those who join are trusted: with shards of a model, for one.")
     ] = Trust.MEMBER,
+    join_port: JoinPort = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Where no node runs here: end, instead of letting them in from here.")] = False,
 ) -> None:
-    """Print what other machines join by, and let them in."""
+    """Print what other machines join by, and let them in: from the node that runs here, or else from here until Ctrl-C."""
     from paceline.cli.enrolment import run_token
 
-    run_token(ttl=ttl, uses=uses, addresses=address or [], trust=trust)
+    run_token(ttl=ttl, uses=uses, addresses=address or [], trust=trust, join_port=join_port, wait=not no_wait)
 
 
 @app.command()
-def join(token: Annotated[str, typer.Argument(help="What paceline token printed.")], name: Name = None) -> None:
+def join(
+    token: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="PACELINE_TOKEN",
+            help="What paceline token printed. Other users of this machine see what is typed here: '-' reads it from standard input, "
+            "and without it a terminal is asked.",
+        ),
+    ] = None,
+    name: Name = None,
+) -> None:
     """Make this machine part of a fleet."""
     from paceline.cli.enrolment import run_join
 

@@ -6,8 +6,11 @@ Nothing here needs a running node. What changes on disk is noticed by the one th
 from __future__ import annotations
 
 import asyncio
+import errno
+import hashlib
 import os
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,6 +40,10 @@ from paceline.transport.trust.tokens import JoinToken
 MAX_TTL_S = 30 * 86400.0
 MAX_USES = 1000
 MAX_TOKEN_ADDRESSES = 8
+JOIN_PORTS = 16
+"""Looked through for a free one."""
+LOCAL_S = 1.0
+"""Longest wait for a process of this machine."""
 
 
 def open_folder() -> FleetFolder:
@@ -52,14 +59,13 @@ def start_fleet(folder: FleetFolder, name: str | None, join_port: int | None, cl
         ConfigError: the name can't be a node's.
     """
     clock = clock or SystemClock()
-    _must_be_free(folder)
+    check_free(folder)
     node_id = _name(name)
     # An init that was cut short left a CA that nobody belongs to yet.
     authority = folder.authority() if folder.has_authority else Authority.create(clock.wall())
     folder.write_secret(folder.authority_file, authority.to_pem())
     issuer = Issuer(authority, folder, clock)
-    if join_port is not None:
-        issuer.set_join_port(join_port)
+    usable_join_port(issuer, join_port)
     key = make_key()
     identity = Identity.assemble(key, issuer.issue_own(make_request(key, node_id), node_id), authority.root, clock.wall())
     folder.write_secret(folder.identity_file, identity.to_pem())
@@ -73,6 +79,7 @@ def invite(
     uses: int,
     addresses: Sequence[str] = (),
     trust: Trust = Trust.MEMBER,
+    join_port: int | None = None,
     clock: Clock | None = None,
 ) -> JoinToken:
     """A token for other machines.
@@ -83,6 +90,7 @@ def invite(
         uses: machines that may join by it.
         addresses: host or host:port where this machine can be reached; empty: those of its interfaces.
         trust: how far they are trusted.
+        join_port: where machines join from now on; None: where they did, or at a free one where something else has taken that.
         clock: for expiry.
 
     Raises:
@@ -95,7 +103,7 @@ def invite(
         raise ConfigError(f"A token is good for 1 to {MAX_USES} machines", "Such as --uses 16")
     folder.identity()  # a machine in no fleet is told that, not where the CA is
     issuer = Issuer(folder.authority(), folder, clock or SystemClock())
-    port = issuer.join_port
+    port = usable_join_port(issuer, join_port)
     named = tuple(one if is_address(one) else join_host(one.strip("[]"), port) for one in addresses or own_hosts()[:MAX_TOKEN_ADDRESSES])
     for one in named:
         if not is_address(one):
@@ -136,7 +144,7 @@ async def enrol(folder: FleetFolder, text: str, name: str | None, clock: Clock |
         Unreachable: nobody answers.
     """
     clock = clock or SystemClock()
-    _must_be_free(folder)
+    check_free(folder)
     token = JoinToken.parse(text)
     joined = await join(token, _name(name), clock)
     folder.keep_peers(joined.peers)
@@ -207,11 +215,65 @@ def import_authority(folder: FleetFolder, file: Path) -> None:
     folder.write_secret(folder.authority_file, authority.to_pem())
 
 
-def _must_be_free(folder: FleetFolder) -> None:
+def usable_join_port(issuer: Issuer, asked: int | None) -> int:
+    """Settle where machines join: two fleets on one machine can't have one port.
+
+    Args:
+        issuer: keeps it.
+        asked: what the person wants; None: the port that was kept, or the next one that is free.
+
+    Raises:
+        MembershipError: none is free.
+    """
+    kept = issuer.join_port
+    tried = range(kept, min(kept + JOIN_PORTS, 65536)) if asked is None else (asked,)
+    port = next((one for one in tried if is_free(one) or _is_ours(one, issuer)), None)
+    if port is None:
+        what = f"The join port {asked} is" if asked is not None else f"The join ports {tried[0]} to {tried[-1]} are"
+        raise MembershipError(f"{what} used by something else on this machine", "Choose another: --join-port PORT")
+    if port != kept:
+        issuer.set_join_port(port)
+    return port
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens at a port, at any address."""
+    for family, host in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104 - it is asked whether it could be
+        try:
+            with socket.socket(family) as listening:
+                if family == socket.AF_INET6:
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind((host, port))
+        except OSError as error:
+            if error.errno in {errno.EADDRINUSE, errno.EACCES}:
+                return False
+    return True
+
+
+def _is_ours(port: int, issuer: Issuer) -> bool:
+    """Whether this fleet's join port is open there, kept by another process."""
+    for host in ("127.0.0.1", *own_hosts()):
+        try:
+            pem = ssl.get_server_certificate((host, port), timeout=LOCAL_S)
+        except (OSError, ValueError):
+            continue
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).digest() == issuer.authority.root.fingerprint
+    return False
+
+
+def check_free(folder: FleetFolder) -> None:
+    """That this machine may start or join a fleet.
+
+    Raises:
+        MembershipError: it is in one, or the files can't be written.
+    """
     if folder.is_member:
         raise MembershipError(
             f"This machine is in a fleet already, as {folder.identity().node_id}",
-            f"To leave it for good: revoke it there (paceline revoke), and remove {folder.root}",
+            f"It holds that fleet's CA. To give the fleet up: remove {folder.root}, and that of every member"
+            if folder.has_authority
+            else f"To leave: paceline revoke {folder.identity().node_id} on the machine with the fleet's CA, then remove {folder.root} here",
         )
     if not os.access(_nearest(folder.root), os.W_OK):
         raise MembershipError(f"{folder.root} can't be written", "PACELINE_HOME names another folder")

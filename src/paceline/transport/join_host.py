@@ -85,6 +85,7 @@ class JoinHost:
         self._service = JoinServicer(self.issuer, folder, peers or folder.peers, refusals, on_joined, lambda: {*own, *here()})
         self._on_revocations = on_revocations
         self._server: grpc.aio.Server | None = None
+        self._port = 0
         self._lock: IO[bytes] | None = None
         self._seen: Stamp | None = None
         self._trouble = ""
@@ -137,9 +138,12 @@ class JoinHost:
         Raises:
             MembershipError: the port is taken.
         """
-        until = await asyncio.to_thread(self.issuer.open_until)
+        until, port = await asyncio.to_thread(lambda: (self.issuer.open_until(), self.issuer.join_port))
+        if self._server is not None and until is not None and port != self._port:
+            logger.info("join port %d closed: from now on it is %d", self._port, port)
+            await self._shut()
         if until is not None and self._server is None:
-            await self._open()
+            await self._open(port)
         elif until is None and self._server is not None:
             logger.info("join port closed: no token is left that could be used")
             await self._shut()
@@ -154,8 +158,7 @@ class JoinHost:
                 self._lock.close()
                 self._lock = None
 
-    async def _open(self) -> None:
-        port = self.issuer.join_port
+    async def _open(self, port: int) -> None:
         server = grpc.aio.server(
             interceptors=[WellFormed(self._refusals)],
             options=(
@@ -175,9 +178,12 @@ class JoinHost:
         credentials = grpc.ssl_server_credentials([(authority.key_pem, authority.root.pem)])
         if not any(_bound(server, where, credentials) for where in _listen(self._host, port)):
             await server.stop(None)
-            raise MembershipError(f"The join port {port} can't be opened", "Something else may use it: end that")
+            raise MembershipError(
+                f"The join port {port} can't be opened: something else on this machine uses it",
+                "End that (another fleet's node?), or take another port: paceline token --join-port PORT",
+            )
         await server.start()
-        self._server = server
+        self._server, self._port = server, port
         logger.info("join port %d open", port)
 
     async def _shut(self) -> None:

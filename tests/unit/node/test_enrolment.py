@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, IdentityError, JoinRefused, MembershipError, TokenError, Unreachable
 from paceline.node import enrolment
 from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.issuer import Issuer
 from paceline.transport.trust.tokens import JoinToken
 
 
@@ -122,6 +124,43 @@ def test_the_ca_moves_with_its_backup(first: FleetFolder, second: FleetFolder, t
     # What it issued before it came here is not known here, but who this machine is.
     with pytest.raises(JoinRefused, match="second-1 is another machine's"):
         asyncio.run(let_in(second, invite(second), FleetFolder(tmp_path / "third"), "second-1"))
+
+
+def test_two_fleets_on_one_machine_join_at_two_ports(first: FleetFolder, second: FleetFolder) -> None:
+    port = Issuer(first.authority(), first, SystemClock()).join_port
+    enrolment.start_fleet(second, "second-1", port)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        (address,) = invite(second).addresses
+        assert 0 < int(address.rpartition(":")[2]) - port < enrolment.JOIN_PORTS
+        with pytest.raises(MembershipError, match=f"The join port {port} is used by something else") as caught:
+            enrolment.invite(second, ttl_s=60, uses=1, join_port=port)
+        assert "--join-port" in caught.value.hint
+    # By request it goes back; tokens say where.
+    token = enrolment.invite(second, ttl_s=60, uses=1, addresses=["127.0.0.1"], join_port=port)
+    assert token.addresses == (f"127.0.0.1:{port}",)
+
+
+def test_the_port_that_this_fleet_keeps_is_not_taken(first: FleetFolder) -> None:
+    async def main() -> None:
+        earlier = invite(first)
+        waiting = asyncio.create_task(enrolment.wait_for_joins(first, earlier, lambda _: None, look_s=0.01))
+        try:
+            port = int(earlier.addresses[0].rpartition(":")[2])
+            while await asyncio.to_thread(enrolment.is_free, port):
+                continue
+            assert (await asyncio.to_thread(invite, first)).addresses == earlier.addresses
+            # Moved, it is open at the new one in a moment.
+            moved = await asyncio.to_thread(lambda: enrolment.invite(first, ttl_s=60, uses=1, join_port=free_port()))
+            while await asyncio.to_thread(enrolment.is_free, int(moved.addresses[0].rpartition(":")[2])):
+                continue
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(main())
 
 
 def test_a_machine_in_no_fleet_is_told(second: FleetFolder) -> None:

@@ -171,11 +171,11 @@ class Issuer:
         return certificate
 
     def issued(self) -> tuple[NodeId, ...]:
-        """Ids that certificates were issued to by this machine."""
+        """Ids that certificates are known here to have been issued to."""
         return tuple(sorted(self._load().issued))
 
     def issued_at(self, node_id: NodeId) -> int | None:
-        """When a node's last certificate was issued; None where none was, by this machine."""
+        """When a node's last certificate was issued; None where none is known of."""
         held = self._load().issued.get(node_id)
         return held.at if held else None
 
@@ -261,7 +261,10 @@ def check_id(node_id: str, known: tuple[NodeId, ...], own: NodeId) -> NodeId:
         )
     if node_id not in known:
         others = ", ".join(one for one in known if one != own) or "none yet"
-        raise MembershipError(f"No certificate was issued to {node_id}", f"Issued to: {others}")
+        raise MembershipError(
+            f"No certificate was issued to {node_id}, as far as this machine knows",
+            f"Issued to: {others}. To one that another machine let in: paceline revoke NODE --anyway",
+        )
     return NodeId(node_id)
 
 
