@@ -14,6 +14,7 @@ import pytest
 from tests.fleet.machines import Machine, machines, token_in, until
 
 from paceline.store.home import Home
+from paceline.transport.trust.folder import FleetFolder
 
 EMPTY = ("--no-model", "--fleet-port", "0")
 
@@ -120,9 +121,10 @@ def test_a_revoked_node_is_refused_now_and_at_its_next_start(fleet: tuple[Machin
         until(lambda: a.sees() == b.sees() == {"a", "b"})
         assert a.sight().view.revoked == b.sight().view.revoked == ("c",)
         until(lambda: any("refused c" in line for line in a.node.said))
+        until(lambda: any("this machine (c) was revoked" in line and "To join anew" in line for line in c.node.said))
+        until(lambda: bool(FleetFolder(Home(c.home).fleet).sealed_revocations()))
         c.node.kill()
-        c.up(*EMPTY)
-        until(lambda: c.sees() == {"c"} and bool(c.sight().failures))
+        assert "was revoked from its fleet" in c.run("up", *EMPTY, code=2)
         assert a.sees() == {"a", "b"}
 
 

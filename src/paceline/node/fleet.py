@@ -43,7 +43,7 @@ from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.guard import PeerGuard
 from paceline.transport.trust.refusals import Refusals
-from paceline.transport.trust.seals import open_revocations
+from paceline.transport.trust.seals import open_revocations, revocation_told
 from paceline.transport.trust.strangers import StrangerWatch
 from paceline.transport.wire.control_pb2_grpc import add_ControlServiceServicer_to_server
 from paceline.transport.wire.fleet_pb2_grpc import add_CapabilityServiceServicer_to_server
@@ -113,14 +113,14 @@ class FleetNode:
         if self.gossip.voids(self.identity.node_id, self.identity.member.issued_at):
             raise MembershipError(
                 f"This machine ({self.identity.node_id}) was revoked from its fleet",
-                f"To join anew: remove {folder.root}, then paceline join",
+                self._anew,
             )
         left_s = self.identity.member.expires_at - clock.wall()
         if left_s < EXPIRY_NEAR_S:
             logger.warning(
                 "this node's certificate ends in %d days: revoke it then, remove %s, and join again", left_s // 86400, folder.root
             )
-        self.pool = ChannelPool(self.identity, self.gossip.voids, clock)
+        self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused)
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self._measured)
         self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
         self._server: NodeServer | None = None
@@ -154,7 +154,9 @@ class FleetNode:
 
     async def _start(self, services: tuple[Callable[[PeerGuard], Service], ...]) -> None:
         strangers = StrangerWatch(self.refusals)
-        guard = self._guard = PeerGuard(self.identity.root, self.gossip.voids, self._clock, self.refusals, on_caller=strangers.caller)
+        guard = self._guard = PeerGuard(
+            self.identity.root, self.gossip.voids, self._clock, self.refusals, strangers.caller, self.gossip.revocation_of
+        )
         server = NodeServer(self.identity, guard, strangers, self.rpcs)
         capability = CapabilityServicer(self.gossip, guard)
         control = ControlServicer(self.identity, guard, self.sight)
@@ -175,7 +177,9 @@ class FleetNode:
         local = join_host(self._settings.host or "127.0.0.1", self._port)
         await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
         bounds = self._settings.preset.bounds
-        await self.gossip.start(Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock))
+        await self.gossip.start(
+            Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock, self._settings.peers)
+        )
         self._watcher = asyncio.create_task(self._watch(), name="fleet-watch")
         self._watcher.add_done_callback(_tell_failure)
         self._links.start()
@@ -299,6 +303,19 @@ class FleetNode:
             listener(effect)
 
     # ------------------------------------------------------------------------------------------------------------------ inside
+
+    @property
+    def _anew(self) -> str:
+        """What a revoked machine's owner can do."""
+        return f"To join anew: stop paceline up, remove {self._folder.root}, then paceline join with a new token"
+
+    def _refused(self, failed: grpc.aio.AioRpcError) -> None:
+        """Hear from whoever refused this node that it was revoked."""
+        told, own = revocation_told(failed, self.identity.root), (self.node_id, self.identity.member.issued_at)
+        if told is not None and not self.gossip.voids(*own):
+            self.gossip.learn((told,))
+            if self.gossip.voids(*own):
+                logger.error("this machine (%s) was revoked: no member of its fleet answers it any more. %s", self.node_id, self._anew)
 
     async def _watch(self) -> None:
         """Notice what changes beside gossip, and keep what gossip learned."""

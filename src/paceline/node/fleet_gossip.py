@@ -143,6 +143,12 @@ class GossipDriver:
         """The fleet now."""
         return self._gossip.view(self._clock.monotonic())
 
+    def revocation_of(self, node_id: NodeId) -> bytes | None:
+        """The CA's word on a node, as it was signed."""
+        known = (sealed for sealed in self.revocations if sealed.revocation.node_id == node_id)
+        latest = max(known, key=lambda sealed: sealed.revocation.not_after, default=None)
+        return None if latest is None else latest.sealed
+
     @property
     def addresses(self) -> frozenset[str]:
         """Everywhere this node may call."""

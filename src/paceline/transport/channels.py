@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -76,9 +77,13 @@ class ChannelPool:
         identity: this node's.
         voids: the revocations known.
         clock: for certificates' ends.
+        refused: told of every meeting and exchange that failed.
     """
 
-    def __init__(self, identity: Identity, voids: Voids, clock: Clock) -> None:
+    def __init__(
+        self, identity: Identity, voids: Voids, clock: Clock, refused: Callable[[grpc.aio.AioRpcError], None] = lambda _: None
+    ) -> None:
+        self.refused = refused
         self._identity, self._voids, self._clock = identity, voids, clock
         self._credentials = channel_credentials(identity)
         self._open: OrderedDict[tuple[Purpose, str, int], _Open] = OrderedDict()
@@ -121,6 +126,7 @@ class ChannelPool:
         try:
             return await ask_card(channel, self._identity.root, self._voids, self._clock.wall(), timeout_s)
         except grpc.aio.AioRpcError as error:
+            self.refused(error)
             raise fleet_error_of(error, address) from error
         finally:
             await channel.close(None)

@@ -5,6 +5,8 @@ A call that fails throws its channel away, unless that is still being dialled, a
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import grpc
@@ -23,6 +25,8 @@ from paceline.transport.opener import MemberOpener
 from paceline.transport.rpc_faults import fleet_error_of
 from paceline.transport.trust.certificates import Member
 from paceline.transport.wire import fleet_pb2 as wire
+
+logger = logging.getLogger(__name__)
 
 EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
 
@@ -45,9 +49,20 @@ class Exchanger:
         book: which addresses work.
         bounds: what a reply may hold.
         clock: shares a call's time among its addresses.
+        given: addresses that a person named; it is said when one does not work.
     """
 
-    def __init__(self, own: NodeId, pool: ChannelPool, opener: MemberOpener, book: AddressBook, bounds: Bounds, clock: Clock) -> None:
+    def __init__(
+        self,
+        own: NodeId,
+        pool: ChannelPool,
+        opener: MemberOpener,
+        book: AddressBook,
+        bounds: Bounds,
+        clock: Clock,
+        given: Collection[str] = (),
+    ) -> None:
+        self._given = frozenset(given)
         self._own, self._pool, self._opener = own, pool, opener
         self._book, self._bounds, self._clock = book, bounds, clock
         self._met: dict[str, Member] = {}
@@ -76,6 +91,8 @@ class Exchanger:
                 answer = await self._at(address, call, timeout_s, refuse)
             except PacelineError as error:  # a peer may refuse with any
                 failure = error
+                if address in self._given and not self._book.is_failing(address):
+                    logger.warning("no member answers at %s, which is tried again: %s", address, error.message)
                 self._book.failed(address, str(error), self._clock.monotonic())
                 continue
             self._book.worked(address)
@@ -94,6 +111,7 @@ class Exchanger:
             ask = channel.unary_unary(EXCHANGE, wire.ExchangeCapabilitiesRequest.SerializeToString)
             data = await ask(write_request(call.request), timeout=left, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
+            self._pool.refused(error)
             # On a slow link dialling may take longer than a call: it goes on, once, until the next round.
             if self._book.is_failing(address) or channel.get_state() is not grpc.ChannelConnectivity.CONNECTING:
                 self._met.pop(address, None)

@@ -23,7 +23,7 @@ from paceline.core.ids import NodeId
 from paceline.transport.trust.certificates import UNREADABLE, FleetRoot, Member
 from paceline.transport.trust.handlers import Behaviour, Context, Request, Response, rewrap
 from paceline.transport.trust.refusals import Refusals
-from paceline.transport.trust.seals import Voids
+from paceline.transport.trust.seals import REVOCATION_KEY, Voids
 from paceline.transport.trust.sockets import hang_up, remote_of
 
 GRACE_S = 1.0
@@ -80,16 +80,23 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         voids: the revocations known; asked at each RPC.
         clock: for certificates' ends.
         refusals: the log.
+        revocation_of: the CA's word on a node (a SignedRevocation), which a revoked caller is shown; None where there is none.
         on_caller: told the address (as gRPC writes it) of every caller that a certificate of the fleet let in.
     """
 
     REMEMBERED = 1024
 
     def __init__(
-        self, root: FleetRoot, voids: Voids, clock: Clock, refusals: Refusals, on_caller: Callable[[str], None] | None = None
+        self,
+        root: FleetRoot,
+        voids: Voids,
+        clock: Clock,
+        refusals: Refusals,
+        on_caller: Callable[[str], None] | None = None,
+        revocation_of: Callable[[NodeId], bytes | None] = lambda _: None,
     ) -> None:
         self._root, self._voids, self._clock, self.refusals = root, voids, clock, refusals
-        self._on_caller = on_caller
+        self._on_caller, self._revocation_of = on_caller, revocation_of
         self._calls: set[_Call] = set()
         self._read: dict[bytes, bytes] = {}
 
@@ -170,5 +177,6 @@ class PeerGuard(grpc.aio.ServerInterceptor):
     async def _refuse(self, context: Context, error: NotTrusted, method: str) -> NoReturn:
         self.refusals.note(error.who, f"{error.message} [{method}]", at=context.peer())
         status = grpc.StatusCode.PERMISSION_DENIED if isinstance(error, RevokedNode) else grpc.StatusCode.UNAUTHENTICATED
-        await context.abort(status, error.message)
+        proof = self._revocation_of(NodeId(error.who)) if isinstance(error, RevokedNode) else None
+        await context.abort(status, error.message, () if proof is None else ((REVOCATION_KEY, proof),))
         raise AssertionError("abort raises")

@@ -7,7 +7,9 @@ not void. Each kind of thing is signed with its name before it, so that a signat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import cast
 
+import grpc.aio
 from google.protobuf.message import DecodeError
 
 from paceline.core.errors import GossipRefused, IdentityError, MalformedMessage, NotTrusted, RevokedNode
@@ -25,6 +27,8 @@ CARD = b"paceline card\0"
 REVOCATION = b"paceline revocation\0"
 MAX_SIGNATURE_BYTES = 80
 MAX_REVOCATION_BYTES = 512
+REVOCATION_KEY = "paceline-revocation-bin"
+"""Trailing metadata of a refusal: the CA's word, so that a revoked node need not believe whoever refuses it."""
 
 Voids = Callable[[NodeId, int], bool]
 """Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.revocations.Revocations.voids`."""
@@ -103,6 +107,16 @@ def open_revocation(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRev
     return SealedRevocation(
         Revocation(NodeId(said.node_id), said.revoked_at_unix, said.not_after_unix), sealed.SerializeToString(deterministic=True)
     )
+
+
+def revocation_told(failed: grpc.aio.AioRpcError, root: FleetRoot) -> SealedRevocation | None:
+    """The CA's word that came with a refusal; None where none came, or it proves nothing."""
+    trailing = cast("grpc.aio.Metadata | None", failed.trailing_metadata())
+    data = None if trailing is None else trailing.get(REVOCATION_KEY)
+    try:
+        return open_revocation(wire.SignedRevocation.FromString(data), root) if isinstance(data, bytes) else None
+    except (DecodeError, NotTrusted, GossipRefused):
+        return None
 
 
 def open_revocations(kept: Iterable[bytes], root: FleetRoot) -> tuple[SealedRevocation, ...]:

@@ -80,6 +80,8 @@ class StrangerWatch:
         gone = self._silent - connections(self._port)
         for host, port in sorted(gone):
             self._silent.discard((host, port))
-            self._refusals.note(host, "it showed no certificate of this fleet, or left without a call", at=f"port {port}")
+            self._refusals.note(
+                host, "it showed no certificate of this fleet, or left without a call (as a member does that is stopped)", at=f"port {port}"
+            )
         if self._silent:
             self._timer = self._loop.call_later(self._look_s, self._look)

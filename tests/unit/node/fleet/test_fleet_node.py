@@ -133,12 +133,23 @@ async def test_a_revoked_node_is_dropped_and_refused_and_stays_so(tmp_path: Path
             await until_seen(b, "a", "b")
             assert b.view().revoked == ("c",)
             await until(lambda: "refused c" in caplog.text)
+            # It is told, by the CA's own word, and knows it from then on.
+            await until(lambda: "this machine (c) was revoked" in caplog.text)
+            await until(lambda: bool(FleetFolder(tmp_path / "c" / "fleet").sealed_revocations()))
             await until(lambda: bool(FleetFolder(tmp_path / "b" / "fleet").sealed_revocations()))
     again = make_node(fleet, tmp_path, "b")
     assert again.gossip.voids(c.node_id, c.identity.member.issued_at)
-    FleetFolder(tmp_path / "c" / "fleet").keep_revocations(FleetFolder(tmp_path / "b" / "fleet").sealed_revocations())
     with pytest.raises(MembershipError, match="revoked"):
         make_node(fleet, tmp_path, "c")
+
+
+@in_loop
+async def test_an_address_that_was_given_and_does_not_answer_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = TestFleet()
+    b = make_node(fleet, tmp_path, "b", given=("127.0.0.1:1",))
+    async with running(b):
+        await until(lambda: b.meter.failed > 1)
+    assert caplog.text.count("no member answers at 127.0.0.1:1, ") == 1
 
 
 @in_loop
