@@ -120,7 +120,9 @@ def connect(cut: int, n_layers: int, core: int) -> tuple[TwoProcesses, multiproc
     fleet = TestFleet()
     a, b = fleet.member("a"), fleet.member("b")
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=stage_process, args=(core, cut, b.to_pem(), a.member.certificate, theirs), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=stage_process, args=(core, cut, b.to_pem(), a.member.certificate, theirs), daemon=True
+    )
     process.start()
     listener = listen(a)
     port = listener.start("127.0.0.1")
@@ -173,7 +175,10 @@ def main() -> None:
                     found[name].append(timing.total_decode_per_s)
         alone, two = (statistics.median(found[name]) for name in ("alone", "two"))
         ratios = sorted(b / a for a, b in zip(found["alone"], found["two"], strict=True))
-        print(f"{streams:3} streams: alone {alone:7.1f} tok/s   two stages {two:7.1f} tok/s   {statistics.median(ratios):.3f}x  ({ratios[0]:.3f} to {ratios[-1]:.3f})", flush=True)
+        print(
+            f"{streams:3} streams: alone {alone:7.1f} tok/s   two stages {two:7.1f} tok/s   {statistics.median(ratios):.3f}x  ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+            flush=True,
+        )
     if options.json:
         options.json.write_text(json.dumps(rates, indent=1))
     process.kill()

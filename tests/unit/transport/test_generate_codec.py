@@ -96,7 +96,7 @@ def test_a_reason_of_a_later_version_is_an_error() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"sampling": wire.Sampling(logit_bias={token: 1.0 for token in range(1025)})},
+        {"sampling": wire.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))},
         {"stop_ids": range(65)},
         {"stop": ["x" * (65 << 10)]},
     ],
