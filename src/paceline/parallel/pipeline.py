@@ -35,6 +35,7 @@ from paceline.core.model import LayerRange
 from paceline.engine.executor import StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, logits_rows, token_ids
 from paceline.parallel.checks import check_activations
+from paceline.parallel.inspector import Inspector
 from paceline.parallel.route import Fault, Route, Router, RouteStage
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, without_tokens
@@ -86,13 +87,22 @@ class PipelineExecutor:
         router: finds routes through the layers that `head` lacks.
         limits: bounds.
         clock: all time.
+        inspector: is shown what goes out and comes back.
 
     Raises:
         ExecutorUnavailable: there is no route, as long as the limits allow looking for one.
     """
 
-    def __init__(self, head: LayerRunner[Any], n_layers: int, router: Router, limits: PipelineLimits, clock: Clock) -> None:
-        self._head, self._router, self._limits, self._clock = head, router, limits, clock
+    def __init__(
+        self,
+        head: LayerRunner[Any],
+        n_layers: int,
+        router: Router,
+        limits: PipelineLimits,
+        clock: Clock,
+        inspector: Inspector | None = None,
+    ) -> None:
+        self._head, self._router, self._limits, self._clock, self._inspector = head, router, limits, clock, inspector
         self._remote = LayerRange(head.layers.stop, n_layers)
         self.block_size, self.one_path = head.block_size, head.one_path
         self.n_blocks, self.numerics_id = head.n_blocks, head.numerics_id
@@ -152,10 +162,13 @@ class PipelineExecutor:
         x_TD = self._head.embed(token_ids(batch))
         if self._own is not None:
             x_TD = self._own.run_activations(stage_batch, x_TD)
+        bits_TD = self._head.to_wire(x_TD)
+        if self._inspector is not None:
+            self._inspector.sent(route, stage_batch, bits_TD)
         now = clock.monotonic()
         times.own_s += now - began
         try:
-            route.sink.send(stage_batch, self._head.to_wire(x_TD), now + self._limits.stall_s)
+            route.sink.send(stage_batch, bits_TD, now + self._limits.stall_s)
         except TensorStreamError as error:
             raise self._lost(error) from error
         times.sending_s += clock.monotonic() - now
@@ -171,6 +184,8 @@ class PipelineExecutor:
             self._check(oldest.batch, answered, bits_TD)
         except (TensorStreamError, ShardCorrupt) as error:
             raise self._lost(error) from error
+        if self._inspector is not None:
+            self._inspector.came(answered, bits_TD)
         self._pending.popleft()
         self._received += 1
         n_rows = oldest.batch.n_rows
@@ -188,6 +203,8 @@ class PipelineExecutor:
             self._route.close()
             self._route = None
         self._pending.clear()
+        if self._inspector is not None:
+            self._inspector.close()
         self._router.close()
         self._head.close()
 

@@ -28,7 +28,10 @@ from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines.choosing import Wanted
-from paceline.node.pipelines.router import FleetRouter, SeesFleet
+from paceline.node.pipelines.holders import Holders
+from paceline.node.pipelines.opening import Opener, SeesFleet
+from paceline.node.pipelines.router import FleetRouter
+from paceline.node.pipelines.spot_check import SpotCheck
 from paceline.node.settings import NodeSettings
 from paceline.node.shapes import model_shape, stored_format
 from paceline.node.shards.ends import TensorEnds
@@ -172,10 +175,15 @@ def build_engine_over(
         dtype=ActivationDtype(asked.activation_dtype),
         report_s=asked.report_ms / 1000,
     )
-    router = FleetRouter(fleet, ends, wanted, request, spec.hidden, head.block_size, loop, clock, on_loading)
+    opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop, on_loading)
+    router = FleetRouter(fleet, opener, wanted, loop, clock)
+    check = None
+    if asked.spot_check_every and head.holds_identity and request.dtype is ActivationDtype.BF16:
+        holders = Holders(fleet.cards, fleet.trust, fleet.node_id, wanted, router.excluded)
+        check = SpotCheck(asked.spot_check_every, opener, holders, head.numerics_id, router.quarantine, loop)
     limits = PipelineLimits(stall_s=asked.stall_seconds, search_s=asked.search_seconds, max_rows=max_rows, max_context=spec.max_context)
     try:
-        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock)
+        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check)
     except BaseException:
         router.close()
         head.close()

@@ -64,10 +64,10 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
     Raises:
         ShardUnavailable, WeightsMismatch: nobody can, or may.
     """
-    allowed = [card for card in cards if card.node_id == own or trust.get(card.node_id, Trust.MEMBER).reaches(wanted.min_host_trust)]
+    allowed = allowed_hosts(cards, trust, own, wanted)
     there = {card.node_id for card in allowed} - exclude
     pins = wanted.pins if there.issuperset(pin.node_id for pin in wanted.pins) else ()
-    if not pins and (warm := _warm(allowed, own, wanted, exclude)):
+    if not pins and (warm := warm_cover(allowed, own, wanted, exclude)):
         return warm
     request = PlanRequest(
         wanted.digest,
@@ -94,7 +94,7 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
     return parts
 
 
-def _warm(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[Part]:
+def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[Part]:
     """Shards that are loaded and compute the same bytes; none where they don't cover."""
     request = CoverRequest(
         wanted.model_id,
@@ -112,3 +112,8 @@ def _warm(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: froze
     except ShardUnavailable:
         return []
     return [Part(part.shard.node_id, part.layers) for part in cover.parts]
+
+
+def allowed_hosts(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId, wanted: Wanted) -> list[NodeCard]:
+    """Who is trusted enough."""
+    return [card for card in cards if card.node_id == own or trust.get(card.node_id, Trust.MEMBER).reaches(wanted.min_host_trust)]

@@ -46,10 +46,18 @@ class FleetRoute:
         self.sessions = tuple(sessions)
         self._own, self._loop = own, loop
         self._closed = False
+        self._accused: Fault | None = None
         for session in self.sessions:
             session.lost.add_done_callback(lambda _: self._wake())
 
+    def accuse(self, fault: Fault) -> None:
+        """End the route for what somebody found out about a stage. For any thread."""
+        self._accused = self._accused or fault
+        self._wake()
+
     def fault(self) -> Fault | None:
+        if self._accused is not None:
+            return self._accused
         losses = [(session.node_id, session.lost.result()) for session in self.sessions if session.lost.done()]
         # A node that broke off knows less of others than those who still speak, and is itself the likeliest reason of what they say.
         losses.sort(key=lambda pair: pair[1].fault is not None)

@@ -1,0 +1,166 @@
+"""Opens routes: a session with each machine that is to take part, connected one to the next, from this node and back to it.
+
+Law: a route that can't be opened leaves no session behind, and `NotOpened` says who was in the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import grpc.aio
+
+from paceline.core.errors import FleetError, WeightsMismatch
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.fleet.card import NodeCard
+from paceline.node.pipelines.choosing import Part
+from paceline.node.pipelines.fleet_route import FleetRoute
+from paceline.node.shards.ends import TensorEnds
+from paceline.parallel.route import RouteStage
+from paceline.parallel.sessions import NextStage, StageLoading, StageRequest
+from paceline.transport.shard_client import RemoteStage, open_stage, tensor_addresses
+
+CONNECT_S = 5.0
+
+
+class SeesFleet(Protocol):
+    """What pipelines need of their node."""
+
+    @property
+    def node_id(self) -> NodeId: ...
+    @property
+    def addresses(self) -> tuple[str, ...]: ...
+    def cards(self) -> Sequence[NodeCard]: ...
+    def trust(self) -> dict[NodeId, Trust]: ...
+    def channel(self, node_id: NodeId) -> grpc.aio.Channel: ...
+    def order(self, addresses: Sequence[str]) -> tuple[str, ...]: ...
+    def wait_for_news(self, seconds: float) -> None: ...
+
+
+class NotOpened(Exception):
+    """A route can't be had as chosen."""
+
+    def __init__(self, refusals: Mapping[NodeId, FleetError]) -> None:
+        super().__init__("; ".join(f"{node_id}: {error.message}" for node_id, error in refusals.items()))
+        self.refusals = refusals
+
+
+class Opener:
+    """For the event loop.
+
+    Args:
+        fleet: this node.
+        ends: its tensor port.
+        request: what every stage is asked for, but for its layers and the session's id.
+        width: of a row.
+        block_size: of this node's KV.
+        loop: the node's.
+        on_loading: told of weights on their way, and whose.
+    """
+
+    def __init__(
+        self,
+        fleet: SeesFleet,
+        ends: TensorEnds,
+        request: StageRequest,
+        width: int,
+        block_size: int,
+        loop: asyncio.AbstractEventLoop,
+        on_loading: Callable[[NodeId, StageLoading], None] | None = None,
+    ) -> None:
+        self._fleet, self._ends, self._request = fleet, ends, request
+        self._width, self.block_size, self._loop = width, block_size, loop
+        self._on_loading = on_loading
+
+    async def open(self, parts: Sequence[Part], *, least_blocks: int | None = None) -> FleetRoute:
+        """A route over these machines.
+
+        Args:
+            parts: in the order of their layers.
+            least_blocks: of KV that are of use, where fewer than usual are.
+
+        Raises:
+            NotOpened: somebody is in the way.
+        """
+        opened = await asyncio.gather(*(self._open(part, least_blocks) for part in parts), return_exceptions=True)
+        sessions = [each for each in opened if isinstance(each, RemoteStage)]
+        try:
+            refusals: dict[NodeId, FleetError] = {}
+            for part, each in zip(parts, opened, strict=True):
+                if isinstance(each, FleetError):
+                    refusals[part.node_id] = each
+                elif isinstance(each, BaseException):
+                    raise each
+            if refusals:
+                raise NotOpened(refusals)
+            try:
+                return await self._connect(parts, sessions)
+            except FleetError as error:
+                culprit = next((session for session in sessions if session.lost.done()), sessions[0])
+                raise NotOpened({culprit.node_id: error}) from error
+        except BaseException:
+            await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
+            raise
+
+    async def _open(self, part: Part, least_blocks: int | None) -> RemoteStage:
+        asked = self._request
+        request = replace(asked, session_id=os.urandom(16), layers=part.layers, least_blocks=least_blocks or asked.least_blocks)
+        on_loading = self._on_loading
+
+        def loading(news: StageLoading) -> None:
+            if on_loading is not None:
+                on_loading(part.node_id, news)
+
+        return await open_stage(self._fleet.channel(part.node_id), part.node_id, request, loading)
+
+    async def _connect(self, parts: Sequence[Part], sessions: Sequence[RemoteStage]) -> FleetRoute:
+        """Tell each whom it sends to, and open this node's ends.
+
+        Raises:
+            FleetError: somebody can't.
+        """
+        dtype = self._request.dtype
+        ticket = os.urandom(32)
+        back = NextStage(self._fleet.node_id, tensor_addresses(self._fleet.addresses, self._ends.port), ticket)
+        ways = [self._way(session) for session in sessions]
+        expected = self._ends.expect(ticket, dtype, self._width)
+        until = time.perf_counter() + CONNECT_S
+        try:
+            await asyncio.gather(*(session.connect(to) for session, to in zip(sessions, [*ways[1:], back], strict=True)))
+            sink = await asyncio.to_thread(self._ends.way(ways[0], dtype), until)
+        except BaseException:
+            expected.close()
+            raise
+        try:
+            incoming = await asyncio.to_thread(expected.accept, until)
+        except BaseException:
+            sink.close()
+            raise
+        stages = [
+            RouteStage(
+                part.node_id,
+                part.layers,
+                f"{self._request.model_id}:{part.layers.start}-{part.layers.stop - 1}",
+                session.opened.numerics_id,
+            )
+            for part, session in zip(parts, sessions, strict=True)
+        ]
+        return FleetRoute(self._fleet.node_id, stages, sessions, sink, incoming, self._loop)
+
+    def _way(self, session: RemoteStage) -> NextStage:
+        """Where a stage takes activations.
+
+        Raises:
+            WeightsMismatch: its blocks are others than this node's.
+        """
+        opened = session.opened
+        if opened.block_size != self.block_size:
+            raise WeightsMismatch(f"{session.node_id} keeps KV in blocks of {opened.block_size} tokens, and this node of {self.block_size}")
+        card = next((card for card in self._fleet.cards() if card.node_id == session.node_id), None)
+        addresses = () if card is None else self._fleet.order(card.addresses)
+        return NextStage(session.node_id, tensor_addresses(addresses, opened.tensor_port), opened.ticket)
