@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ TTL_S = 4
 QUICK = f"desk,ttl_s={TTL_S},exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=1.5"
 """A preset whose cards expire within a test's patience."""
 LOOPBACK = ("--fleet-host", "127.0.0.1", "--no-mdns")
+EMPTY = ("--no-model", "--fleet-port", "0")
 
 
 @dataclass(slots=True)
@@ -172,6 +174,12 @@ def machines(root: Path, kernels: Path, *names: str, **settings: Any) -> Iterato
         for machine in made:
             for up in machine.running:
                 up.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def token_in(text: str) -> str:

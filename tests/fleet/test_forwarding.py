@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.request import urlopen
 
 import openai
 import pytest
-from tests.fleet.machines import Machine, machines, until
-from tests.fleet.test_loopback import free_port
-
-from paceline.store.home import Home
+from tests.fleet.machines import EMPTY, Machine, until
 
 MODEL = "smollm2-135m"
 SMALL = ("--fleet-port", "0", "--context", "512", "--kv-tokens", "4096")
@@ -42,12 +38,13 @@ def metric(machine: Machine, name: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with machines(tmp_path_factory.mktemp("forwarding"), Home.from_environment().kernels, "a", "b") as (a, b):
-        token = a.init("--join-port", str(free_port()), "--address", "127.0.0.1")
-        a.up("--no-model", "--fleet-port", "0")
-        b.run("join", token, "--name", "b")
-        yield Pair(a, b)
+def joined(members: tuple[Machine, Machine]) -> Pair:
+    asked, runs = members
+    if not asked.is_up:
+        asked.up(*EMPTY)
+    if runs.is_up:
+        runs.node.stop()
+    return Pair(asked, runs)
 
 
 @pytest.fixture

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from tests.fleet.machines import Machine, machines, token_in, until
+from tests.fleet.machines import EMPTY, Machine, machines, token_in, until
 
 from paceline.store.home import Home
 from paceline.transport.trust.folder import FleetFolder
-
-EMPTY = ("--no-model", "--fleet-port", "0")
-
-
-@pytest.fixture(scope="module")
-def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines that joined one another; `a` has the CA."""
-    with machines(tmp_path_factory.mktemp("fleet"), Home.from_environment().kernels, "a", "b") as (a, b):
-        a.init("--join-port", str(free_port()), "--address", "127.0.0.1")
-        a.up(*EMPTY)
-        b.run("join", token_in(a.run("token", "--address", "127.0.0.1")), "--name", "b")
-        yield a, b
 
 
 @pytest.fixture
@@ -38,12 +24,6 @@ def fleet(members: tuple[Machine, Machine]) -> tuple[Machine, Machine]:
             machine.up(*EMPTY)
     until(lambda: a.sees() == b.sees() == {"a", "b"})
     return a, b
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def fail() -> NoReturn:

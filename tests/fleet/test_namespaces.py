@@ -21,10 +21,13 @@ from tests.fleet.machines import Machine, machines, until
 from tests.fleet.network import Network, network, why_not
 
 from paceline.store.home import Home
+from paceline.transport.trust.folder import FleetFolder
 
 pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason or "there are network namespaces")
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
+BY_MDNS = ("n4", "n5")
+"""The others don't look for anybody."""
 TTL_S = 6
 PRESET = f"desk,ttl_s={TTL_S},exchange_s=1,restamp_s=1,rpc_timeout_s=3"
 ON_ITS_WAY_S = 1.5
@@ -97,12 +100,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         nodes = {machine.name: machine for machine in made}
         for name, machine in nodes.items():
             machine.prefix = net.inside(name)
-            machine.options = ("--no-model", "--fleet-host", net.address(name), "--no-mdns")
+            machine.options = ("--no-model", "--fleet-host", net.address(name), *(() if name in BY_MDNS else ("--no-mdns",)))
         first, *others = made
         token = first.init("--address", net.address("n1"))
         first.up()
         with ThreadPoolExecutor(len(others)) as together:
             list(together.map(lambda machine: machine.run("join", token, "--name", machine.name), others))
+            # It was told of nobody, and nobody of it: what brings it to the others is mDNS.
+            FleetFolder(nodes[BY_MDNS[1]].home / "fleet").peers_file.unlink()
             list(together.map(lambda machine: machine.up(), others))
         command = [*net.inside("watcher"), sys.executable, str(Path(__file__).parent / "watch.py"), *(str(one.home) for one in made)]
         watcher = Watcher(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))

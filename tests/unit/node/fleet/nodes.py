@@ -57,13 +57,14 @@ def make_node(
     host: str = "127.0.0.1",
     trust: Trust = Trust.MEMBER,
     given: tuple[str, ...] = (),
+    mdns: bool = False,
 ) -> FleetNode:
     """A node that was not started; its folder is kept between calls."""
     folder = FleetFolder(root / name / "fleet")
     if not folder.is_member:
         folder.write_secret(folder.identity_file, fleet.member(name, trust=trust).to_pem())
     addresses = (*given, *(address for peer in peers for address in peer.addresses))
-    settings = FleetSettings(0, host, peers=addresses, mdns=False, preset=parse_preset(preset))
+    settings = FleetSettings(0, host, peers=addresses, mdns=mdns, preset=parse_preset(preset))
     return FleetNode(settings, folder, Still(*offers), SystemClock())
 
 

@@ -14,7 +14,8 @@ from tests.unit.node.weights.members import belongs, member
 from tests.unit.node.weights.nodes import Fleet, in_loop
 
 from paceline.cli.bring import ensure
-from paceline.core.errors import ModelNotFound
+from paceline.cli.pull import run_pull
+from paceline.core.errors import DownloadError, ModelNotFound
 from paceline.fleet.card import ModelOffer, Role
 from paceline.node.weights import pull_from_fleet
 from paceline.store.catalog import LocalModel, open_model
@@ -23,6 +24,12 @@ from paceline.transport.trust.folder import FleetFolder
 
 Homes = Callable[[str], Home]
 Given = tuple[Home, str]
+
+
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between one round of asking and the next."""
+    monkeypatch.setattr("paceline.node.fetch._WAIT_S", 0.0)
 
 
 def offer(model_id: str, digest: str) -> ModelOffer:
@@ -114,20 +121,18 @@ async def test_up_brings_a_model_that_only_the_fleet_has(
 
 
 @in_loop
-async def test_when_the_fleet_can_not_finish_the_hub_is_asked_and_that_is_said(fleet: Fleet, sharded: Given, new_home: Homes) -> None:
+async def test_when_the_fleet_can_not_finish_the_hub_is_asked_and_that_is_said(
+    fleet: Fleet, sharded: Given, new_home: Homes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     home, _ = sharded
     taker = new_home("taker")
+    monkeypatch.setenv("PACELINE_HOME", str(taker.root))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("COLUMNS", "200")
     async with member(fleet.trust, "giver-1", home, offer("org/m", "1" * 64)) as (address, _):
         belongs(taker, fleet.trust, "taker-1", address)
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-m", "paceline", "pull", "org/m"],
-            env={"PACELINE_HOME": str(taker.root), "HF_ENDPOINT": "http://127.0.0.1:1", "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 2
-    assert "no node of the fleet could give all of org/m" in done.stdout
-    assert "The hub is asked instead" in done.stdout
-    assert "the hub at http://127.0.0.1:1 did not list org/m" in done.stderr
+        with pytest.raises(DownloadError, match=r"the hub at http://127\.0\.0\.1:1 did not list org/m"):
+            await asyncio.to_thread(run_pull, "org/m")
+    said = capsys.readouterr().out
+    assert "no node of the fleet could give all of org/m" in said
+    assert "The hub is asked instead" in said
