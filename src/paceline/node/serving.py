@@ -24,6 +24,7 @@ from paceline.node.fleet_metrics import FleetMetrics
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_tokenizers import TokenizerStore
 from paceline.node.offers import WarmModel, learn_digests
+from paceline.node.pipelines.meter import PipelineMeter, PipelineMetrics
 from paceline.node.shards.serving import Hosting, ShardServing
 from paceline.node.weights import weights_service
 from paceline.store.home import Home
@@ -85,6 +86,8 @@ class FleetServing:
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home, clock), clock)
         self.metrics = FleetMetrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock)
+        self.pipelines = PipelineMeter()
+        self._pipeline_metrics = PipelineMetrics(self.pipelines, None if self.shards is None else self.shards.meter)
         self._home = home
         self._beside = () if node is None or node.location is None else (node.location,)
         self._ending = threading.Event()
@@ -93,7 +96,8 @@ class FleetServing:
     @property
     def collectors(self) -> tuple[Collector, ...]:
         """What it counts, for the metrics' page."""
-        return (self.metrics,) if self.shards is None else (self.metrics, self.shards.metrics)
+        both = (self.metrics, self._pipeline_metrics)
+        return both if self.shards is None else (*both, self.shards.metrics)
 
     async def start(self) -> None:
         """Listen and be seen.

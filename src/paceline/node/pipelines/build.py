@@ -29,6 +29,7 @@ from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines.choosing import Wanted
 from paceline.node.pipelines.holders import Holders
+from paceline.node.pipelines.meter import PipelineMeter
 from paceline.node.pipelines.opening import Opener, SeesFleet
 from paceline.node.pipelines.router import FleetRouter
 from paceline.node.pipelines.spot_check import SpotCheck
@@ -79,11 +80,12 @@ def build_pipeline(
     loop: asyncio.AbstractEventLoop,
     clock: Clock,
     *,
+    meter: PipelineMeter | None = None,
     progress: LoadProgress | None = None,
     on_loading: Callable[[NodeId, StageLoading], None] | None = None,
 ) -> BuiltNode:
     """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there."""
-    built = build_engine_over(settings, order, fleet, ends, loop, clock, progress=progress, on_loading=on_loading)
+    built = build_engine_over(settings, order, fleet, ends, loop, clock, meter=meter, progress=progress, on_loading=on_loading)
     host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
     return BuiltNode(host, built.model, (), built.summary, built.warm)
 
@@ -96,6 +98,7 @@ def build_engine_over(
     loop: asyncio.AbstractEventLoop,
     clock: Clock,
     *,
+    meter: PipelineMeter | None = None,
     progress: LoadProgress | None = None,
     on_loading: Callable[[NodeId, StageLoading], None] | None = None,
 ) -> BuiltPipeline:
@@ -108,6 +111,7 @@ def build_engine_over(
         ends: its tensor port.
         loop: its event loop, which must run meanwhile.
         clock: all time.
+        meter: counts.
         progress: called with (bytes read, bytes to read) of this machine's part.
         on_loading: told of the others' loading.
 
@@ -176,7 +180,7 @@ def build_engine_over(
         report_s=asked.report_ms / 1000,
     )
     opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop, on_loading)
-    router = FleetRouter(fleet, opener, wanted, loop, clock)
+    router = FleetRouter(fleet, opener, wanted, loop, clock, meter or PipelineMeter())
     check = None
     if asked.spot_check_every and head.holds_identity and request.dtype is ActivationDtype.BF16:
         holders = Holders(fleet.cards, fleet.trust, fleet.node_id, wanted, router.excluded)

@@ -12,16 +12,17 @@ import threading
 from concurrent.futures import CancelledError, Future
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PipelineError, ShardUnavailable
+from paceline.core.errors import PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
 from paceline.node.pipelines.choosing import Wanted, choose
 from paceline.node.pipelines.fleet_route import FleetRoute
+from paceline.node.pipelines.meter import PipelineMeter
 from paceline.node.pipelines.opening import NotOpened, Opener, SeesFleet
 from paceline.parallel.route import Fault
 
 logger = logging.getLogger(__name__)
 
-QUARANTINE_S = {"shard_corrupt": 600.0, "pipeline_stalled": 30.0}
+QUARANTINE_S = {ShardCorrupt.code: 600.0, PipelineStalled.code: 30.0}
 """How long a node that broke a route is left out, unless it starts anew."""
 GONE_S = 3.0
 """The same for one that just went away: it may be back."""
@@ -36,10 +37,13 @@ class FleetRouter:
         wanted: what for.
         loop: the node's.
         clock: all time.
+        meter: counts.
     """
 
-    def __init__(self, fleet: SeesFleet, opener: Opener, wanted: Wanted, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
-        self._fleet, self._opener, self._wanted, self._loop, self._clock = fleet, opener, wanted, loop, clock
+    def __init__(
+        self, fleet: SeesFleet, opener: Opener, wanted: Wanted, loop: asyncio.AbstractEventLoop, clock: Clock, meter: PipelineMeter
+    ) -> None:
+        self._fleet, self._opener, self._wanted, self._loop, self._clock, self._meter = fleet, opener, wanted, loop, clock, meter
         self.route: FleetRoute | None = None
         """The last that was found."""
         self._attempt: Future[FleetRoute] | None = None
@@ -79,6 +83,8 @@ class FleetRouter:
         if fault.node_id is None:
             return
         until = self._clock.monotonic() + QUARANTINE_S.get(fault.code, GONE_S)
+        if fault.code == ShardCorrupt.code and fault.node_id not in self.excluded():
+            self._meter.corrupt()
         with self._lock:
             self._left_out[fault.node_id] = (self._instances.get(fault.node_id, b""), until)
 

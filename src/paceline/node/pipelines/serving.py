@@ -44,7 +44,7 @@ async def orchestrate(
     """
     fleet = whole.fleet
     ends = NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, partial(member_of, fleet))
-    build = partial(build_pipeline, progress=progress, on_loading=on_loading)
+    build = partial(build_pipeline, meter=whole.pipelines, progress=progress, on_loading=on_loading)
     try:
         node = await asyncio.to_thread(build, settings, order, FleetEyes(fleet), ends, asyncio.get_running_loop(), clock)
     except UserError:

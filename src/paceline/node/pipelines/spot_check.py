@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.core.errors import FleetError
+from paceline.core.errors import FleetError, ShardCorrupt
 from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import LayerRange
 from paceline.engine.executor import Path
@@ -41,7 +41,6 @@ MOST_BYTES = 1 << 20
 """Of the rows; what a stage echoes at most."""
 CHECK_S = 60.0
 """For a whole check. One that takes longer is given up and says nothing."""
-CODE = "shard_corrupt"
 
 
 class OpensRoutes(Protocol):
@@ -253,7 +252,7 @@ def _beginning(batch: StageBatch, most: int) -> slice | None:
 
 def _fault(node_id: NodeId, layers: LayerRange, others: str) -> Fault:
     span = f"{layers.start} to {layers.stop - 1}"
-    return Fault(node_id, CODE, f"A spot check found that {node_id} computes other bytes for layers {span} than {others}")
+    return Fault(node_id, ShardCorrupt.code, f"A spot check found that {node_id} computes other bytes for layers {span} than {others}")
 
 
 def _names(parts: Sequence[Part]) -> str:

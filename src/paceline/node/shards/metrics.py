@@ -41,6 +41,3 @@ class ShardMetrics(Collector):
         yield CounterMetricFamily("paceline_shard_sessions_refused", "Sessions refused for want of room.", value=meter.sessions_refused)
         yield CounterMetricFamily("paceline_shard_loads", "Times that layers were loaded.", value=meter.loads)
         yield CounterMetricFamily("paceline_shard_evictions", "Times that layers were freed.", value=meter.evictions)
-        yield CounterMetricFamily(
-            "paceline_shard_corruption_detected", "Times that something came which is no activations.", value=meter.corruption
-        )
