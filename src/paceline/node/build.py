@@ -27,7 +27,7 @@ from paceline.node.settings import NodeSettings
 from paceline.node.shapes import stored_format, weights_bytes
 from paceline.node.sizing import KvPlan, plan_kv
 from paceline.node.speed import SpeedKey, learn_speed
-from paceline.server.inference import ServedModel
+from paceline.server.inference import ServedModel, fingerprint_of
 from paceline.store.catalog import ModelLocation, OpenedModel, open_model
 from paceline.store.home import Home
 from paceline.transport.trust.folder import FleetFolder
@@ -191,5 +191,5 @@ def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, pr
 
 def served(opened: OpenedModel, weights: WeightsFormat, numerics_id: str, context: int, clock: Clock) -> ServedModel:
     """A model as the API shows it."""
-    fingerprint = f"fp_{opened.weights.digest[:12]}_{weights}_{numerics_id[:8]}"
+    fingerprint = fingerprint_of(opened.weights.digest, weights, numerics_id)
     return ServedModel(opened.name, int(clock.wall()), context, opened.tokenizer, fingerprint)

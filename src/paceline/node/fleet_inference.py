@@ -24,7 +24,7 @@ from paceline.node.fleet_local import LocalModels
 from paceline.node.fleet_routes import Route, Stop, Weights, routes
 from paceline.node.fleet_tokenizers import Described, TokenizerStore
 from paceline.node.forwarded import Forwarded
-from paceline.server.inference import ChunkStream, Progress, ServedModel
+from paceline.server.inference import ChunkStream, Progress, ServedModel, fingerprint_of
 from paceline.transport.channels import Purpose
 from paceline.transport.generate_client import RemoteStream
 from paceline.transport.generate_service import LoadedModel
@@ -102,7 +102,8 @@ class FleetInference:
     def _on_news(self, effect: Effect) -> None:
         del effect
         self._stale = True
-        self._refresh()
+        # Soon, so that all that one message brought is planned with once.
+        asyncio.get_running_loop().call_soon(self._refresh)
 
     def _refresh(self) -> None:
         """Read the view again if it changed: rarely, so a request costs a look at a flag."""
@@ -121,7 +122,7 @@ class FleetInference:
         route, loaded = self._routes.get(model.name), self._local.find(model.name)
         if route is None or loaded is None or route.stops[0].numerics_id == loaded.numerics_id:
             return model
-        return replace(model, fingerprint=f"fp_{loaded.digest[:12]}_{loaded.weights}_{route.stops[0].numerics_id[:8]}")
+        return replace(model, fingerprint=fingerprint_of(loaded.digest, loaded.weights, route.stops[0].numerics_id))
 
     def _tries(self, name: str, route: Route | None, request: GenerationRequest) -> list[Callable[[], ChunkStream]]:
         """One stream for each node that gives the bytes which the first of them gives."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, fields, replace
 from paceline.core.errors import ConfigError
 from paceline.fleet import presets
 from paceline.fleet.presets import Preset
+from paceline.transport.card_bounds import MAX_TTL_S
 
 FLEET_PORT = 8154
 PRESETS = {"desk": presets.desk, "lan": presets.lan, "simulation": presets.simulation}
-MAX_TTL_S = 86400
-"""Peers believe no card that is to live for longer."""
 DEFAULT_PRESET = "lan"
 """All nodes of a fleet want the same."""
 

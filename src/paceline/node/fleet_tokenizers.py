@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PacelineError
 from paceline.core.ids import NodeId
-from paceline.server.inference import ServedModel
+from paceline.server.inference import ServedModel, fingerprint_of
 from paceline.store.home import Home, write_cache
 from paceline.store.packed_tokenizer import MAX_PACKED_BYTES, unpack_tokenizer
 from paceline.store.tokenizer import ModelTokenizer
@@ -33,7 +33,7 @@ class Described:
     def served(self, numerics_id: str) -> ServedModel:
         """As the API shows it, run by a node with these kernels."""
         model = self.loaded
-        fingerprint = f"fp_{model.digest[:12]}_{model.weights}_{numerics_id[:8]}"
+        fingerprint = fingerprint_of(model.digest, model.weights, numerics_id)
         return ServedModel(model.name, model.created, model.max_context, self.tokenizer, fingerprint)
 
 

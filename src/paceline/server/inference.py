@@ -11,6 +11,11 @@ from paceline.core.stats import EngineStats
 from paceline.core.text import Tokenizer
 
 
+def fingerprint_of(digest: str, weights: str, numerics_id: str) -> str:
+    """What equal bytes follow from, shortened: OpenAI's `system_fingerprint`."""
+    return f"fp_{digest[:12]}_{weights}_{numerics_id[:8]}"
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that answers here."""
@@ -22,7 +27,7 @@ class ServedModel:
     """Tokens of prompt and answer together."""
     tokenizer: Tokenizer
     fingerprint: str
-    """Model digest, weights format and numerics id, shortened: OpenAI's `system_fingerprint`. Equal ones give equal bytes."""
+    """See `fingerprint_of`. Equal ones give equal bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ MAX_LAYERS = 1 << 16
 MAX_STREAMS = 1 << 16
 MAX_TEXT = 300
 MAX_TTL_S = 86400
+"""No card that is to live for longer is believed."""
 MAX_NONCE_BYTES = 64
 LATEST = 1 << 40
 """Seconds since 1970 that no clock shows."""
