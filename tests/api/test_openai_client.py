@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Callable
 
 import httpx
@@ -10,6 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from paceline.core.generation import Notice
 from paceline.server.settings import ServerSettings
 from paceline.testing.scripted_inference import ScriptedInference
 from paceline.testing.served import Served
@@ -17,6 +20,7 @@ from paceline.testing.served import Served
 Serve = Callable[..., Served[ScriptedInference]]
 
 HELLO = [{"role": "user", "content": "hello"}]
+STAMPS = r'"(id|created)":[^,]*,'
 
 
 def client_of(served: Served[ScriptedInference]) -> OpenAI:
@@ -212,3 +216,71 @@ def test_async_clients_leaving_whole_answers_free_their_blocks(serve_with: Serve
     asyncio.run(leave())
     served.run(served.inference.until_live(0))
     assert served.metric("paceline_kv_blocks_used") == 0
+
+
+FAILOVER = Notice("shard_failover", {"lost": "b", "route": "m:0-7 on c"})
+EVENTS = {"include_events": True}
+
+
+def test_who_does_not_ask_sees_nothing_of_lost_machines(serve_with: Serve, served: Served[ScriptedInference]) -> None:
+    troubled = serve_with(ScriptedInference(notices={0: FAILOVER, 3: FAILOVER, 6: FAILOVER}))
+    for path, asked in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": ["hello", "you"]})):
+        for stream in (True, False):
+            body = {"model": "echo", "max_tokens": 7, "stream": stream, **asked}
+            answers = [one.http.post(f"/v1/{path}", json=body).text for one in (troubled, served)]
+            assert re.sub(STAMPS, "", answers[0]) == re.sub(STAMPS, "", answers[1])
+    metrics = [
+        [line for line in one.http.get("/metrics").text.splitlines() if re.match("paceline_(ttft|inter_token)_seconds_count", line)]
+        for one in (troubled, served)
+    ]
+    assert metrics[0] == metrics[1]
+
+
+def test_who_asks_is_told_of_lost_machines_by_name(serve_with: Serve) -> None:
+    troubled = serve_with(ScriptedInference(notices={0: FAILOVER, 3: FAILOVER}))
+    body = {"model": "echo", "messages": HELLO, "max_tokens": 5, "stream": True, "stream_options": EVENTS}
+    events = troubled.http.post("/v1/chat/completions", json=body).text.split("\n\n")
+    named = [event for event in events if event.startswith("event: ")]
+    assert len(named) == 2
+    assert {event.partition("\n")[0] for event in named} == {"event: shard_failover"}
+    said = json.loads(named[0].partition("\ndata: ")[2])
+    assert (said["object"], said["event"], said["choices"]) == ("paceline.event", "shard_failover", [])
+    assert said["detail"] == {"lost": "b", "route": "m:0-7 on c"}
+
+
+def test_the_official_client_reads_past_events_it_asked_for(serve_with: Serve) -> None:
+    client = client_of(serve_with(ScriptedInference(notices={0: FAILOVER, 3: FAILOVER})))
+    chunks = list(
+        client.chat.completions.create(
+            model="echo", messages=HELLO, max_tokens=7, stream=True, extra_body={"stream_options": EVENTS | {"include_usage": True}}
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hellohe"
+    told = [chunk.model_extra for chunk in chunks if chunk.object != "chat.completion.chunk"]
+    assert [(extra or {}).get("event") for extra in told] == ["shard_failover", "shard_failover"]
+    assert chunks[-1].usage is not None
+
+
+def test_what_happened_to_several_prompts_of_a_call_is_told_once(serve_with: Serve) -> None:
+    troubled = serve_with(ScriptedInference(notices={1: FAILOVER, 2: FAILOVER}))
+    body = {"model": "echo", "prompt": ["ab", "c", "def"], "max_tokens": 4, "stream": True, "stream_options": EVENTS}
+    assert troubled.http.post("/v1/completions", json=body).text.count("event: shard_failover") == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": EVENTS}])
+def test_want_of_machines_has_its_code(serve_with: Serve, options: dict[str, object]) -> None:
+    aborted = Notice("pipeline_aborted", {"code": "shard_unavailable", "reason": "b went away"})
+    gone = client_of(serve_with(ScriptedInference(fail_after=0, fail_code="shard_unavailable")))
+    for stream in (True, False):
+        with pytest.raises(openai.InternalServerError) as refused:
+            gone.chat.completions.create(model="echo", messages=HELLO, stream=stream, extra_body=options if stream else {})
+        assert (refused.value.status_code, refused.value.code) == (503, "shard_unavailable")
+    broken = serve_with(ScriptedInference(fail_after=3, fail_code="pipeline_aborted", notices={3: aborted}))
+    with pytest.raises(openai.APIError) as caught:
+        list(client_of(broken).chat.completions.create(model="echo", messages=HELLO, stream=True, extra_body=options))
+    assert caught.value.code == "pipeline_aborted"
+    body = {"model": "echo", "prompt": "ab", "stream": True, **options}
+    events = broken.http.post("/v1/completions", json=body).text.split("\n\n")
+    assert ("event: pipeline_aborted" in events[-3]) == bool(options)
+    assert "pipeline_aborted" in events[-2]
+    assert events[-1] == ""

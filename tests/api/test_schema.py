@@ -32,7 +32,7 @@ def live() -> Generator[Served[ScriptedInference], None, None]:
 
 
 @schema.parametrize()
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_answers_conform(live: Served[ScriptedInference], case: schemathesis.Case) -> None:
     # A request the schema allows may still be refused: that a prompt fits the context is not for a schema to say.
     case.call_and_validate(base_url=live.url, excluded_checks=[positive_data_acceptance])

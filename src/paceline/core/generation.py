@@ -92,6 +92,8 @@ class GenerationChunk:
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Set with `FinishReason.ERROR`: what happened."""
+    code: str | None = None
+    """With it, where it was for want of machines: `shard_unavailable`, `pipeline_aborted`."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""
     notices: tuple[Notice, ...] = ()

@@ -15,7 +15,7 @@ from itertools import count
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorLost, ExecutorUnavailable, InvalidRequest, PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.ids import RequestId, SequenceId
 from paceline.core.stats import EngineStats
 from paceline.core.text import Vocabulary
@@ -29,6 +29,7 @@ from paceline.engine.sequence import SequenceState
 from paceline.engine.stops import TextStream
 
 _BROKEN_LOGITS = "the model's logits are not finite"
+_NO_ROOM = "What is left of the machines has not the memory for this sequence"
 
 
 def _entropy() -> int:
@@ -154,8 +155,7 @@ class Engine:
         except Exception as error:
             self._fail(error, chunks)
             raise
-        if notices := tuple(self._executor.notices()):
-            chunks += [GenerationChunk(request_id, live[0].index, (), "", notices=notices) for request_id, live in self._live.items()]
+        chunks += self._notices()
         return chunks
 
     def stats(self) -> EngineStats:
@@ -198,7 +198,8 @@ class Engine:
             if not self._executor.ready():
                 return False
         except ExecutorUnavailable as error:
-            self._end_all(f"{error.code}: {error}", self._outbox)
+            self._outbox += self._notices()
+            self._end_all(str(error), self._outbox, error.code)
             return False
         except Exception as error:
             self._fail(error, self._outbox)
@@ -206,9 +207,7 @@ class Engine:
         if self._lost and not self._in_flight:
             self._lost = False
             for seq in self._scheduler.resume():
-                self._outbox.append(
-                    self._end(seq, FinishReason.ERROR, error="shard_unavailable: what is left of the machines has not the memory")
-                )
+                self._outbox.append(self._end(seq, FinishReason.ERROR, _NO_ROOM, "shard_unavailable"))
         return True
 
     def _read(self, planned: PlannedBatch, output: StepOutput, chunks: list[GenerationChunk]) -> None:
@@ -230,7 +229,7 @@ class Engine:
 
     def _advance(self, seq: SequenceState, token: int | None, logprob: TokenLogprob | None) -> GenerationChunk:
         if token is None:
-            return self._end(seq, FinishReason.ERROR, error=_BROKEN_LOGITS)
+            return self._end(seq, FinishReason.ERROR, _BROKEN_LOGITS)
         cached = (seq.cached_tokens or 0) if seq.n_generated == 0 else 0
         seq.tokens.append(token)
         seq.draws.count(token)
@@ -249,12 +248,17 @@ class Engine:
         if reason is not None:
             self._forget(seq, reason)
         return GenerationChunk(
-            seq.request.request_id, seq.index, (token,), text, () if logprob is None else (logprob,), reason, None, cached
+            *(seq.request.request_id, seq.index, (token,), text, () if logprob is None else (logprob,), reason), cached_tokens=cached
         )
 
-    def _end(self, seq: SequenceState, reason: FinishReason, error: str | None = None) -> GenerationChunk:
+    def _notices(self, *more: Notice) -> list[GenerationChunk]:
+        """What happened, for every live request."""
+        notices = (*self._executor.notices(), *more)
+        return [GenerationChunk(id_, live[0].index, (), "", notices=notices) for id_, live in self._live.items()] if notices else []
+
+    def _end(self, seq: SequenceState, reason: FinishReason, error: str | None = None, code: str | None = None) -> GenerationChunk:
         self._forget(seq, reason)
-        return GenerationChunk(seq.request.request_id, seq.index, (), "", finish_reason=reason, error=error)
+        return GenerationChunk(seq.request.request_id, seq.index, (), "", finish_reason=reason, error=error, code=code)
 
     def _forget(self, seq: SequenceState, reason: FinishReason) -> None:
         self._scheduler.end(seq)
@@ -270,7 +274,8 @@ class Engine:
         self._lost = True
         if self._losses > self._config.max_losses:
             self._losses = 0
-            self._end_all(f"pipeline_aborted: {lost}", chunks)
+            chunks += self._notices(Notice("pipeline_aborted", {"code": "pipeline_aborted", "reason": lost.message}))
+            self._end_all(str(lost), chunks, "pipeline_aborted")
         else:
             self._scheduler.lost(self._in_flight)
             self._in_flight.clear()
@@ -281,8 +286,8 @@ class Engine:
         self._end_all(self._failure, chunks)
         self._outbox = chunks
 
-    def _end_all(self, reason: str, chunks: list[GenerationChunk]) -> None:
+    def _end_all(self, reason: str, chunks: list[GenerationChunk], code: str | None = None) -> None:
         self._scheduler.lost(self._in_flight)
         self._in_flight.clear()
         for sequences in tuple(self._live.values()):
-            chunks += [self._end(seq, FinishReason.ERROR, error=reason) for seq in tuple(sequences)]
+            chunks += [self._end(seq, FinishReason.ERROR, reason, code) for seq in tuple(sequences)]

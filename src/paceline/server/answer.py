@@ -20,7 +20,8 @@ from paceline.core.generation import FinishReason, GenerationChunk
 from paceline.server.call import Call, Endpoint, Usage
 from paceline.server.chat_shape import ChatShape
 from paceline.server.completion_shape import CompletionShape
-from paceline.server.faults import STOPPING, Fault, Refusal, of_error, server_fault
+from paceline.server.events import Events
+from paceline.server.faults import STOPPING, Fault, Refusal, no_machines, of_error, server_fault
 from paceline.server.inference import Inference
 from paceline.server.metrics import Meter
 from paceline.server.shapes import DONE, Collected, Shape
@@ -71,7 +72,7 @@ class Tally:
                 case None:
                     pass
                 case FinishReason.ERROR | FinishReason.ABORT:
-                    raise Refusal(server_fault(chunk.error or "The generation was aborted by the server"))
+                    raise Refusal(_ending(chunk))
                 case _:
                     self.open -= 1
 
@@ -137,12 +138,18 @@ class Answer(Response):
 
     async def _stream(self, send: Send) -> None:
         shape, tally = self._shape, self._tally
-        event, base = shape.event, tally.base
+        event, base, events = shape.event, tally.base, Events(self._call)
         async with aclosing(open_call(self._inference, self._call)) as chunks:
-            async for item in chunks:
-                tally.count(item)
-                body = b"".join([event(base[c.request_id] + c.index, c.text, c.logprobs, c.finish_reason) for c in merged(item)])
-                if not self._started:
+            async for whole in chunks:
+                body, item = events.take(whole)
+                try:
+                    tally.count(item)
+                except Refusal:
+                    if body and self._started:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                    raise
+                body += b"".join([event(base[c.request_id] + c.index, c.text, c.logprobs, c.finish_reason) for c in merged(item)])
+                if not self._started and (item or body):
                     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                     self._started = True
                     body = shape.opening() + body
@@ -153,10 +160,11 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _whole(self, send: Send) -> None:
-        tally = self._tally
+        tally, events = self._tally, Events(self._call)
         choices = [Collected() for _ in range(tally.open)]
         async with aclosing(open_call(self._inference, self._call)) as chunks:
-            async for item in chunks:
+            async for whole in chunks:
+                _, item = events.take(whole)
                 tally.count(item)
                 for chunk in item:
                     choice = choices[tally.base[chunk.request_id] + chunk.index]
@@ -174,6 +182,12 @@ class Answer(Response):
         """A generation that just stops is a failure, not a short answer."""
         if self._tally.open:
             raise Refusal(server_fault("The generation ended before its answer did"))
+
+
+def _ending(chunk: GenerationChunk) -> Fault:
+    """What a client is told of a sequence that ended by no doing of its own."""
+    message = chunk.error or "The generation was aborted by the server"
+    return server_fault(message) if chunk.code is None else no_machines(message, chunk.code)
 
 
 def merged(chunks: Sequence[GenerationChunk]) -> Sequence[GenerationChunk]:

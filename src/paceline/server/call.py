@@ -29,6 +29,8 @@ class Call:
     stream: bool
     include_usage: bool
     logprobs: bool
+    include_events: bool = False
+    """The stream tells of machines lost and found, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,17 @@ import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from paceline.core.errors import ContextOverflow, InvalidRequest, NodeUnreachable, Overloaded, PacelineError, PlacementError, UnknownModel
+from paceline.core.errors import (
+    ContextOverflow,
+    ExecutorUnavailable,
+    InvalidRequest,
+    NodeUnreachable,
+    Overloaded,
+    PacelineError,
+    PipelineError,
+    PlacementError,
+    UnknownModel,
+)
 from paceline.server.requests import REFUSED, UNION_TAGS
 
 
@@ -67,6 +77,11 @@ def server_fault(message: str) -> Fault:
     return Fault(500, message, "server_error", code="internal_error")
 
 
+def no_machines(message: str, code: str) -> Fault:
+    """503: the machines that the model takes are not there. They may be, in a moment."""
+    return Fault(503, message, "server_error", code=code, headers={"Retry-After": "5"})
+
+
 def of_error(error: PacelineError) -> Fault:
     """A typed error of Paceline's as a fault."""
     match error:
@@ -79,7 +94,9 @@ def of_error(error: PacelineError) -> Fault:
         case Overloaded():
             return overloaded(str(error), error.retry_after_s)
         case NodeUnreachable() | PlacementError():
-            return Fault(503, str(error), "server_error", code="no_machine", headers={"Retry-After": "5"})
+            return no_machines(str(error), "no_machine")
+        case PipelineError() | ExecutorUnavailable():
+            return no_machines(str(error), error.code)
         case _:
             return server_fault(str(error))
 

@@ -177,6 +177,7 @@ class Intake:
             stream=bool(asked.stream),
             include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
             logprobs=logprobs is not None,
+            include_events=bool(asked.stream_options and asked.stream_options.include_events),
         )
 
 

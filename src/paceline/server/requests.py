@@ -34,6 +34,9 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(default=None, description="Ignored.")
+    include_events: bool | None = Field(
+        default=None, description="Beyond OpenAI's: named events tell of machines that were lost and of those that took over."
+    )
 
 
 class TextFormat(Strict):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
@@ -27,6 +27,8 @@ class Answer:
     text: str = ""
     finish: FinishReason | None = None
     error: str | None = None
+    code: str | None = None
+    notices: tuple[Notice, ...] = ()
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     chunks: int = 0
@@ -83,7 +85,8 @@ class EngineBench:
             answer.token_ids += chunk.token_ids
             answer.text += chunk.text
             answer.logprobs += chunk.logprobs
-            answer.finish, answer.error = chunk.finish_reason, chunk.error
+            answer.finish, answer.error, answer.code = chunk.finish_reason, chunk.error, chunk.code
+            answer.notices += chunk.notices
             answer.cached_tokens += chunk.cached_tokens
             answer.chunks += 1
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.errors import InvalidRequest, Overloaded
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.stats import EngineStats
 from paceline.server.inference import Progress, ServedModel
 
@@ -81,12 +81,17 @@ class ScriptedInference:
         hold_after: int | None = None,
         fail_after: int | None = None,
         tokens_per_item: int = 1,
+        fail_code: str | None = None,
+        notices: Mapping[int, Notice] | None = None,
     ) -> None:
         self._model = ServedModel(name, created=1_700_000_000, max_context=max_context, tokenizer=ByteTokenizer(), fingerprint="fp_echo")
         self._max_requests = max_requests
         self._hold_after = hold_after
         self._fail_after = fail_after
         self._tokens_per_item = tokens_per_item
+        self._fail_code = fail_code
+        self._notices = dict(notices or {})
+        """Said when so many tokens are there."""
         self._released = asyncio.Event()
         self._changed = asyncio.Event()
         self._live: dict[str, _Live] = {}
@@ -121,13 +126,16 @@ class ScriptedInference:
         try:
             done = 0
             while done < request.max_tokens:
+                if done in self._notices:
+                    yield [GenerationChunk(request.request_id, 0, (), "", notices=(self._notices[done],))]
                 if self._hold_after is not None and done >= self._hold_after:
                     await self._released.wait()
                 else:
                     await asyncio.sleep(0)
                 if self._fail_after is not None and done >= self._fail_after:
                     ending = FinishReason.ERROR
-                    yield [GenerationChunk(request.request_id, 0, (), "", finish_reason=ending, error="The script says: fail")]
+                    error, code = "The script says: fail", self._fail_code
+                    yield [GenerationChunk(request.request_id, 0, (), "", finish_reason=ending, error=error, code=code)]
                     return
                 count = min(self._tokens_per_item, request.max_tokens - done)
                 item = self._step(request, done, count)

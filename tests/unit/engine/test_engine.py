@@ -252,7 +252,8 @@ class TestFailures:
         bench = EngineBench(lose=range(2, 6), max_losses=3)
         answers = bench.run(request("a"), request("b"))
         assert {answer.finish for answer in answers.values()} == {FinishReason.ERROR}
-        assert all("pipeline_aborted" in (answer.error or "") for answer in answers.values())
+        assert {answer.code for answer in answers.values()} == {"pipeline_aborted"}
+        assert {notice.kind for answer in answers.values() for notice in answer.notices} == {"pipeline_aborted"}
         bench.check_rest()
         later = request("c")
         assert bench.run(later)[RequestId("c"), 0].token_ids == answer_alone(later).token_ids
@@ -269,8 +270,8 @@ class TestFailures:
         bench = EngineBench(lose={3})
         Search(bench, answers=[False, ExecutorUnavailable("no machine has layer 7", code="shard_unavailable")])
         answers = bench.run(request("a"), request("b"))
-        assert {(answer.finish, answer.error) for answer in answers.values()} == {
-            (FinishReason.ERROR, "shard_unavailable: no machine has layer 7")
+        assert {(answer.finish, answer.code, answer.error) for answer in answers.values()} == {
+            (FinishReason.ERROR, "shard_unavailable", "no machine has layer 7")
         }
         bench.check_rest()
         later = request("c")
@@ -283,6 +284,7 @@ class TestFailures:
         answers = bench.run(small, request("large", n_prompt=30, max_tokens=10))
         assert answers[RequestId("small"), 0].token_ids == answer_alone(small).token_ids
         assert "has not the memory" in (answers[RequestId("large"), 0].error or "")
+        assert answers[RequestId("large"), 0].code == "shard_unavailable"
         assert bench.engine.stats().blocks_total == 8
 
     def test_notices_reach_every_live_request(self) -> None:

@@ -86,7 +86,7 @@ class Run:
         self.tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
         self.notices += chunk.notices
         if chunk.finish_reason is not None:
-            self.ends[chunk.request_id] = (chunk.finish_reason, chunk.error)
+            self.ends[chunk.request_id] = (chunk.finish_reason, chunk.code)
 
     def all(self, wanted: Sequence[GenerationRequest]) -> dict[str, list[int]]:
         for request in wanted:
@@ -217,7 +217,8 @@ def test_where_none_are_left_answers_end_and_later_ones_are_served(
         bench.machines["one"].dies_at = 3
         bench.run.all(requests())
         assert len(bench.run.ends) == 5
-        assert all(reason is FinishReason.ERROR and "shard_unavailable" in (error or "") for reason, error in bench.run.ends.values())
+        assert {*bench.run.ends.values()} == {(FinishReason.ERROR, "shard_unavailable")}
+        assert bench.run.notices[-1].kind == "pipeline_aborted"
         bench.machines["one"].alive, bench.machines["one"].dies_at = True, None
         bench.router.quarantined.clear()
         later = Run(bench.executor)
