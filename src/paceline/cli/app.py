@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.backends.table import Kernels
-from paceline.cli import joining
+from paceline.cli import benches, joining
 from paceline.cli.faults import EXIT_FAILED, EXIT_USER, report
+from paceline.cli.options import AsJson, Context, Device, KvTokens, MaxRunning, Model, Threads, Weights
 from paceline.cli.terminal import discard
 from paceline.core.errors import PacelineError, UserError
-from paceline.core.model import WeightsFormat
 from paceline.node.fleet_settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
@@ -26,18 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a folder, or a GGUF file.", show_default=True)]
-Weights = Annotated[WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: nearest to the file's.")]
-KvTokens = Annotated[int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.")]
-Context = Annotated[int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
-Device = Annotated[
-    Kernels | None,
-    typer.Option("--device", "-d", metavar="<kernels>", help=f"{', '.join(Kernels)}. Default: the fastest that apply."),
-]
-Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.")]
-MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 
 
 @app.command()
@@ -169,27 +156,7 @@ def plan(
     )
 
 
-@app.command()
-def bench(
-    model: Model = DEFAULT_MODEL,
-    prompt_tokens: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")] = 128,
-    answer_tokens: Annotated[int, typer.Option("--answer", min=2, help="Tokens of each answer.")] = 128,
-    concurrency: Annotated[str, typer.Option("--concurrency", help="Answers side by side, measured one after the other.")] = "1,4,16",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Medians are over these.")] = 3,
-    weights: Weights = None,
-    device: Device = None,
-    threads: Threads = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how fast this machine runs a model."""
-    from paceline.cli.bench import run_benchmark
-
-    settings = NodeSettings(model, weights, device=device, threads=threads)
-    run_benchmark(
-        settings, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds, as_json=as_json
-    )
-
-
+app.add_typer(benches.app)
 app.add_typer(joining.app)
 
 

@@ -1,0 +1,200 @@
+"""`paceline bench pipeline` and `paceline bench fault`, for a person and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.bench import BUSY
+from paceline.cli.faults import EXIT_INTERRUPTED
+from paceline.cli.interrupts import interrupts_end_now
+from paceline.cli.membership import fleet_settings
+from paceline.cli.terminal import Terminal, counted
+from paceline.core.clock import SystemClock
+from paceline.core.errors import ConfigError
+from paceline.core.ids import NodeId
+from paceline.fleet.plan import Objective, Pin
+from paceline.node.bench_node import BenchNode
+from paceline.node.fault_bench import FaultPlan, FaultReport, run_fault_bench
+from paceline.node.fleet_settings import DEFAULT_PRESET, FleetSettings, parse_preset
+from paceline.node.local_fleet import LocalFleet, become_first
+from paceline.node.pipeline_bench import PipelineBenchPlan, PipelineReport, run_pipeline_bench
+from paceline.node.pipeline_settings import PipelineSettings, read_pipeline_settings
+from paceline.node.pipelines.build import PipelineOrder
+from paceline.node.planning import parse_pin
+from paceline.node.settings import NodeSettings
+from paceline.store.home import Home
+
+Tell = Callable[[str], None]
+
+
+def bench_pipeline(
+    settings: NodeSettings,
+    *,
+    local_nodes: int,
+    lengths: tuple[int, int],
+    streams: str,
+    rounds: int,
+    pins: tuple[str, ...],
+    own_layers: int | None,
+    as_json: bool,
+) -> None:
+    """Measure, then print a table or JSON.
+
+    Raises:
+        UserError: there is no such pipeline, or the plan makes no sense.
+    """
+    plan = PipelineBenchPlan(*lengths, _counts(streams), rounds)
+    plan.check()
+    asked = tuple(map(parse_pin, pins))
+    clock = SystemClock()
+    with _telling() as tell:
+        if local_nodes == 1:
+            fleet = fleet_settings(0, "", (), DEFAULT_PRESET, mdns=True, needed=True)
+            assert fleet is not None, "it is needed"
+            with closing(BenchNode(fleet, Home.from_environment(), clock)) as node:
+                report = run_pipeline_bench(node, settings, PipelineOrder(_allowed(), asked, own_layers), plan, clock, tell)
+        else:
+            with _local(local_nodes, settings.threads) as (local, node):
+                settings = replace(settings, threads=local.threads)
+                order = PipelineOrder(
+                    _allowed(), asked or tuple(Pin(NodeId(name)) for name in local.names), own_layers, Objective.THROUGHPUT
+                )
+                report = run_pipeline_bench(node, settings, order, plan, clock, tell)
+    _print(report, as_json=as_json, show=show_pipeline)
+
+
+def bench_fault(
+    settings: NodeSettings, *, kill: str, at: int, local_nodes: int, spare: bool, lengths: tuple[int, int], streams: str, as_json: bool
+) -> None:
+    """Break, then print a table or JSON.
+
+    Raises:
+        UserError: there is no such pipeline, or the plan makes no sense.
+    """
+    plan = FaultPlan(kill, at, *lengths, _counts(streams), spare)
+    plan.check(local_nodes)
+    with _telling() as tell, _local(local_nodes, settings.threads) as (local, node):
+        settings = replace(settings, threads=local.threads)
+        report = run_fault_bench(node, local, settings, _allowed(), plan, SystemClock(), tell)
+    _print(report, as_json=as_json, show=show_fault)
+
+
+def _counts(streams: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in streams.split(","))
+    except ValueError:
+        raise ConfigError(f"--streams {streams!r} is not a list of numbers", "Write it like 1,16.") from None
+
+
+def _allowed() -> PipelineSettings:
+    """As configured, but for the switch: who asks for a pipeline wants one."""
+    return read_pipeline_settings(Home.from_environment()).overridden(enabled=True)
+
+
+@contextmanager
+def _telling() -> Generator[Tell]:
+    console = Terminal(stderr=True)
+    with interrupts_end_now(EXIT_INTERRUPTED), console.status("starting") as status:
+        yield status.update if console.is_terminal else lambda run: console.print(run, markup=False)
+
+
+@contextmanager
+def _local(count: int, threads: int | None) -> Generator[tuple[LocalFleet, BenchNode]]:
+    """A fleet on this machine, whose first node this process is."""
+    local = LocalFleet(count, threads)
+    try:
+        become_first(local)
+        settings = FleetSettings(local.port, local.host, mdns=False, preset=parse_preset(local.preset))
+        with closing(BenchNode(settings, Home.from_environment(), SystemClock())) as node:
+            node.wait_for(local.names[1:])
+            yield local, node
+    finally:
+        local.close()
+
+
+def _print(report: Any, *, as_json: bool, show: Callable[[Console, Any], None]) -> None:
+    if as_json:
+        json.dump(report.as_json(), sys.stdout, indent=2)
+        print()
+    else:
+        show(Terminal(), report)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _note_load(console: Console, load_average: float) -> None:
+    if load_average > BUSY:
+        console.print(f"note: other programs were running (load average {load_average:.1f}): this machine can do better", style="yellow")
+
+
+def show_pipeline(console: Console, report: PipelineReport) -> None:
+    """Print a report for a person."""
+    console.print(report.summary, markup=False, soft_wrap=True)
+    console.print(f"{counted(report.threads, 'thread')} each, {counted(report.plan.rounds, 'round')}", markup=False)
+    _note_load(console, report.load_average)
+    table = _table(
+        "at once",
+        "pipeline, tokens/s",
+        "alone, tokens/s",
+        "pipeline / alone",
+        "first token p50, ms",
+        "a batch away, ms",
+        "of it, on the way",
+    )
+    for row in report.rows:
+        table.add_row(
+            str(row.streams),
+            f"{row.pipeline_per_s:.0f}",
+            f"{row.alone_per_s:.0f}",
+            f"{row.ratio:.2f}x",
+            f"{row.first_token.p50_ms:.0f}",
+            f"{row.split.away_ms:.2f}",
+            f"{row.split.transfer_ms:.2f}",
+        )
+    console.print(table)
+    shares = _table("at once", "machine", "layers", "computing, s", "waiting, s", "of the time, computing")
+    for row in report.rows:
+        for share in row.split.stages:
+            layers = f"{share.first_layer} to {share.last_layer}" if share.last_layer >= share.first_layer else "none"
+            shares.add_row(
+                str(row.streams),
+                share.node_id,
+                layers,
+                f"{share.computing_s:.2f}",
+                f"{share.waiting_s:.2f}",
+                f"{share.computing_s / row.split.wall_s:.0%}",
+            )
+    console.print(shares)
+
+
+def show_fault(console: Console, report: FaultReport) -> None:
+    """Print a report for a person."""
+    console.print(f"{report.model}, {counted(report.threads, 'thread')} each, killed at token {report.plan.at}", markup=False)
+    _note_load(console, report.load_average)
+    table = _table("at once", "killed", "gap, s", "prefill, s", "beyond it, s", "replayed tokens", "bytes of one machine")
+    for row in report.rows:
+        table.add_row(
+            str(row.streams),
+            row.killed,
+            f"{row.gap_s:.2f}",
+            f"{row.prefill_s:.2f}",
+            f"{row.beyond_prefill_s:.2f}",
+            str(row.replayed_tokens),
+            "the same" if row.same_bytes else "OTHERS",
+        )
+    console.print(table)
+    for row in report.rows:
+        console.print(f"{row.streams} at once: {row.before} -> {row.after}", markup=False, soft_wrap=True)

@@ -1,0 +1,108 @@
+"""`paceline bench` and what is below it: this machine, a pipeline, a pipeline that breaks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
+from paceline.node.settings import DEFAULT_MODEL, NodeSettings
+
+app = typer.Typer(
+    name="bench",
+    help="Measure how fast this machine, or a pipeline of several, runs a model.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Streams = Annotated[str, typer.Option("--streams", help="Answers side by side, measured one after the other.")]
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    prompt_tokens: PromptTokens = 128,
+    answer_tokens: AnswerTokens = 128,
+    concurrency: Annotated[str, typer.Option("--concurrency", help="Answers side by side, measured one after the other.")] = "1,4,16",
+    rounds: Rounds = 3,
+    weights: Weights = None,
+    device: Device = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how fast this machine runs a model."""
+    if context.invoked_subcommand is not None:
+        return
+    from paceline.cli.bench import run_benchmark
+
+    settings = NodeSettings(model, weights, device=device, threads=threads)
+    run_benchmark(
+        settings, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds, as_json=as_json
+    )
+
+
+@app.command()
+def pipeline(
+    model: Model = DEFAULT_MODEL,
+    local_nodes: Annotated[
+        int, typer.Option("--local-nodes", min=1, max=16, help="Over so many nodes on this machine. 1: over the fleet's.")
+    ] = 1,
+    prompt_tokens: PromptTokens = 128,
+    answer_tokens: AnswerTokens = 128,
+    streams: Streams = "1,16",
+    rounds: Rounds = 3,
+    weights: Weights = None,
+    device: Device = None,
+    threads: Threads = None,
+    pin: Pins = None,
+    own_layers: OwnLayers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure one model over several machines, beside this one alone."""
+    from paceline.cli.bench_pipeline import bench_pipeline
+
+    settings = NodeSettings(model, weights, device=device, threads=threads)
+    bench_pipeline(
+        settings,
+        local_nodes=local_nodes,
+        lengths=(prompt_tokens, answer_tokens),
+        streams=streams,
+        rounds=rounds,
+        pins=tuple(pin or ()),
+        own_layers=own_layers,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def fault(
+    kill: Annotated[
+        str, typer.Option("--kill", help="Who dies: a node, or stage:1, stage:2 and so on. Stage 0 is this process.")
+    ] = "stage:1",
+    at: Annotated[int, typer.Option("--at", min=1, help="Token of the first answer at which it dies.")] = 64,
+    model: Model = DEFAULT_MODEL,
+    local_nodes: Annotated[int, typer.Option("--local-nodes", min=2, max=16, help="Nodes on this machine, this process included.")] = 3,
+    spare: Annotated[bool, typer.Option("--spare/--no-spare", help="One of the nodes has the layers and waits.")] = True,
+    prompt_tokens: PromptTokens = 128,
+    answer_tokens: AnswerTokens = 128,
+    streams: Streams = "1,16",
+    weights: Weights = None,
+    device: Device = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Kill a machine of a pipeline while answers stream: the gap, what is computed again, and whether the bytes match."""
+    from paceline.cli.bench_pipeline import bench_fault
+
+    settings = NodeSettings(model, weights, device=device, threads=threads)
+    bench_fault(
+        settings,
+        kill=kill,
+        at=at,
+        local_nodes=local_nodes,
+        spare=spare,
+        lengths=(prompt_tokens, answer_tokens),
+        streams=streams,
+        as_json=as_json,
+    )

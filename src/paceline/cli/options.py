@@ -1,0 +1,27 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paceline.backends.table import Kernels
+from paceline.core.model import WeightsFormat
+
+Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a folder, or a GGUF file.", show_default=True)]
+Weights = Annotated[WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: nearest to the file's.")]
+KvTokens = Annotated[int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.")]
+Context = Annotated[int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
+Device = Annotated[
+    Kernels | None,
+    typer.Option("--device", "-d", metavar="<kernels>", help=f"{', '.join(Kernels)}. Default: the fastest that apply."),
+]
+Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.")]
+MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+PromptTokens = Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")]
+AnswerTokens = Annotated[int, typer.Option("--answer", min=2, help="Tokens of each answer.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Medians are over these.")]
+Pins = Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")]
+OwnLayers = Annotated[int | None, typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.")]

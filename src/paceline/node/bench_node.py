@@ -1,0 +1,135 @@
+"""A node of a fleet inside this process, for benches: they step the engine of its pipeline themselves, without a server.
+
+Law: the node's event loop has a thread of its own, as beside an engine that serves; `close` ends it and everything on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ExecutorUnavailable, PipelineError, PlacementError
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard
+from paceline.node.engine_thread import SWITCH_INTERVAL_S
+from paceline.node.fleet_settings import FleetSettings
+from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder, build_engine_over
+from paceline.node.pipelines.eyes import FleetEyes
+from paceline.node.serving import FleetServing
+from paceline.node.settings import NodeSettings
+from paceline.node.shards.serving import member_of
+from paceline.node.shards.tensor_ends import NodeTensorEnds
+from paceline.parallel.sessions import SESSION_ID_BYTES, StageRequest
+from paceline.store.home import Home
+from paceline.transport.shard_client import open_stage
+
+SEEN_S = 60.0
+"""How long machines may take to come into view."""
+
+Answer = TypeVar("Answer")
+
+
+class BenchNode:
+    """A member that orchestrates.
+
+    Args:
+        settings: its part in the fleet.
+        home: with an identity.
+        clock: all time.
+
+    Raises:
+        UserError: it can't be one.
+    """
+
+    def __init__(self, settings: FleetSettings, home: Home, clock: Clock) -> None:
+        self._clock = clock
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="paceline-node", daemon=True)
+        self._thread.start()
+        self._whole: FleetServing | None = None
+        try:
+            self._whole, self._eyes = self._run(self._start(settings, home))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    @property
+    def cards(self) -> Sequence[NodeCard]:
+        """The live ones."""
+        return self._eyes.cards()
+
+    def wait_for(self, names: Iterable[str], beside: Iterable[bytes] = ()) -> None:
+        """Until machines are seen that run layers for others.
+
+        Args:
+            names: of all of them.
+            beside: instances that are known to be gone.
+
+        Raises:
+            PlacementError: they don't come.
+        """
+        missing, gone = set(names), set(beside)
+        until = self._clock.monotonic() + SEEN_S
+        while missing:
+            missing -= {str(card.node_id) for card in self.cards if card.serves_shards and card.instance not in gone}
+            if missing and self._clock.monotonic() >= until:
+                raise PlacementError(f"{', '.join(sorted(missing))} did not come into view", "Their logs may say why.")
+            if missing:
+                self._eyes.wait_for_news(0.2)
+
+    def build(self, settings: NodeSettings, order: PipelineOrder) -> BuiltPipeline:
+        """An engine over the fleet; close its executor before this node.
+
+        Raises:
+            UserError: it can't be had, and why.
+        """
+        assert self._whole is not None, "a closed node builds nothing"
+        fleet = self._whole.fleet
+        ends = NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, partial(member_of, fleet))
+        try:
+            return build_engine_over(settings, order, self._eyes, ends, self._loop, self._clock)
+        except (ExecutorUnavailable, PipelineError) as error:
+            raise PlacementError(error.message, error.hint) from error
+
+    def warm(self, node_id: NodeId, like: StageRequest) -> None:
+        """Have a machine load layers, as for a session that then is not used.
+
+        Raises:
+            FleetError: it refuses.
+        """
+
+        async def open_and_close() -> None:
+            request = replace(like, session_id=os.urandom(SESSION_ID_BYTES))
+            await (await open_stage(self._eyes.channel(node_id), node_id, request)).close()
+
+        self._run(open_and_close())
+
+    def close(self) -> None:
+        """Say goodbye and end. Idempotent."""
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            try:
+                self._run(whole.stop())
+            finally:
+                self._end_loop()
+
+    async def _start(self, settings: FleetSettings, home: Home) -> tuple[FleetServing, FleetEyes]:
+        whole = FleetServing(None, settings, home, self._clock)
+        await whole.start()
+        return whole, FleetEyes(whole.fleet)
+
+    def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
