@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from paceline.core.errors import ContextOverflow, FleetError, Overloaded, PacelineError, UnknownModel
+from paceline.core.errors import ContextOverflow, ExecutorUnavailable, FleetError, Overloaded, PacelineError, UnknownModel
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.server.inference import ChunkStream
 
-MOVES_ON = (FleetError, UnknownModel, Overloaded, ContextOverflow)
+MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow)
 """Refusals that the next node may not share: gone, no longer loaded, busy, with less memory."""
 
 
@@ -58,7 +58,7 @@ class Forwarded:
                 await self.aclose()
                 raise
             else:
-                self._begun = True
+                self._begun = self._begun or not all(chunk.notices for chunk in item)
                 self._running -= {chunk.index for chunk in item if chunk.finish_reason is not None}
                 return item
         raise StopAsyncIteration
@@ -76,7 +76,10 @@ class Forwarded:
                 self._over = True
                 raise self._refusal or UnknownModel("No node of the fleet has this model loaded any more", "Look at /v1/models.")
             self._stream = self._tries.pop(0)()
-        return await anext(self._stream)
+        item = await anext(self._stream)
+        if not self._begun and (ended := next((chunk for chunk in item if chunk.code is not None), None)) is not None:
+            raise ExecutorUnavailable(ended.error or "The machines it takes are not there", code=ended.code or "")
+        return item
 
     async def _move_on(self, error: PacelineError) -> None:
         if self._over:

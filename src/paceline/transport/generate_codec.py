@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams, TokenLogprob
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId
+from paceline.core.shown import printable
 from paceline.transport.wire import generate_pb2 as wire
 
 _TO_WIRE = {
@@ -23,6 +25,10 @@ MAX_STOPS = 64
 MAX_STOP_LETTERS = 64 << 10
 MAX_BIASES = 1024
 """None lower than the API's own."""
+MAX_NOTICES = 16
+MAX_DETAILS = 16
+MAX_DETAIL_LETTERS = 1000
+_NAME = re.compile("[a-z_]{1,64}")
 
 
 def write_request(model: str, digest: str, weights: str, numerics_id: str, request: GenerationRequest) -> wire.GenerateRequest:
@@ -119,6 +125,8 @@ def write_chunks(chunks: Sequence[GenerationChunk]) -> wire.GenerateResponse:
                 finish_reason=_TO_WIRE[chunk.finish_reason],
                 error=chunk.error or "",
                 cached_tokens=chunk.cached_tokens,
+                code=chunk.code or "",
+                notices=[_write_notice(notice) for notice in chunk.notices],
             )
             for chunk in chunks
         ]
@@ -139,6 +147,42 @@ def read_chunks(message: wire.GenerateResponse, request_id: RequestId) -> list[G
             finish_reason=_FROM_WIRE.get(chunk.finish_reason, FinishReason.ERROR),
             error=(chunk.error or None) if chunk.finish_reason in _FROM_WIRE else "The node ended the sequence in a way unknown here",
             cached_tokens=chunk.cached_tokens,
+            code=chunk.code if _NAME.fullmatch(chunk.code) else None,
+            notices=_read_notices(chunk),
         )
         for chunk in message.chunks
     ]
+
+
+def _write_notice(notice: Notice) -> wire.Notice:
+    details: list[wire.NoticeDetail] = []
+    for key, value in notice.detail.items():
+        match value:
+            case str():
+                details.append(wire.NoticeDetail(key=key, text=value))
+            case int():
+                details.append(wire.NoticeDetail(key=key, whole=value))
+            case float():
+                details.append(wire.NoticeDetail(key=key, real=value))
+    return wire.Notice(kind=notice.kind, detail=details)
+
+
+def _read_notices(chunk: wire.GenerationChunk) -> tuple[Notice, ...]:
+    """Names go into a client's stream as they are: what is no name is left out, and so is what stands beside tokens."""
+    if not chunk.notices or chunk.token_ids or chunk.text or chunk.finish_reason != wire.FINISH_REASON_UNSPECIFIED:
+        return ()
+    return tuple(
+        Notice(notice.kind, {one.key: _value(one) for one in notice.detail[:MAX_DETAILS] if _NAME.fullmatch(one.key)})
+        for notice in chunk.notices[:MAX_NOTICES]
+        if _NAME.fullmatch(notice.kind)
+    )
+
+
+def _value(detail: wire.NoticeDetail) -> str | int | float:
+    match detail.WhichOneof("value"):
+        case "whole":
+            return detail.whole
+        case "real":
+            return detail.real
+        case _:
+            return printable(detail.text, MAX_DETAIL_LETTERS)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams, TokenLogprob
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.transport.generate_codec import MAX_LOGPROBS, MAX_N, read_chunks, read_request, write_chunks, write_request
 from paceline.transport.wire import generate_pb2 as wire
@@ -15,6 +15,7 @@ from paceline.transport.wire import generate_pb2 as wire
 ID = RequestId("r")
 tokens = st.integers(0, (1 << 32) - 1)
 reals = st.floats(allow_nan=False)
+names = st.text("abcz_", min_size=1, max_size=9)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 samplings = st.builds(
     SamplingParams,
@@ -49,7 +50,14 @@ chunks = st.builds(
     st.lists(st.builds(TokenLogprob, tokens, reals, st.lists(st.tuples(tokens, reals), max_size=3).map(tuple)), max_size=3).map(tuple),
     st.none() | st.sampled_from(FinishReason),
     st.none() | texts.filter(bool),
+    st.none() | names,
     tokens,
+)
+notices = st.builds(
+    Notice, names, st.dictionaries(names, st.text("abc :-", max_size=9) | st.integers(-(1 << 63), (1 << 63) - 1) | reals, max_size=4)
+)
+news = st.builds(
+    GenerationChunk, st.just(ID), tokens, st.just(()), st.just(""), notices=st.lists(notices, min_size=1, max_size=3).map(tuple)
 )
 
 
@@ -60,10 +68,23 @@ def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
     assert (message.model_id, message.digest, message.quantization, message.numerics_id) == ("m", "d", "int4", "id")
 
 
-@given(st.lists(chunks, max_size=4))
+@given(st.lists(chunks | news, max_size=4))
 def test_chunks_survive_the_wire(gained: list[GenerationChunk]) -> None:
     message = wire.GenerateResponse.FromString(write_chunks(gained).SerializeToString())
     assert read_chunks(message, ID) == gained
+
+
+def test_what_a_peer_says_beside_an_answer_can_break_nobody_s_stream() -> None:
+    notice = Notice("shard_failover", {"lost": "b", "no name": 1})
+    forged = [
+        GenerationChunk(ID, 0, (), "", notices=(Notice("x\ndata: {}", {}), Notice("shard_status", {"reason": "a\n\nb"}), notice)),
+        GenerationChunk(ID, 0, (7,), "seven", notices=(notice,)),
+        GenerationChunk(ID, 0, (), "", finish_reason=FinishReason.ERROR, code='"}\n'),
+    ]
+    status, text, end = read_chunks(wire.GenerateResponse.FromString(write_chunks(forged).SerializeToString()), ID)
+    assert status.notices == (Notice("shard_status", {"reason": "a??b"}), Notice("shard_failover", {"lost": "b"}))
+    assert (text.text, text.notices) == ("seven", ())
+    assert end.code is None
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,62 @@ class TokenLogprob(_message.Message):
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
+class NoticeDetail(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    REAL_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    text: _builtins.str
+    whole: _builtins.int
+    real: _builtins.float
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        text: _builtins.str = ...,
+        whole: _builtins.int = ...,
+        real: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["real", b"real", "text", b"text", "value", b"value", "whole", b"whole"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "real", b"real", "text", b"text", "value", b"value", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["text", "whole", "real"]  # noqa: Y015
+    _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
+
+Global___NoticeDetail: _TypeAlias = NoticeDetail  # noqa: Y015
+
+@_typing.final
+class Notice(_message.Message):
+    """Something that happened to an answer and is no part of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Lower-case letters and underscores."""
+    @_builtins.property
+    def detail(self) -> _containers.RepeatedCompositeFieldContainer[Global___NoticeDetail]: ...
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        detail: _abc.Iterable[Global___NoticeDetail] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Notice: _TypeAlias = Notice  # noqa: Y015
+
+@_typing.final
 class GenerationChunk(_message.Message):
     """What one sequence gained."""
 
@@ -220,6 +276,8 @@ class GenerationChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    NOTICES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     text: _builtins.str
     """UTF-8 as far as it is whole; may lag behind the tokens."""
@@ -227,10 +285,16 @@ class GenerationChunk(_message.Message):
     error: _builtins.str
     """With FINISH_REASON_ERROR: what happened."""
     cached_tokens: _builtins.int
+    code: _builtins.str
+    """With FINISH_REASON_ERROR, where it was for want of machines: shard_unavailable, pipeline_aborted."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
+    @_builtins.property
+    def notices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Notice]:
+        """In chunks that carry nothing else."""
+
     def __init__(
         self,
         *,
@@ -241,10 +305,12 @@ class GenerationChunk(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         error: _builtins.str = ...,
         cached_tokens: _builtins.int = ...,
+        code: _builtins.str = ...,
+        notices: _abc.Iterable[Global___Notice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "notices", b"notices", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

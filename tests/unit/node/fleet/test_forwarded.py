@@ -10,6 +10,7 @@ from tests.unit.node.fleet.nodes import in_loop
 
 from paceline.core.errors import (
     ContextOverflow,
+    ExecutorUnavailable,
     FleetError,
     InvalidRequest,
     NodeUnreachable,
@@ -18,7 +19,7 @@ from paceline.core.errors import (
     RevokedNode,
     UnknownModel,
 )
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.ids import RequestId
 from paceline.node.forwarded import Forwarded
 
@@ -95,6 +96,23 @@ def test_what_the_next_node_may_not_share_moves_on(refusal: PacelineError) -> No
     assert len(chunks) == 4
     assert told == [refusal]
     assert first.closed == second.closed == 1
+
+
+@in_loop
+async def test_a_node_that_lost_its_machines_before_the_first_token_has_not_begun() -> None:
+    news = [GenerationChunk(ID, 0, (), "", notices=(Notice("shard_status", {"status": "degraded"}),))]
+    ended = [
+        GenerationChunk(ID, index, (), "", finish_reason=FinishReason.ERROR, error="b is gone", code="pipeline_aborted") for index in (0, 1)
+    ]
+    first = Script(news, ended)
+    chunks = await collect(forwarded(first, whole()))
+    assert [bool(one.notices) for one in chunks] == [True, False, False, False, False]
+    assert first.closed == 1
+    with pytest.raises(ExecutorUnavailable) as refused:
+        await collect(forwarded(Script(ended)))
+    assert refused.value.code == "pipeline_aborted"
+    begun = await collect(forwarded(Script([chunk(0)], ended), whole()))
+    assert [one.code for one in begun[1:]] == ["pipeline_aborted"] * 2
 
 
 @in_loop
