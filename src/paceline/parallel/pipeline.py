@@ -4,7 +4,8 @@ Laws:
 - Batches go through the stages in order, several at a time; each is complete in itself, so a stage that falls away is replaced by telling the
   engine (`ExecutorLost`), which runs live sequences again from their ids.
 - Nothing that a stage sends is believed unseen: number of rows, width, finite and bounded values.
-- Every wait is bounded by `PipelineLimits`; a search for machines that find none ends with `ExecutorUnavailable`, and a later request starts another.
+- Every wait is bounded by `PipelineLimits`; a search for machines that finds none ends with `ExecutorUnavailable`, and a later request starts
+  another; or, where there is a fallback, with all layers here, for good.
 
 Shapes: T rows of a batch, R rows with logits, D hidden, V vocabulary.
 """
@@ -24,6 +25,7 @@ from paceline.core.errors import (
     ExecutorLost,
     ExecutorUnavailable,
     LostSpan,
+    PacelineError,
     PipelineError,
     ShardCorrupt,
     StreamStalled,
@@ -35,10 +37,12 @@ from paceline.core.model import LayerRange
 from paceline.engine.executor import StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, logits_rows, token_ids
 from paceline.parallel.checks import check_activations
+from paceline.parallel.fallback import Fallback
 from paceline.parallel.inspector import Inspector
 from paceline.parallel.route import Fault, Route, Router, RouteStage
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, without_tokens
+from paceline.parallel.watch import PipelineWatch, Unwatched
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +92,8 @@ class PipelineExecutor:
         limits: bounds.
         clock: all time.
         inspector: is shown what goes out and comes back.
+        fallback: this machine alone, where no others are left; None: requests end with an error.
+        watch: counts.
 
     Raises:
         ExecutorUnavailable: there is no route, as long as the limits allow looking for one.
@@ -101,7 +107,10 @@ class PipelineExecutor:
         limits: PipelineLimits,
         clock: Clock,
         inspector: Inspector | None = None,
+        fallback: Fallback | None = None,
+        watch: PipelineWatch | None = None,
     ) -> None:
+        self._fallback, self._watch = fallback, watch or Unwatched()
         self._head, self._router, self._limits, self._clock, self._inspector = head, router, limits, clock, inspector
         self._remote = LayerRange(head.layers.stop, n_layers)
         self.block_size, self.one_path = head.block_size, head.one_path
@@ -118,6 +127,9 @@ class PipelineExecutor:
         """Of the slowest rows seen: what a batch may take beyond the bound."""
         self._notices: list[Notice] = []
         self._search_until: float | None = None
+        self._missing_since = clock.monotonic()
+        self._reason = ""
+        """Why no machines were found."""
         self._fault: Fault | None = None
         while not self.ready():
             pass
@@ -132,22 +144,29 @@ class PipelineExecutor:
     def ready(self) -> bool:
         if self._route is not None:
             return True
+        fallback = self._fallback
+        if fallback is not None and fallback.has_begun:
+            return self._falls_back(fallback)
         now = self._clock.monotonic()
         if self._search_until is None:
             self._search_until = now + self._limits.search_s
-        reason = "none answered in time"
+        if fallback is not None and fallback.is_due:
+            self._reason = "they were lost too often"
+            return self._falls_back(fallback)
+        self._reason = "none answered in time"
+        route = None
         try:
             route = self._router.find(self._limits.look_s)
         except PipelineError as error:
-            route, reason = None, str(error)
+            self._reason = str(error)
         if route is None:
             if self._clock.monotonic() < self._search_until:
                 return False
             self._search_until = now  # a later request looks once, and at once
-            self._notices.append(Notice("pipeline_aborted", {"code": "shard_unavailable", "reason": reason}))
-            raise ExecutorUnavailable(
-                f"No machines are left for layers {_span(self._remote)}: {reason}", "Start one that has them.", code="shard_unavailable"
-            )
+            if fallback is not None:
+                return self._falls_back(fallback)
+            raise self._unavailable(self._reason)
+        self._failed_over(route)
         self._take(route)
         return True
 
@@ -205,21 +224,63 @@ class PipelineExecutor:
         self._pending.clear()
         if self._inspector is not None:
             self._inspector.close()
+        if self._fallback is not None:
+            self._fallback.close()
         self._router.close()
         self._head.close()
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 
+    def _falls_back(self, fallback: Fallback) -> bool:
+        """`ready`, once no machines are looked for any more.
+
+        Raises:
+            ExecutorUnavailable: not even this machine can.
+        """
+        try:
+            route = fallback.wait(self._limits.look_s)
+        except PacelineError as error:
+            if self._search_until is not None and self._clock.monotonic() < self._search_until:
+                logger.warning("layers %s can't run here: %s", _span(self._remote), error)
+                return False
+            raise self._unavailable(f"{self._reason}; and not here: {error}") from error
+        if route is None:
+            return False
+        layers = _span(self._remote)
+        logger.warning("no machines are left for layers %s (%s): they run here from now on", layers, self._reason)
+        self._notices.append(Notice("local_fallback", {"layers": layers, "reason": self._reason}))
+        self._watch.fell_back()
+        self._router.close()
+        if self._inspector is not None:
+            self._inspector.close()
+            self._inspector = None
+        self._fault = None
+        self._take(route)
+        self.depth = 1  # there is nobody to work meanwhile
+        return True
+
+    def _unavailable(self, reason: str) -> ExecutorUnavailable:
+        self._notices.append(Notice("pipeline_aborted", {"code": "shard_unavailable", "reason": reason}))
+        return ExecutorUnavailable(
+            f"No machines are left for layers {_span(self._remote)}: {reason}", "Start one that has them.", code="shard_unavailable"
+        )
+
+    def _failed_over(self, route: Route) -> None:
+        """Say that others took over, if others did."""
+        self._watch.constructed(self._clock.monotonic() - self._missing_since)
+        if self._fault is None:
+            return
+        shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
+        logger.warning("the pipeline goes on over %s", shards)
+        self._notices.append(Notice("shard_failover", {"lost": self._fault.node_id or "unknown", "route": shards}))
+        if any(stage.numerics_id != self.numerics_id for stage in route.stages):
+            self._notices.append(Notice("shard_status", {"status": "other numerics", "route": shards}))
+        self.failovers += 1
+        self._watch.failed_over()
+        self._fault = None
+
     def _take(self, route: Route) -> None:
         """Run over a route from now on."""
-        if self._fault is not None:
-            shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
-            logger.warning("the pipeline goes on over %s", shards)
-            self._notices.append(Notice("shard_failover", {"lost": self._fault.node_id or "unknown", "route": shards}))
-            if any(stage.numerics_id != self.numerics_id for stage in route.stages):
-                self._notices.append(Notice("shard_status", {"status": "other numerics", "route": shards}))
-            self.failovers += 1
-            self._fault = None
         self._route, self._search_until = route, None
         self.n_blocks = min(route.n_blocks, self._head.n_blocks)
         own = self._head.layers
@@ -275,7 +336,10 @@ class PipelineExecutor:
             Notice("shard_status", {"status": "degraded", "node": fault.node_id or "unknown", "code": fault.code, "reason": fault.message})
         )
         self._fault = fault
-        self._route = None
+        self._route, self._missing_since = None, self._clock.monotonic()
+        self._watch.lost(fault)
+        if self._fallback is not None:
+            self._fallback.lost()
         self._pending.clear()
         route.close()
         self._router.quarantine(fault)

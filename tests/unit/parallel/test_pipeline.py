@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -12,14 +13,18 @@ from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ExecutorUnavailable
+from paceline.core.errors import ExecutorUnavailable, OutOfMemory
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams
-from paceline.core.ids import RequestId
+from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.parallel.fallback import FORGET_S, Fallback
+from paceline.parallel.local_route import LocalRoute
 from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
+from paceline.parallel.route import Fault
+from paceline.testing.clock import FakeClock
 from paceline.testing.null_backend import ByteVocabulary
 from paceline.testing.pipelines import Machine, MemoryRouter
 
@@ -224,6 +229,132 @@ def test_where_none_are_left_answers_end_and_later_ones_are_served(
         later = Run(bench.executor)
         bench.run.engine = later.engine
         assert later.all(requests()) == expected
+
+
+class Counted:
+    """A `PipelineWatch` that lists what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def constructed(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.told.append("constructed")
+
+    def lost(self, fault: Fault) -> None:
+        self.told.append(f"lost {fault.node_id}")
+
+    def failed_over(self) -> None:
+        self.told.append("failed over")
+
+    def fell_back(self) -> None:
+        self.told.append("fell back")
+
+
+class Alone(Bench):
+    """A pipeline that may go on here, on layers loaded when they are wanted."""
+
+    def __init__(self, runners: dict[str, LayerRunner[Any]], head: str, names: Sequence[str], *, after: int | None = None) -> None:
+        self.machines = {machine.node_id: machine for machine in machines(runners, *names)}
+        own, self.loaded = runners[head].layers.stop, list[LocalRoute]()
+        self.router = MemoryRouter(list(self.machines.values()), [LayerRange(own, 6)])
+        self.error: Exception | None = None
+        self.counted = Counted()
+        self.fallback = Fallback(lambda: self.load(own), after, SystemClock())
+        limits = PipelineLimits(stall_s=0.5, search_s=0.0 if after is None else 3600.0, look_s=0.001)
+        clock = SystemClock()
+        self.executor = PipelineExecutor(runners[head], 6, self.router, limits, clock, fallback=self.fallback, watch=self.counted)
+        self.run = Run(self.executor)
+
+    def load(self, own: int) -> LocalRoute:
+        if self.error is not None:
+            raise self.error
+        runner = load(LayerRange(own, 6), edges=False)
+        self.loaded.append(LocalRoute(NodeId("here"), "m", runner, max_rows=1024, max_context=1 << 20, width=SPEC.hidden))
+        return self.loaded[-1]
+
+    def __exit__(self, *_: object) -> None:
+        for route in self.loaded:
+            route.close()
+        super().__exit__()
+
+
+@pytest.mark.parametrize("head", ["head", "head2"])
+def test_where_it_may_this_machine_goes_on_alone_with_the_same_bytes(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], head: str
+) -> None:
+    with Alone(runners, head, ["one", "two"]) as bench:
+        bench.machines["one"].dies_at, bench.machines["two"].dies_at = 4, 3
+        assert bench.run.all(requests()) == expected
+        assert bench.counted.told == ["constructed", "lost one", "constructed", "failed over", "lost two", "fell back"]
+        notice = next(notice for notice in bench.run.notices if notice.kind == "local_fallback")
+        assert notice.detail["layers"] == ("0 to 5" if head == "head" else "2 to 5")
+        assert bench.executor.depth == 1
+        assert Run(bench.executor).all(requests()) == expected
+        assert len(bench.loaded) == 1
+
+
+def test_losses_end_the_search_where_that_was_asked_for(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:
+    with Alone(runners, "head2", ["one", "two", "three"], after=2) as bench:
+        bench.machines["one"].dies_at, bench.machines["two"].dies_at = 4, 3
+        assert bench.run.all(requests()) == expected
+        assert bench.counted.told[-2:] == ["lost two", "fell back"]
+        assert bench.router.looks == 2, "nobody else was looked for"
+
+
+def test_where_this_machine_can_t_either_requests_end_and_machines_that_come_back_are_used(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]
+) -> None:
+    with Alone(runners, "head2", ["one"]) as bench:
+        bench.error = OutOfMemory("The weights need 9 GiB")
+        bench.machines["one"].dies_at = 4
+        bench.run.all(requests())
+        assert {*bench.run.ends.values()} == {(FinishReason.ERROR, "shard_unavailable")}
+        assert "9 GiB" in str(bench.run.notices[-1].detail["reason"])
+        bench.machines["one"].alive, bench.machines["one"].dies_at = True, None
+        bench.router.quarantined.clear()
+        assert Run(bench.executor).all(requests()) == expected
+
+
+def test_where_this_machine_can_t_others_are_looked_for_however_many_were_lost(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]
+) -> None:
+    with Alone(runners, "head2", ["one", "two"], after=1) as bench:
+        bench.error = MemoryError()
+        bench.machines["one"].dies_at = 4
+        assert bench.run.all(requests()) == expected
+        assert bench.counted.told[-1] == "failed over"
+
+
+def test_layers_that_are_loaded_for_nobody_are_closed() -> None:
+    begin, closed = threading.Event(), threading.Event()
+
+    class Loaded(LocalRoute):
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    def slowly() -> LocalRoute:
+        begin.wait(60)
+        return Loaded(NodeId("here"), "m", load(LayerRange(2, 6), edges=False), max_rows=64, max_context=512, width=SPEC.hidden)
+
+    fallback = Fallback(slowly, None, SystemClock())
+    assert fallback.wait(0.0) is None
+    assert fallback.has_begun
+    fallback.close()
+    begin.set()
+    assert closed.wait(60)
+
+
+def test_losses_of_long_ago_do_not_count() -> None:
+    clock = FakeClock()
+    fallback = Fallback(lambda: pytest.fail("nothing is to be loaded"), 2, clock)
+    fallback.lost()
+    clock.advance(FORGET_S)
+    fallback.lost()
+    assert not fallback.is_due
+    fallback.lost()
+    assert fallback.is_due
 
 
 def test_less_memory_after_a_loss_is_lived_with(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:
