@@ -27,9 +27,11 @@ from paceline.node.cores import usable_cores
 from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
+from paceline.node.pipelines.alone import loads_the_rest
 from paceline.node.pipelines.choosing import Wanted
 from paceline.node.pipelines.holders import Holders
 from paceline.node.pipelines.meter import PipelineMeter
+from paceline.node.pipelines.metered import MeteredEngine
 from paceline.node.pipelines.opening import Opener, SeesFleet
 from paceline.node.pipelines.router import FleetRouter
 from paceline.node.pipelines.spot_check import SpotCheck
@@ -38,6 +40,7 @@ from paceline.node.shapes import model_shape, stored_format
 from paceline.node.shards.ends import TensorEnds
 from paceline.node.sizing import plan_kv
 from paceline.node.speed import Speed, vocabulary_id
+from paceline.parallel.fallback import Fallback
 from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
 from paceline.parallel.sessions import ActivationDtype, StageLoading, StageRequest
 from paceline.server.inference import ServedModel
@@ -85,8 +88,9 @@ def build_pipeline(
     on_loading: Callable[[NodeId, StageLoading], None] | None = None,
 ) -> BuiltNode:
     """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there."""
+    meter = meter or PipelineMeter()
     built = build_engine_over(settings, order, fleet, ends, loop, clock, meter=meter, progress=progress, on_loading=on_loading)
-    host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
+    host = EngineHost(MeteredEngine(built.engine, meter, clock), built.executor.close, built.model, built.config, clock)
     return BuiltNode(host, built.model, (), built.summary, built.warm)
 
 
@@ -180,14 +184,19 @@ def build_engine_over(
         report_s=asked.report_ms / 1000,
     )
     opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop, on_loading)
-    router = FleetRouter(fleet, opener, wanted, loop, clock, meter or PipelineMeter())
+    meter = meter or PipelineMeter()
+    router = FleetRouter(fleet, opener, wanted, loop, clock, meter)
+    fallback = None
+    if asked.fallback_to_local:
+        rest = loads_the_rest(fleet.node_id, opened, kernels, head, options, settings.max_running)
+        fallback = Fallback(rest, asked.fallback_to_local_after_failures, clock)
     check = None
     if asked.spot_check_every and head.holds_identity and request.dtype is ActivationDtype.BF16:
         holders = Holders(fleet.cards, fleet.trust, fleet.node_id, wanted, router.excluded)
         check = SpotCheck(asked.spot_check_every, opener, holders, head.numerics_id, router.quarantine, loop)
     limits = PipelineLimits(stall_s=asked.stall_seconds, search_s=asked.search_seconds, max_rows=max_rows, max_context=spec.max_context)
     try:
-        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check)
+        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check, fallback, meter)
     except BaseException:
         router.close()
         head.close()

@@ -9,6 +9,12 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paceline.node.shards.meter import ShardMeter
+from paceline.parallel.route import Fault
+from paceline.server.metrics import Histogram
+
+CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)
+FIRST_TOKEN_BOUNDS_MS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0, 6400.0, 12800.0, 25600.0, 60000.0)
+RATE_BOUNDS = (0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 512.0)
 
 
 class PipelineMeter:
@@ -17,6 +23,10 @@ class PipelineMeter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._corruption = 0
+        self.construct_ms = Histogram(CONSTRUCT_BOUNDS_MS)
+        self.first_token_ms = Histogram(FIRST_TOKEN_BOUNDS_MS)
+        self.tokens_per_second = Histogram(RATE_BOUNDS)
+        self.losses = self.failovers = self.fallbacks = 0
 
     @property
     def corruption(self) -> int:
@@ -27,6 +37,31 @@ class PipelineMeter:
         """One more."""
         with self._lock:
             self._corruption += 1
+
+    # ---------------------------------------------------------------------------------- as a PipelineWatch, in the engine's thread
+
+    def constructed(self, seconds: float) -> None:
+        self.construct_ms.observe(seconds * 1000)
+
+    def lost(self, fault: Fault) -> None:
+        del fault
+        self.losses += 1
+
+    def failed_over(self) -> None:
+        self.failovers += 1
+
+    def fell_back(self) -> None:
+        self.fallbacks += 1
+
+    # --------------------------------------------------------------------------------------------------- in the engine's thread
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token, so long after it came."""
+        self.first_token_ms.observe(seconds * 1000)
+
+    def answered(self, tokens_per_s: float) -> None:
+        """A request is over; so fast came what followed its first token."""
+        self.tokens_per_second.observe(tokens_per_s)
 
 
 class PipelineMetrics(Collector):
@@ -46,6 +81,15 @@ class PipelineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family a metric."""
+        meter = self._pipelines
+        yield meter.construct_ms.family(
+            "paceline_pipeline_construct_ms", "Milliseconds until machines for all layers were found and ready."
+        )
+        yield meter.first_token_ms.family("paceline_first_token_ms", "Milliseconds from a request to its first token, over a pipeline.")
+        yield meter.tokens_per_second.family("paceline_tokens_per_second", "Of a request over a pipeline, after its first token.")
+        yield CounterMetricFamily("paceline_pipelines_lost", "Times that a pipeline in use broke.", value=meter.losses)
+        yield CounterMetricFamily("paceline_failovers", "Times that other machines took over.", value=meter.failovers)
+        yield CounterMetricFamily("paceline_fallback_to_local", "Times that this machine took over alone.", value=meter.fallbacks)
         corruption = self._pipelines.corruption + (0 if self._shards is None else self._shards.corruption)
         yield CounterMetricFamily(
             "paceline_shard_corruption_detected",
