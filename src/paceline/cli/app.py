@@ -56,6 +56,9 @@ def up(
     serve_shards: Annotated[
         bool | None, typer.Option("--serve-shards/--no-serve-shards", help="Run layers of models for other machines of the fleet.")
     ] = None,
+    fallback_to_local: Annotated[
+        bool | None, typer.Option("--fallback-to-local/--no-fallback-to-local", help="Go on alone when a pipeline has no machines left.")
+    ] = None,
     pin: Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")] = None,
     own_layers: Annotated[
         int | None, typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.")
@@ -72,7 +75,7 @@ def up(
     settings = None if no_model else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running)
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
-        *(pipeline, serve_shards, tuple(pin or ()), own_layers, throughput, local_nodes, tied),
+        *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, local_nodes, tied),
     )
     run_shared(settings, sharing, host=host, port=port, api_key=api_key, greet=greet)
 

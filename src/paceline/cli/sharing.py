@@ -24,6 +24,7 @@ class Sharing:
     mdns: bool
     pipeline: bool | None
     serve_shards: bool | None
+    fallback_to_local: bool | None
     pins: tuple[str, ...]
     own_layers: int | None
     throughput: bool
@@ -80,11 +81,15 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     from paceline.node.planning import parse_pin
     from paceline.node.shards.hosting import hosting_of
 
-    pipelines = read_pipeline_settings(Home.from_environment()).overridden(enabled=sharing.pipeline, serve_shards=sharing.serve_shards)
+    pipelines = read_pipeline_settings(Home.from_environment()).overridden(
+        enabled=sharing.pipeline, serve_shards=sharing.serve_shards, fallback_to_local=sharing.fallback_to_local
+    )
     objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
-    order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective) if asked else None
+    order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
+    in_need = order if pipelines.enabled else None
+    order = order if asked else None
     hosting = hosting_of(pipelines, None if settings is None else settings.threads)
-    run_up(settings, host=host, port=port, api_key=api_key, greet=greet, fleet=fleet, order=order, hosting=hosting)
+    run_up(settings, host=host, port=port, api_key=api_key, greet=greet, fleet=fleet, order=order, in_need=in_need, hosting=hosting)
 
 
 def _stop_at_eof() -> None:

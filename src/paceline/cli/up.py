@@ -25,6 +25,7 @@ from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_OK
 from paceline.cli.interrupts import end_now, interrupts_end_now
 from paceline.cli.progress import byte_bar
 from paceline.cli.terminal import Terminal, own_command
+from paceline.core.errors import OutOfMemory
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.settings import NodeSettings
 from paceline.server.settings import ServerSettings, check_bind
@@ -52,6 +53,7 @@ def run_up(
     greet: bool,
     fleet: FleetSettings | None = None,
     order: PipelineOrder | None = None,
+    in_need: PipelineOrder | None = None,
     hosting: Hosting | None = None,
 ) -> NoReturn:
     """Serve until interrupted: this machine alone, or, where it is a member of a fleet, as one node of it.
@@ -64,6 +66,7 @@ def run_up(
         greet: ask one question once it is up.
         fleet: this node's part in its fleet; None where it is in none.
         order: how the model is spread over the fleet; None: this machine runs it alone.
+        in_need: the same, where this machine can't run it alone; None: it is an error then.
         hosting: how layers are run for others; None: they are not.
 
     Raises:
@@ -81,7 +84,10 @@ def run_up(
     console = Terminal()
     if settings is not None and order is not None:
         ensure(settings.model, console)
-    node = None if settings is None or order is not None else load(settings, console)
+    node = None
+    if settings is not None and order is None:
+        node = load_alone(settings, console, or_spread=in_need is not None)
+        order = in_need if node is None else None
     try:
 
         async def main() -> None:
@@ -172,6 +178,17 @@ async def _spread(
     node = opening.result()
     console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False, soft_wrap=True)
     return node
+
+
+def load_alone(settings: NodeSettings, console: Console, *, or_spread: bool) -> BuiltNode | None:
+    """`load`. None where this machine has not the memory, and the model may be spread over several."""
+    try:
+        return load(settings, console)
+    except OutOfMemory as error:
+        if not or_spread:
+            raise
+        console.print(f"{settings.model} does not fit this machine alone: {error.message}", markup=False, soft_wrap=True)
+        return None
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:

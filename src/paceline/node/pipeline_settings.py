@@ -70,10 +70,13 @@ class PipelineSettings(_Table):
     """How often a stage says how far it is. Raising it: a stall is known later; lowering it: more small messages."""
     host: HostSettings = HostSettings()
 
-    def overridden(self, *, enabled: bool | None = None, serve_shards: bool | None = None) -> PipelineSettings:
+    def overridden(
+        self, *, enabled: bool | None = None, serve_shards: bool | None = None, fallback_to_local: bool | None = None
+    ) -> PipelineSettings:
         """With what the command line says in place of the file; None: nothing."""
         host = self.host if serve_shards is None else self.host.model_copy(update={"serve_shards": serve_shards})
-        return self.model_copy(update={"host": host, "enabled": self.enabled if enabled is None else enabled})
+        said = {"enabled": enabled, "fallback_to_local": fallback_to_local}
+        return self.model_copy(update={"host": host, **{key: value for key, value in said.items() if value is not None}})
 
 
 def read_pipeline_settings(home: Home) -> PipelineSettings:

@@ -25,6 +25,7 @@ from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_tokenizers import TokenizerStore
 from paceline.node.offers import WarmModel, learn_digests
 from paceline.node.pipelines.meter import PipelineMeter, PipelineMetrics
+from paceline.node.pipelines.slots import PipelineSlots
 from paceline.node.shards.serving import Hosting, ShardServing
 from paceline.node.weights import weights_service
 from paceline.store.home import Home
@@ -87,6 +88,7 @@ class FleetServing:
         self.metrics = FleetMetrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock)
         self.pipelines = PipelineMeter()
+        self.slots = PipelineSlots()
         self._pipeline_metrics = PipelineMetrics(self.pipelines, None if self.shards is None else self.shards.meter)
         self._home = home
         self._beside = () if node is None or node.location is None else (node.location,)

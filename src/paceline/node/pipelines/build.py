@@ -86,11 +86,22 @@ def build_pipeline(
     meter: PipelineMeter | None = None,
     progress: LoadProgress | None = None,
     on_loading: Callable[[NodeId, StageLoading], None] | None = None,
+    on_end: Callable[[], None] = lambda: None,
 ) -> BuiltNode:
-    """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there."""
+    """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there.
+
+    `on_end` is called once the pipeline has ended.
+    """
     meter = meter or PipelineMeter()
     built = build_engine_over(settings, order, fleet, ends, loop, clock, meter=meter, progress=progress, on_loading=on_loading)
-    host = EngineHost(MeteredEngine(built.engine, meter, clock), built.executor.close, built.model, built.config, clock)
+
+    def release() -> None:
+        try:
+            built.executor.close()
+        finally:
+            on_end()
+
+    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock)
     return BuiltNode(host, built.model, (), built.summary, built.warm)
 
 
