@@ -55,6 +55,8 @@ class PipelineLimits:
     """Without a batch coming out, beyond what its rows take. Raising it: a machine that hangs is noticed later."""
     search_s: float = 30.0
     """How long machines are looked for before requests end with an error. Raising it: they wait longer where none come back."""
+    row_s: float = 0.01
+    """What a row may take in all stages, until rows were seen. The bound on a stall grows with the rows under way."""
     look_s: float = 0.25
     """How long one look for machines may hold up the engine's thread."""
     max_rows: int = 1024
@@ -123,7 +125,7 @@ class PipelineExecutor:
         self._own: Stage | None = None
         self._pending: deque[_InFlight] = deque()
         self._received = 0
-        self._row_s = 0.0
+        self._row_s = limits.row_s
         """Of the slowest rows seen: what a batch may take beyond the bound."""
         self._notices: list[Notice] = []
         self._search_until: float | None = None

@@ -47,6 +47,8 @@ from paceline.server.inference import ServedModel
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 
+TYPICAL_PROMPT = 512
+"""Tokens of the prompt that plans are made for."""
 LOOK_S = 0.5
 """Between two looks at a view in which nobody can take part yet."""
 
@@ -205,7 +207,13 @@ def build_engine_over(
     if asked.spot_check_every and head.holds_identity and request.dtype is ActivationDtype.BF16:
         holders = Holders(fleet.cards, fleet.trust, fleet.node_id, wanted, router.excluded)
         check = SpotCheck(asked.spot_check_every, opener, holders, head.numerics_id, router.quarantine, loop)
-    limits = PipelineLimits(stall_s=asked.stall_seconds, search_s=asked.search_seconds, max_rows=max_rows, max_context=spec.max_context)
+    limits = PipelineLimits(
+        stall_s=asked.stall_seconds,
+        search_s=asked.search_seconds,
+        row_s=planned.estimate.ttft_s / TYPICAL_PROMPT,
+        max_rows=max_rows,
+        max_context=spec.max_context,
+    )
     try:
         executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check, fallback, meter)
     except BaseException:
@@ -231,6 +239,7 @@ def _planned(fleet: SeesFleet, order: PipelineOrder, digest: str, weights: Weigh
     request = PlanRequest(
         digest,
         weights,
+        prompt_tokens=TYPICAL_PROMPT,
         ways=frozenset({Way.PIPELINE}),
         pins=order.pins,
         objective=order.objective,
