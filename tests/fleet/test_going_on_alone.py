@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
 import pytest
 
 from paceline.cli.membership import fleet_settings
@@ -51,3 +61,58 @@ def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyP
         if node is not None:
             node.close()
         fleet.close()
+
+
+def test_a_client_that_asked_is_told_and_the_metrics_count_it(tmp_path: Path) -> None:
+    home = Home.from_environment().root
+    for shared in ("models", "cache"):
+        (home / shared).mkdir(parents=True, exist_ok=True)
+        (tmp_path / shared).symlink_to(home / shared, target_is_directory=True)
+    (tmp_path / "config.toml").write_text("[pipeline]\nfallback_to_local = true\nfallback_to_local_after_failures = 1\n")
+    command = [sys.executable, "-m", "paceline", "up", "--local-nodes", "2", "--port", "0", "--own-layers", "12", "--tied"]
+    process = subprocess.Popen(
+        [*command, "--context", "512", "--kv-tokens", "4096", "--threads", "1"],
+        env={**os.environ, "PACELINE_HOME": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        url = next((found[1] for line in process.stdout if (found := re.search(r"Ready at (http://\S+)/v1", line))), None)
+        assert url is not None
+        with httpx.Client(base_url=url, timeout=120) as http:
+            body = {"model": DEFAULT_MODEL, "prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+            right = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            text, told = "", list[str]()
+            body |= {"stream": True, "stream_options": {"include_events": True}}
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("event: "):
+                        told.append(line.removeprefix("event: "))
+                    elif line.startswith("data: {") and (choices := json.loads(line[6:])["choices"]):
+                        if not text:
+                            os.kill(_other_node(process.pid), signal.SIGKILL)
+                        text += choices[0]["text"]
+            assert text == right
+            assert told == ["shard_status", "local_fallback"]
+            page = http.get("/metrics").text.splitlines()
+        assert "paceline_fallback_to_local_total 1.0" in page
+        assert "paceline_failovers_total 0.0" in page
+        assert "paceline_pipeline_construct_ms_count 1.0" in page
+        assert "paceline_first_token_ms_count 2.0" in page
+    finally:
+        process.stdin.close()
+        process.stdout.read()
+        process.stdout.close()
+        process.wait(30)
+
+
+def _other_node(parent: int) -> int:
+    """The process of the node that was started by another."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            if f"\nPPid:\t{parent}\n" in status.read_text() and b"--serve-shards" in (status.parent / "cmdline").read_bytes():
+                return int(status.parent.name)
+    pytest.fail("there is no other node")

@@ -45,11 +45,14 @@ async def orchestrate(
     fleet = whole.fleet
     ends = NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, partial(member_of, fleet))
     build = partial(build_pipeline, meter=whole.pipelines, progress=progress, on_loading=on_loading)
-    give_back: Callable[[], None] | None = None
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
-        build = partial(build, on_end=give_back)
-        node = await asyncio.to_thread(build, settings, order, FleetEyes(fleet), ends, asyncio.get_running_loop(), clock)
+        try:
+            eyes, loop = FleetEyes(fleet), asyncio.get_running_loop()
+            node = await asyncio.to_thread(partial(build, on_end=give_back), settings, order, eyes, ends, loop, clock)
+        except BaseException:
+            give_back()
+            raise
     except UserError:
         raise
     except (ExecutorUnavailable, PipelineError) as error:
