@@ -37,7 +37,10 @@ Documented = dict[int | str, dict[str, Any]]
 _EVENT = {
     "type": "object",
     "required": ["data"],
-    "properties": {"data": {"type": "string", "description": "A chunk's JSON, or [DONE] after the last one."}},
+    "properties": {
+        "data": {"type": "string", "description": "A chunk's JSON, or [DONE] after the last one."},
+        "event": {"type": "string", "description": "Only with `include_events`: what happened to the machines."},
+    },
 }
 _STREAM = {"text/event-stream": {"schema": _EVENT}}
 _REASONS = {
@@ -46,7 +49,7 @@ _REASONS = {
     413: "The body is too long",
     429: "Too busy; see Retry-After",
     500: "The generation failed",
-    503: "Stopping",
+    503: "Stopping, or machines that the model takes are gone",
 }
 _FAULTS: Documented = {status: {"model": replies.ErrorReply, "description": reason} for status, reason in _REASONS.items()}
 
