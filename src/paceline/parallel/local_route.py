@@ -52,7 +52,8 @@ class LocalRoute:
         batch, x_TD = self._waiting.popleft()
         return batch, self._stage.run(batch, x_TD)
 
-    def fault(self) -> Fault | None:
+    def fault(self, wait_s: float = 0.0) -> Fault | None:
+        del wait_s
         return None
 
     def suspect(self, received: int) -> Fault:

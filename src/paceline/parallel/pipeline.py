@@ -28,8 +28,12 @@ from paceline.core.errors import (
     PacelineError,
     PipelineError,
     ShardCorrupt,
+    ShardUnavailable,
+    StreamClosed,
+    StreamCorrupt,
     StreamStalled,
     TensorStreamError,
+    TensorTooLarge,
 )
 from paceline.core.generation import Notice
 from paceline.core.ids import BatchId
@@ -39,12 +43,16 @@ from paceline.engine.local import Int32, LayerRunner, logits_rows, token_ids
 from paceline.parallel.checks import check_activations
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.inspector import Inspector
+from paceline.parallel.patience import Patience
 from paceline.parallel.route import Fault, Route, Router, RouteStage
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, without_tokens
 from paceline.parallel.watch import PipelineWatch, Unwatched
 
 logger = logging.getLogger(__name__)
+
+WORD_S = 0.5
+"""How long to wait for word of why a stream closed. Raising it holds up a failover where no word comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +133,7 @@ class PipelineExecutor:
         self._own: Stage | None = None
         self._pending: deque[_InFlight] = deque()
         self._received = 0
-        self._row_s = limits.row_s
-        """Of the slowest rows seen: what a batch may take beyond the bound."""
+        self._patience = Patience(limits.row_s)
         self._notices: list[Notice] = []
         self._search_until: float | None = None
         self._missing_since = clock.monotonic()
@@ -189,7 +196,7 @@ class PipelineExecutor:
         now = clock.monotonic()
         times.own_s += now - began
         try:
-            route.sink.send(stage_batch, bits_TD, now + self._limits.stall_s)
+            route.sink.send(stage_batch, bits_TD, now + self._allowed_s())
         except TensorStreamError as error:
             raise self._lost(error) from error
         times.sending_s += clock.monotonic() - now
@@ -198,8 +205,7 @@ class PipelineExecutor:
     def collect(self, deadline: float) -> StepOutput:
         route, oldest = self._in_use(), self._pending[0]
         began = self._clock.monotonic()
-        rows = sum(waiting.batch.n_rows for waiting in self._pending)
-        bound = min(deadline, began + self._limits.stall_s + 4 * rows * self._row_s)
+        bound = min(deadline, began + self._allowed_s())
         try:
             answered, bits_TD = route.source.receive(bound)
             self._check(oldest.batch, answered, bits_TD)
@@ -209,9 +215,8 @@ class PipelineExecutor:
             self._inspector.came(answered, bits_TD)
         self._pending.popleft()
         self._received += 1
-        n_rows = oldest.batch.n_rows
         now, times = self._clock.monotonic(), self.times
-        self._row_s = max(self._row_s * 0.99, (now - oldest.sent_at) / max(1, n_rows))
+        self._patience.took(oldest.batch.n_rows, now - oldest.sent_at)
         logits_RV = self._head.logits(self._head.from_wire(bits_TD), oldest.rows_R)
         times.batches += 1
         times.waiting_s += now - began
@@ -264,7 +269,9 @@ class PipelineExecutor:
     def _unavailable(self, reason: str) -> ExecutorUnavailable:
         self._notices.append(Notice("pipeline_aborted", {"code": "shard_unavailable", "reason": reason}))
         return ExecutorUnavailable(
-            f"No machines are left for layers {_span(self._remote)}: {reason}", "Start one that has them.", code="shard_unavailable"
+            f"No machines are left for layers {_span(self._remote)}: {reason.rstrip('.')}",
+            "Start one that has them.",
+            code="shard_unavailable",
         )
 
     def _failed_over(self, route: Route) -> None:
@@ -303,6 +310,10 @@ class PipelineExecutor:
         self.depth = len(route.stages) + bool(own)
         self._received = 0
 
+    def _allowed_s(self) -> float:
+        """How long nothing may come, or be taken: what is on its way has to be computed first."""
+        return self._limits.stall_s + sum(self._patience.of(waiting.batch.n_rows) for waiting in self._pending)
+
     def _in_use(self) -> Route:
         """The route, unless something was heard of it that ends it.
 
@@ -326,13 +337,14 @@ class PipelineExecutor:
         """Close the route, leave out who broke it, and say which layers are gone."""
         route = self._route
         assert route is not None, "only a route in use is lost"
-        fault = route.fault()
-        if fault is None and isinstance(error, ShardCorrupt):
-            fault = Fault(route.stages[-1].node_id, error.code, str(error))
+        # A stream that closed says little; whose fault it was is heard from the stages themselves a moment later.
+        fault = route.fault(WORD_S if isinstance(error, StreamClosed) else 0.0)
+        if fault is None and isinstance(error, ShardCorrupt | StreamCorrupt | TensorTooLarge):
+            fault = Fault(route.stages[-1].node_id, ShardCorrupt.code, str(error))
         if fault is None:
             fault = route.suspect(self._received)
             if not isinstance(error, StreamStalled) and error is not None:
-                fault = Fault(fault.node_id, fault.code, str(error))
+                fault = Fault(fault.node_id, ShardUnavailable.code, str(error))
         logger.warning("the pipeline broke: %s: %s", fault.node_id or "nobody knows who", fault.message)
         self._notices.append(
             Notice("shard_status", {"status": "degraded", "node": fault.node_id or "unknown", "code": fault.code, "reason": fault.message})

@@ -55,8 +55,12 @@ class Route(Protocol):
         """Out of the last."""
         ...
 
-    def fault(self) -> Fault | None:
-        """What broke, as far as is known: a stage that is gone, or that reported a fault. Does not wait."""
+    def fault(self, wait_s: float = 0.0) -> Fault | None:
+        """What broke, as far as is known: a stage that is gone, or that reported a fault.
+
+        Args:
+            wait_s: how long to wait for word of it.
+        """
         ...
 
     def suspect(self, received: int) -> Fault:

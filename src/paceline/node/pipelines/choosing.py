@@ -6,7 +6,7 @@ Pure: the view is an argument.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.errors import PlacementError, ShardUnavailable
 from paceline.core.ids import NodeId
@@ -15,7 +15,7 @@ from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.cover import CoverRequest, pick, warm_shards
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import Objective, Pin, PlanRequest, Way
+from paceline.fleet.plan import Objective, Pin, PlanRequest, Stage, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,29 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
         numerics_id=wanted.numerics_id,
     )
     try:
-        made = plan(allowed, request, trust)
+        stages = plan(allowed, request, trust).chosen.stages
     except PlacementError as error:
-        raise ShardUnavailable(error.message, error.hint) from error
-    parts = [Part(stage.node_id, stage.layers) for stage in made.chosen.stages[1:]]
+        stages = _with_one(allowed, request, trust)
+        if not stages:
+            raise ShardUnavailable(error.message, error.hint) from error
+    parts = [Part(stage.node_id, stage.layers) for stage in stages[1:]]
     if len(parts) > wanted.max_shards:
         raise ShardUnavailable(
             f"The plan takes {len(parts)} shards, and a request may use {wanted.max_shards}", "Raise max_shards_per_request."
         )
     return parts
+
+
+def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> Sequence[Stage]:
+    """A machine that came just now, so that nobody has measured the way to it, is as good as any where there is no other."""
+    for card in sorted(cards, key=lambda card: (-card.memory_total_bytes, card.node_id)):
+        if request.pins or card.node_id in {request.orchestrator, *request.exclude}:
+            continue
+        try:
+            return plan(cards, replace(request, pins=(Pin(card.node_id),)), trust).chosen.stages
+        except PlacementError:
+            continue
+    return ()
 
 
 def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[Part]:

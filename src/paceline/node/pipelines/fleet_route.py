@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from paceline.core.ids import NodeId
 from paceline.engine.local import WireBits
@@ -55,9 +56,11 @@ class FleetRoute:
         self._accused = self._accused or fault
         self._wake()
 
-    def fault(self) -> Fault | None:
+    def fault(self, wait_s: float = 0.0) -> Fault | None:
         if self._accused is not None:
             return self._accused
+        if wait_s:
+            wait([session.lost for session in self.sessions], wait_s, FIRST_COMPLETED)
         losses = [(session.node_id, session.lost.result()) for session in self.sessions if session.lost.done()]
         # A node that broke off knows less of others than those who still speak, and is itself the likeliest reason of what they say.
         losses.sort(key=lambda pair: pair[1].fault is not None)

@@ -112,7 +112,9 @@ class SpotCheck:
     # ------------------------------------------------------------------------------------------------------ for the engine's thread
 
     def sent(self, route: Route, batch: StageBatch, x_TD: WireBits) -> None:
-        assert isinstance(route, FleetRoute), "this node's own"
+        if not isinstance(route, FleetRoute):  # one that stays here
+            self._route = self._sample = None
+            return
         if route is not self._route:
             self._route, self._sample = route, None
         if self._sample is not None or (self._running is not None and not self._running.done()):

@@ -1,0 +1,208 @@
+"""A pipeline of real nodes loses its stages, in every way they can be lost: the answer goes on with the bytes of one machine, or ends in time.
+
+`o` orchestrates and `h` hosts, both as a person starts them. `bad` and `good` are nodes of one process, `saboteur.py`, so that they come and go quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tests.fleet.machines import Machine, free_port, machines, until
+from tests.fleet.test_forwarding import MODEL, client_of, metric
+
+from paceline.core.clock import SystemClock
+from paceline.core.ids import NodeId
+from paceline.store.home import Home
+from paceline.transport.trust.authority import Authority
+from paceline.transport.trust.certificates import make_key
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.requests import make_request
+
+SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
+CONFIG = """[pipeline]
+stall_seconds = 0.5
+search_seconds = 6
+spot_check_every = 1
+"""
+ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 48}
+
+
+@dataclass(slots=True)
+class Fleet:
+    o: Machine
+    h: Machine
+    twins: subprocess.Popen[str]
+    peer: str
+    alone: str
+    """The answer of one machine."""
+
+    def tell(self, order: str) -> None:
+        """Have `bad` or `good` do something; returns once they did."""
+        assert self.twins.stdin is not None
+        assert self.twins.stdout is not None
+        self.twins.stdin.write(f"{order}\n")
+        self.twins.stdin.flush()
+        assert self.twins.stdout.readline() == "done\n"
+
+    def only(self, *names: str) -> None:
+        """Have exactly these hosts, each as if just started."""
+        for name in ("bad", "good"):
+            self.tell(f"{'start' if name in names else 'stop'} {name}")
+        if "h" in names and not self.h.is_up:
+            self.start_h()
+        elif "h" not in names and self.h.is_up:
+            self.h.node.stop()
+        self.sees(*names)
+
+    def sees(self, *names: str) -> None:
+        until(lambda: self.o.sees() == {"o", *names})
+
+    def start_h(self) -> None:
+        self.h.up("--no-model", "--serve-shards", "--threads", "1", "--fleet-port", "0", "--peer", self.peer)
+
+    def ask(self, **more: Any) -> str:
+        return client_of(self.o).completions.create(**{**ASK, **more}).choices[0].text
+
+    def served(self) -> bool:
+        """Whether there is an answer; then it is the right one."""
+        try:
+            text = self.ask()
+        except openai.InternalServerError as error:
+            if error.status_code != 503:
+                raise
+            return False
+        assert text == self.alone
+        return True
+
+    def stream(self) -> Iterator[str]:
+        with client_of(self.o).completions.create(**ASK, stream=True) as chunks:
+            for chunk in chunks:
+                yield chunk.choices[0].text
+
+    def over(self, name: str) -> None:
+        """Have the pipeline run over this host, which is the only one."""
+        self.only(name)
+        self.ask(max_tokens=1)
+        assert self.route == {name}
+
+    @property
+    def route(self) -> set[str]:
+        """Whom the pipeline runs over, as its log says."""
+        found = [line for line in self.o.node.said if re.search(r"goes on over|^Loaded in", line)]
+        return set(re.findall(r" on ([a-z]+)\b", found[-1].rpartition("goes on over")[2]))
+
+    def said(self, pattern: str) -> bool:
+        return re.search(pattern, "".join(self.o.node.said)) is not None
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root, port = tmp_path_factory.mktemp("pipeline"), free_port()
+    peer = f"127.0.0.1:{port}"
+    with machines(root, Home.from_environment().kernels, "alone", "o", "h", "bad", "good") as made, ThreadPoolExecutor() as together:
+        alone, o, h, bad, good = made
+        found_fleet(o, h, bad, good)
+        (o.home / "config.toml").write_text(CONFIG)
+        command = [sys.executable, str(Path(__file__).parent / "saboteur.py"), peer, str(bad.home), str(good.home)]
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+        twins = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+        with twins:
+            try:
+                reference = together.submit(answer_of, alone)
+                fleet = Fleet(o, h, twins, peer, "")
+                fleet.start_h()
+                o.up("--pipeline", "--own-layers", "12", "--fleet-port", str(port), *SMALL)
+                fleet.alone = reference.result()
+                yield fleet
+            finally:
+                twins.kill()
+
+
+def answer_of(machine: Machine) -> str:
+    machine.up("--fleet-port", "0", *SMALL)
+    text = client_of(machine).completions.create(**ASK).choices[0].text
+    machine.node.stop()
+    return text
+
+
+def found_fleet(*members: Machine) -> None:
+    """Identities of one fleet, without a join for each."""
+    now = SystemClock().wall()
+    authority = Authority.create(now)
+    for machine in members:
+        key, name = make_key(), NodeId(machine.name)
+        identity = Identity.assemble(key, authority.issue(make_request(key, name), name, now), authority.root, now)
+        folder = FleetFolder(Home(machine.home).fleet)
+        folder.write_secret(folder.identity_file, identity.to_pem())
+
+
+def test_stages_die_and_come_back_and_the_answer_is_the_same(fleet: Fleet) -> None:
+    assert fleet.ask() == fleet.alone
+    fleet.tell("start good")  # it joins later
+    fleet.sees("h", "good")
+    chunks = fleet.stream()
+    text = "".join(next(chunks) for _ in range(5))
+    fleet.h.node.kill()
+    text += "".join(next(chunks) for _ in range(5))
+    assert fleet.route == {"good"}
+    fleet.tell("stop good")  # nobody is left
+    fleet.tell("start bad")
+    assert text + "".join(chunks) == fleet.alone
+    assert fleet.route == {"bad"}
+
+
+def test_where_nobody_is_left_an_answer_ends_and_a_later_one_is_served(fleet: Fleet) -> None:
+    fleet.over("good")
+    chunks = fleet.stream()
+    next(chunks)
+    fleet.tell("stop good")
+    with pytest.raises(openai.APIError, match="No machines are left"):
+        list(chunks)
+    assert not fleet.served()
+    fleet.only("good")
+    until(fleet.served)
+
+
+@pytest.mark.parametrize("deed", ["slow", "stalled", "deaf", "nan", "shape"])
+def test_a_stage_that_misbehaves_is_found_and_left_out(fleet: Fleet, deed: str) -> None:
+    fleet.over("bad")
+    corrupt = metric(fleet.o, "paceline_shard_corruption_detected_total")
+    fleet.tell("start good")
+    fleet.sees("bad", "good")
+    chunks = fleet.stream()
+    text = "".join(next(chunks) for _ in range(5))
+    fleet.tell(f"do bad {deed}")
+    assert text + "".join(chunks) == fleet.alone
+    assert fleet.route == {"good"}
+    found = metric(fleet.o, "paceline_shard_corruption_detected_total") - corrupt
+    assert found == (1 if deed in {"nan", "shape"} else 0)
+
+
+def test_wrong_numbers_are_found_by_a_spot_check(fleet: Fleet) -> None:
+    fleet.over("bad")
+    corrupt = metric(fleet.o, "paceline_shard_corruption_detected_total")
+    fleet.tell("start good")
+    fleet.sees("bad", "good")
+    fleet.tell("do bad wrong")
+    asked = count()
+
+    def found() -> bool:
+        fleet.ask(prompt=f"{next(asked)} mountains are", max_tokens=1)
+        return metric(fleet.o, "paceline_shard_corruption_detected_total") > corrupt
+
+    until(found)
+    assert fleet.said("bad computes other bytes for layers 12 to 29 than good")
+    assert fleet.ask() == fleet.alone
+    assert fleet.route == {"good"}
