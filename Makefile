@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-dev lint types layers unit format stubs schema land-schema wheel bench clean
+.PHONY: help run test install install-dev lint types layers unit soak format stubs schema land-schema wheel bench clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -65,6 +65,11 @@ layers: install-dev  ## Imports go one way
 
 unit: install-dev  ## Tests; narrow them with PYTEST="-k sampling"
 	$(BIN)/python -m pytest $(PYTEST)
+
+KILLS ?= 200
+
+soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...): no byte differs, nothing leaks
+	PACELINE_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -s tests/soak
 
 format: install-dev  ## Rewrite to style
 	$(BIN)/ruff check --fix src tests bench tools

@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import os
 import random
+import selectors
 import shutil
 import struct
 import subprocess
@@ -45,6 +46,8 @@ class Network:
     def __init__(self, names: Sequence[str]) -> None:
         self.delay_s = 0.0
         """One way, between any two of the machines."""
+        self.bytes_per_s = 0.0
+        """Of each machine's way to each other; 0: no limit."""
         self.loss = 0.0
         self.sides: tuple[frozenset[str], ...] = ()
         """Machines of different sides don't hear one another; who is on no side hears all."""
@@ -52,7 +55,10 @@ class Network:
         self._names = list(names)
         self._random = random.Random(7)
         self._taps: dict[str, int] = {}
-        self._loop = asyncio.new_event_loop()
+        # select() waits for microseconds, epoll for whole milliseconds.
+        self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
+        self._free_s: dict[tuple[str, str], float] = {}
+        """When a way has sent what was handed to it."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="switch")
 
     def namespace(self, name: str) -> str:
@@ -105,10 +111,18 @@ class Network:
                 return
             for other in self._names:
                 if other != name and self._hear(name, other):
-                    if self.delay_s:
-                        self._loop.call_later(self.delay_s, self._write, other, frame)
+                    if self.delay_s or self.bytes_per_s:
+                        self._loop.call_at(self._sent_s(name, other, len(frame)) + self.delay_s, self._write, other, frame)
                     else:
                         self._write(other, frame)
+
+    def _sent_s(self, one: str, other: str, size: int) -> float:
+        """When the last byte of a frame leaves."""
+        now = self._loop.time()
+        if not self.bytes_per_s:
+            return now
+        free_s = self._free_s[one, other] = max(now, self._free_s.get((one, other), 0.0)) + size / self.bytes_per_s
+        return free_s
 
     def _hear(self, one: str, other: str) -> bool:
         side = next((side for side in self.sides if one in side), None)

@@ -35,6 +35,7 @@ def test_each_row_is_split_into_computing_and_waiting() -> None:
     for row in report["rows"]:
         assert row["pipeline_per_s"] > 0
         assert row["alone_per_s"] > 0
+        assert row["estimate_per_s"] > 0
         split = row["split"]
         assert [share["node_id"] for share in split["stages"]] == ["this machine", "local-2"]
         assert split["stages"][0]["last_layer"] + 1 == split["stages"][1]["first_layer"]

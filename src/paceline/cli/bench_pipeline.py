@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.plan import Objective, Pin
 from paceline.node.bench_node import BenchNode
 from paceline.node.fault_bench import FaultPlan, FaultReport, run_fault_bench
-from paceline.node.fleet_settings import DEFAULT_PRESET, FleetSettings, parse_preset
+from paceline.node.fleet_settings import FleetSettings, parse_preset
 from paceline.node.local_fleet import LocalFleet, become_first
 from paceline.node.pipeline_bench import PipelineBenchPlan, PipelineReport, run_pipeline_bench
 from paceline.node.pipeline_settings import PipelineSettings, read_pipeline_settings
@@ -44,6 +44,8 @@ def bench_pipeline(
     rounds: int,
     pins: tuple[str, ...],
     own_layers: int | None,
+    peers: Sequence[str],
+    preset: str,
     as_json: bool,
 ) -> None:
     """Measure, then print a table or JSON.
@@ -57,7 +59,7 @@ def bench_pipeline(
     clock = SystemClock()
     with _telling() as tell:
         if local_nodes == 1:
-            fleet = fleet_settings(0, "", (), DEFAULT_PRESET, mdns=True, needed=True)
+            fleet = fleet_settings(0, "", peers, preset, mdns=not peers, needed=True)
             assert fleet is not None, "it is needed"
             with closing(BenchNode(fleet, Home.from_environment(), clock)) as node:
                 report = run_pipeline_bench(node, settings, PipelineOrder(_allowed(), asked, own_layers), plan, clock, tell)
@@ -150,6 +152,7 @@ def show_pipeline(console: Console, report: PipelineReport) -> None:
         "pipeline, tokens/s",
         "alone, tokens/s",
         "pipeline / alone",
+        "estimate, tokens/s",
         "first token p50, ms",
         "a batch away, ms",
         "of it, on the way",
@@ -160,6 +163,7 @@ def show_pipeline(console: Console, report: PipelineReport) -> None:
             f"{row.pipeline_per_s:.0f}",
             f"{row.alone_per_s:.0f}",
             f"{row.ratio:.2f}x",
+            f"{row.estimate_per_s:.0f}",
             f"{row.first_token.p50_ms:.0f}",
             f"{row.split.away_ms:.2f}",
             f"{row.split.transfer_ms:.2f}",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
+from paceline.node.fleet_settings import DEFAULT_PRESET
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
 app = typer.Typer(
@@ -57,6 +58,10 @@ def pipeline(
     threads: Threads = None,
     pin: Pins = None,
     own_layers: OwnLayers = None,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", help="host:port of a machine of the fleet, in place of looking for them. May be repeated.")
+    ] = None,
+    fleet_preset: Annotated[str, typer.Option("--fleet-preset", envvar="PACELINE_FLEET_PRESET", help="As of the fleet.")] = DEFAULT_PRESET,
     as_json: AsJson = False,
 ) -> None:
     """Measure one model over several machines, beside this one alone."""
@@ -71,6 +76,8 @@ def pipeline(
         rounds=rounds,
         pins=tuple(pin or ()),
         own_layers=own_layers,
+        peers=tuple(peer or ()),
+        preset=fleet_preset,
         as_json=as_json,
     )
 

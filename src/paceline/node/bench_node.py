@@ -12,11 +12,13 @@ import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable, PipelineError, PlacementError
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.node.engine_thread import SWITCH_INTERVAL_S
 from paceline.node.fleet_settings import FleetSettings
@@ -32,6 +34,8 @@ from paceline.transport.shard_client import open_stage
 
 SEEN_S = 60.0
 """How long machines may take to come into view."""
+LINKS_S = 20.0
+"""How long the ways between them may take to be measured."""
 
 Answer = TypeVar("Answer")
 
@@ -65,6 +69,26 @@ class BenchNode:
     def cards(self) -> Sequence[NodeCard]:
         """The live ones."""
         return self._eyes.cards()
+
+    @property
+    def node_id(self) -> NodeId:
+        return self._eyes.node_id
+
+    @property
+    def trust(self) -> dict[NodeId, Trust]:
+        """What certificates say."""
+        return self._eyes.trust()
+
+    def wait_for_links(self, stages: Sequence[NodeId]) -> bool:
+        """Until the ways of a pipeline from here through these were measured. False where they are not in time."""
+        way = [self.node_id, *stages, self.node_id]
+        until = self._clock.monotonic() + LINKS_S
+        while self._clock.monotonic() < until:
+            known = {(card.node_id, link.to) for card in self.cards for link in card.links}
+            if all(pair in known or pair[::-1] in known for pair in pairwise(way)):
+                return True
+            self._eyes.wait_for_news(0.2)
+        return False
 
     def wait_for(self, names: Iterable[str], beside: Iterable[bytes] = ()) -> None:
         """Until machines are seen that run layers for others.

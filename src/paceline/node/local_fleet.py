@@ -58,7 +58,8 @@ class LocalFleet:
         self._options = tuple(options)
         root = Path(tempfile.mkdtemp(prefix="paceline-local-"))
         self._janitor = _tied([sys.executable, "-c", _JANITOR, str(root)], None)
-        self.homes = {home.name: home for home in _found_fleet(root, Home.from_environment(), count)}
+        names = [f"local-{number}" for number in range(1, count + 1)]
+        self.homes = found_fleet(root, Home.from_environment(), names)
         with socket.create_server((HOST, 0)) as probe:
             self.port = int(probe.getsockname()[1])
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -111,8 +112,14 @@ def become_first(fleet: LocalFleet) -> None:
     os.environ["PACELINE_HOME"] = str(fleet.homes[fleet.names[0]])
 
 
-def _found_fleet(root: Path, own: Home, count: int) -> list[Path]:
-    """Homes with an identity each, of one new fleet, and this user's models and caches."""
+def found_fleet(root: Path, own: Home, names: Sequence[str]) -> dict[str, Path]:
+    """Homes with an identity each, of one new fleet, and this user's models and caches.
+
+    Args:
+        root: where the homes go.
+        own: this user's.
+        names: of the nodes.
+    """
     from paceline.transport.trust.authority import Authority
     from paceline.transport.trust.certificates import make_key
     from paceline.transport.trust.folder import FleetFolder
@@ -121,20 +128,20 @@ def _found_fleet(root: Path, own: Home, count: int) -> list[Path]:
 
     now = SystemClock().wall()
     authority = Authority.create(now)
-    homes: list[Path] = []
-    for number in range(1, count + 1):
-        home = Home(root / f"local-{number}")
+    homes: dict[str, Path] = {}
+    for each in names:
+        home = Home(root / each)
         home.root.mkdir()
         for shared in ("models", "partial", "cache"):
             (own.root / shared).mkdir(parents=True, exist_ok=True)
             (home.root / shared).symlink_to(own.root / shared, target_is_directory=True)
         if (own.root / "config.toml").exists():
             shutil.copy(own.root / "config.toml", home.root)
-        key, name = make_key(), NodeId(f"local-{number}")
+        key, name = make_key(), NodeId(each)
         identity = Identity.assemble(key, authority.issue(make_request(key, name), name, now), authority.root, now)
         folder = FleetFolder(home.fleet)
         folder.write_secret(folder.identity_file, identity.to_pem())
-        homes.append(home.root)
+        homes[each] = home.root
     return homes
 
 

@@ -15,7 +15,10 @@ from typing import Any
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
+from paceline.core.model import LayerRange
 from paceline.engine.scheduler import blocks_for
+from paceline.fleet.placement import plan as make_plan
+from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
 from paceline.node.bench import PromptMaker, StepsRequests, drive
 from paceline.node.bench_node import BenchNode
 from paceline.node.build import BLOCK_SIZE, build_engine
@@ -87,6 +90,9 @@ class PipelineRow:
     alone_per_s: float
     ratio: float
     """Of the two, round by round."""
+    estimate_per_s: float
+    """What the cost model makes of the cards and the links, for exactly this pipeline."""
+    estimate_first_token_ms: float
     first_token: Spread
     between_tokens: Spread
     split: Split
@@ -139,7 +145,9 @@ def run_pipeline_bench(
         on_run(f"loading {settings.model} here")
         alone = build_engine(settings)
         try:
-            rows = _measure(built, alone.engine, PromptMaker(alone.model.tokenizer), plan, clock, on_run)
+            on_run("looking at the ways between the machines")
+            node.wait_for_links([stage.node_id for stage in built.executor.stages])
+            rows = _measure(node, built, alone.engine, PromptMaker(alone.model.tokenizer), plan, clock, on_run)
             return PipelineReport(alone.model.name, built.summary, alone.threads, plan, rows, load_average)
         finally:
             alone.executor.close()
@@ -148,6 +156,7 @@ def run_pipeline_bench(
 
 
 def _measure(
+    node: BenchNode,
     built: BuiltPipeline,
     alone: StepsRequests,
     prompts: PromptMaker,
@@ -157,6 +166,7 @@ def _measure(
 ) -> tuple[PipelineRow, ...]:
     rows: list[PipelineRow] = []
     for streams in plan.streams:
+        estimate = estimated(node, built, plan, streams)
         here: list[Timing] = []
         spread: list[tuple[Timing, Split]] = []
         for turn in range(plan.rounds + 1):
@@ -165,8 +175,32 @@ def _measure(
             before = Snapshot.of(built)
             timing = drive(built.engine, prompts.make(streams, plan.prompt_tokens), plan.answer_tokens, clock)
             spread.append((timing, Snapshot.of(built).since(before, timing.wall_s, built)))
-        rows.append(_row(streams, here[1:], spread[1:]))
+        rows.append(_row(streams, here[1:], spread[1:], estimate))
     return tuple(rows)
+
+
+def estimated(node: BenchNode, built: BuiltPipeline, plan: PipelineBenchPlan, streams: int) -> Estimate:
+    """What the planner would say of the pipeline that is open, from what the machines' cards say.
+
+    Raises:
+        PlacementError: it would not plan this.
+    """
+    stages = built.executor.stages
+    own = LayerRange(0, stages[0].layers.start)
+    here = (Pin(node.node_id, own),) if own else ()
+    request = PlanRequest(
+        built.warm.digest,
+        built.warm.weights,
+        prompt_tokens=plan.prompt_tokens,
+        answer_tokens=plan.answer_tokens,
+        ways=frozenset({Way.PIPELINE}),
+        pins=(*here, *(Pin(stage.node_id, stage.layers) for stage in stages)),
+        objective=Objective.THROUGHPUT,
+        streams=streams,
+        orchestrator=node.node_id,
+        orchestrator_layers=len(own),
+    )
+    return make_plan(node.cards, request, node.trust).chosen.estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +235,7 @@ class Snapshot:
         return Split(wall_s, tuple(shares), batches, 1000 * away_s / batches, 1000 * (away_s - sum(busy)) / batches)
 
 
-def _row(streams: int, here: Sequence[Timing], spread: Sequence[tuple[Timing, Split]]) -> PipelineRow:
+def _row(streams: int, here: Sequence[Timing], spread: Sequence[tuple[Timing, Split]], estimate: Estimate) -> PipelineRow:
     timings = [timing for timing, _ in spread]
     rates = [timing.total_decode_per_s for timing in timings]
     middle = sorted(range(len(rates)), key=rates.__getitem__)[len(rates) // 2]
@@ -210,6 +244,8 @@ def _row(streams: int, here: Sequence[Timing], spread: Sequence[tuple[Timing, Sp
         pipeline_per_s=median(rates),
         alone_per_s=median(timing.total_decode_per_s for timing in here),
         ratio=median(two.total_decode_per_s / one.total_decode_per_s for one, two in zip(here, timings, strict=True)),
+        estimate_per_s=estimate.tokens_per_s,
+        estimate_first_token_ms=1000 * estimate.ttft_s,
         first_token=Spread.of([wait for timing in timings for wait in timing.first_token_s]),
         between_tokens=Spread.of([gap for timing in timings for gap in timing.gaps_s]),
         split=spread[middle][1],

@@ -1,0 +1,97 @@
+"""Machines of a pipeline die at random tokens under many streams: every answer is complete and as one machine gives it, and nothing leaks.
+
+`make soak` kills 200 times; the ordinary run 10.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fleet.machines import Machine, until
+from tests.soak.soak import Soak, answer, asked, open_files, settle
+
+from paceline.node.local_fleet import LocalFleet
+
+KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "10"))
+SEED = int(os.environ.get("PACELINE_SOAK_SEED", "4"))
+CLIENTS = 8
+ENOUGH_TO_SEE = 50
+"""Kills from which on memory says something."""
+MOST_GROWTH = 1.05
+SMALL = ("--threads", "1", "--context", "512", "--kv-tokens", "6144")
+
+pytestmark = pytest.mark.timeout(180 + 30 * KILLS)
+
+Right = list[tuple[dict[str, Any], tuple[str, str]]]
+
+
+@pytest.fixture
+def right(tmp_path: Path) -> Right:
+    """Requests, and what one machine answers."""
+    alone = Machine("alone", tmp_path, options=())
+    alone.home = Path(os.environ["PACELINE_HOME"])
+    alone.up(*SMALL)
+    try:
+        return [(body, answer(alone.node.url, body)) for body in asked(SEED, 16)]
+    finally:
+        alone.node.kill()
+
+
+@pytest.fixture
+def fleet() -> Iterator[LocalFleet]:
+    made = LocalFleet(4, 1)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def orchestrator(fleet: LocalFleet) -> Iterator[Machine]:
+    options = ("--fleet-host", fleet.host, "--fleet-port", str(fleet.port), "--no-mdns")
+    made = Machine(fleet.names[0], fleet.homes[fleet.names[0]], preset=fleet.preset, options=options)
+    try:
+        made.up(*SMALL, "--pipeline", "--own-layers", "6", "--throughput")
+        yield made
+    finally:
+        for up in made.running:
+            up.kill()
+
+
+def test_answers_survive_whoever_dies_and_nothing_is_left_behind(right: Right, orchestrator: Machine, fleet: LocalFleet) -> None:
+    assert all(ended in {"stop", "length"} for _, (_, ended) in right)
+    soak = Soak(fleet, orchestrator, right, CLIENTS, SEED)
+    Soak(fleet, orchestrator, right, CLIENTS, SEED).run(0)
+    settle(orchestrator, 1 << 20)
+    before = max(_open_files_for(soak.pid, 2.0))
+    began_s = time.monotonic()
+    soak.run(KILLS)
+    if soak.tally.wrong:
+        pytest.fail("\n".join([*soak.tally.wrong, *orchestrator.node.said[-20:]]))
+    assert soak.tally.answers >= CLIENTS
+    until(lambda: {card.node_id for card in orchestrator.sight().view.cards} == set(fleet.names))
+    settle(orchestrator, before)
+    stages = soak.sessions()
+    sys.stdout.write(  # seen with -s
+        f"\n{KILLS} kills in {time.monotonic() - began_s:.0f} s, {soak.tally.answers} answers, "
+        f"{soak.tally.tokens} tokens, memory x {soak.growth:.3f}, {before} files open\n"
+    )
+    assert 1 <= stages <= 3, "the route that is in use, and no other"
+    if KILLS >= ENOUGH_TO_SEE:
+        assert soak.growth < MOST_GROWTH
+    orchestrator.node.stop()
+    until(lambda: soak.sessions() == 0)
+
+
+def _open_files_for(pid: int, seconds: float) -> Iterator[int]:
+    """Counts, for a while: connections come and go."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield len(open_files(pid))
+        time.sleep(0.1)
