@@ -1,7 +1,7 @@
 """Nodes that host shards and can be told to misbehave: several in one process, each with its home, its identity and its ports.
 
 Started with the peer's address and the homes. Each line of standard input is answered by one of output: `start NODE`, `stop NODE` (in an orderly way),
-`do NODE DEED`. What a node does lasts until it is started again. Its sessions are the real ones but for the deed.
+`do NODE DEED`, `sessions NODE` (how many it has, of which something still runs). What a node does lasts until it is started again. Its sessions are the real ones but for the deed.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Node:
     def __init__(self, home: Home, peer: str) -> None:
         self._home, self._peer = home, peer
         self._running: AsyncExitStack | None = None
+        self.host: Any = None
         self.deed = Deed()
 
     async def start(self) -> None:
@@ -84,6 +85,7 @@ class Node:
         whole = FleetServing(None, settings, self._home, SystemClock(), Hosting(HostLimits(stall_s=0.5), threads=1))
         assert whole.shards is not None
         host: Any = whole.shards.host
+        self.host = host
         begin = host._begin
 
         def begin_badly(*args: Any) -> Session:
@@ -116,16 +118,18 @@ async def main(peer: str, homes: list[Path]) -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order, name, *deed = line.split()
-        node = nodes[name]
+        node, answer = nodes[name], "done"
         match order:
             case "start":
                 await node.stop()
                 await node.start()
             case "stop":
                 await node.stop()
+            case "sessions":
+                answer = str(node.host.sessions)
             case _:
                 (node.deed.name,) = deed
-        sys.stdout.write("done\n")
+        sys.stdout.write(f"{answer}\n")
         sys.stdout.flush()
     for node in nodes.values():
         await node.stop()

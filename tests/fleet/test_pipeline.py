@@ -33,7 +33,7 @@ from paceline.transport.trust.requests import make_request
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
 CONFIG = """[pipeline]
 stall_seconds = 0.5
-search_seconds = 6
+search_seconds = 4
 spot_check_every = 1
 """
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 48}
@@ -48,13 +48,15 @@ class Fleet:
     alone: str
     """The answer of one machine."""
 
-    def tell(self, order: str) -> None:
-        """Have `bad` or `good` do something; returns once they did."""
+    def tell(self, order: str) -> str:
+        """Have `bad` or `good` do something; returns once they did, with what they answer."""
         assert self.twins.stdin is not None
         assert self.twins.stdout is not None
         self.twins.stdin.write(f"{order}\n")
         self.twins.stdin.flush()
-        assert self.twins.stdout.readline() == "done\n"
+        answer = self.twins.stdout.readline().rstrip()
+        assert answer, "the saboteur has ended"
+        return answer
 
     def only(self, *names: str) -> None:
         """Have exactly these hosts, each as if just started."""
@@ -188,6 +190,29 @@ def test_a_stage_that_misbehaves_is_found_and_left_out(fleet: Fleet, deed: str) 
     assert fleet.route == {"good"}
     found = metric(fleet.o, "paceline_shard_corruption_detected_total") - corrupt
     assert found == (1 if deed in {"nan", "shape"} else 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="there is no /proc to count open files in")
+def test_a_failover_leaves_nothing_behind(fleet: Fleet) -> None:
+    fleet.over("good")
+    fleet.tell("start bad")
+    fleet.sees("bad", "good")
+    assert fleet.ask() == fleet.alone
+    before = {process.pid: open_files(process) for process in (fleet.o.node.process, fleet.twins)}
+    for deed in ("stalled", "nan", "deaf"):
+        one, other = sorted(("bad", "good"), key=lambda name: name not in fleet.route)
+        fleet.tell(f"do {one} {deed}")
+        assert fleet.ask() == fleet.alone
+        assert fleet.route == {other}
+        until(lambda one=one: fleet.tell(f"sessions {one}") == "0")
+        fleet.tell(f"start {one}")
+        fleet.sees("bad", "good")
+    until(lambda: fleet.tell(f"sessions {other}") == "1")  # a spot check has another, for a moment
+    until(lambda: all(open_files(process) <= before[process.pid] for process in (fleet.o.node.process, fleet.twins)))
+
+
+def open_files(process: subprocess.Popen[str]) -> int:
+    return len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
 
 
 def test_wrong_numbers_are_found_by_a_spot_check(fleet: Fleet) -> None:
