@@ -83,10 +83,12 @@ class FleetRouter:
         if fault.node_id is None:
             return
         until = self._clock.monotonic() + QUARANTINE_S.get(fault.code, GONE_S)
-        if fault.code == ShardCorrupt.code and fault.node_id not in self.excluded():
-            self._meter.corrupt()
+        instance = self._instances.get(fault.node_id, b"")
         with self._lock:
-            self._left_out[fault.node_id] = (self._instances.get(fault.node_id, b""), until)
+            known, self._left_out[fault.node_id] = self._left_out.get(fault.node_id), (instance, until)
+        found_before = known is not None and known[0] == instance and known[1] > self._clock.monotonic()
+        if fault.code == ShardCorrupt.code and not found_before:
+            self._meter.corrupt()
 
     def close(self) -> None:
         self._closed = True
@@ -117,12 +119,12 @@ class FleetRouter:
                     logger.info("%s does not run its layers: %s", node_id, refusal.message)
 
     def excluded(self) -> frozenset[NodeId]:
-        """Who is left out now."""
-        now = self._clock.monotonic()
+        """Who is left out now. On the event loop."""
+        now, instances = self._clock.monotonic(), {card.node_id: card.instance for card in self._fleet.cards()}
         with self._lock:
             self._left_out = {
                 node_id: (instance, until)
                 for node_id, (instance, until) in self._left_out.items()
-                if until > now and self._instances.get(node_id, instance) == instance
+                if until > now and instances.get(node_id, instance) == instance
             }
             return frozenset(self._left_out)
