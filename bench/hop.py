@@ -105,7 +105,7 @@ async def _far(identity: Identity, pipe: Connection) -> None:
         async for message in requests:
             n = int.from_bytes(message[:4], "big")
             x_TD = np.frombuffer(message, np.uint16, offset=4 + n).reshape(-1, WIDTH)
-            batch = read_batch(message[4 : 4 + n], len(x_TD))
+            batch = read_batch(message[4 : 4 + n])
             spin(batch.released[0] / 1e6)
             yield pack(batch, x_TD)
 
@@ -176,7 +176,7 @@ class Near:
         await self._call.write(pack(batch, x_TD))
         message = await self._call.read()
         n = int.from_bytes(message[:4], "big")
-        read_batch(message[4 : 4 + n], len(np.frombuffer(message, np.uint16, offset=4 + n).reshape(-1, WIDTH)))
+        read_batch(message[4 : 4 + n])
 
 
 async def block(hop: Callable[[StageBatch, Any], Awaitable[None]], batch: StageBatch, x_TD: Any, busy_s: float, times: int) -> list[float]:

@@ -94,7 +94,7 @@ class StreamSource:
         if x_TD.dtype != WIRE[self._type] or x_TD.ndim != 2 or (self._width is not None and x_TD.shape[1] != self._width):
             raise self._receiver.refuse(StreamCorrupt(f"{self._receiver.peer} sent {x_TD.dtype} of shape {x_TD.shape} as activations"))
         try:
-            batch = read_batch(message.header, x_TD.shape[0])
+            batch = read_batch(message.header)
         except StreamCorrupt as error:
             raise self._receiver.refuse(error) from error
         return batch, read(x_TD)

@@ -113,7 +113,7 @@ class TensorSender(_End):
             raise TensorTooLarge(
                 f"A tensor of {total} bytes with a header of {n_header}; {MAX_TENSOR_BYTES} and {MAX_HEADER_BYTES} are taken"
             )
-        data = np.ascontiguousarray(array).data.cast("B") if total else memoryview(b"")
+        data = (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B") if total else memoryview(b"")
         conversation = self._conversation
         try:
             with self._pipe:

@@ -11,7 +11,6 @@ from paceline.core.ids import BatchId, BlockId, SequenceId
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batch_codec import read_batch, write_batch
 from paceline.transport.tensor.batches import ActivationType, StreamSink, StreamSource, from_bf16, read, to_bf16, written
-from paceline.transport.wire import shard_pb2 as wire
 
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)
@@ -38,37 +37,33 @@ ONE = StageBatch(BatchId(7), [SequenceId(1), SequenceId(2)], [2, 1], [0, 9], [0,
 
 @given(batches())
 def test_batches_are_read_as_written(batch: StageBatch) -> None:
-    assert read_batch(write_batch(batch), batch.n_rows) == batch
+    assert read_batch(write_batch(batch)) == batch
 
 
-@given(st.binary(max_size=60))
+@given(st.binary(max_size=200))
 def test_noise_is_a_batch_or_a_typed_error(noise: bytes) -> None:
     try:
-        batch = read_batch(noise, 0)
+        batch = read_batch(noise)
     except StreamCorrupt:
         return
-    assert batch.n_rows == 0
+    assert write_batch(batch) == noise
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"row_counts": [2]},
-        {"first_positions": [0, 9, 1]},
-        {"paths": []},
-        {"block_counts": [1]},
-        {"block_counts": [1, 1]},
-        {"row_counts": [2, 2]},
-        {"blocks": []},
-    ],
-)
-def test_columns_that_do_not_fit_are_refused(wrong: dict[str, list[int]]) -> None:
-    said = wire.StageBatch.FromString(write_batch(ONE))
-    for name, values in wrong.items():
-        said.ClearField(name)
-        getattr(said, name).extend(values)
-    with pytest.raises(StreamCorrupt, match="Batch 7"):
-        read_batch(said.SerializeToString(), ONE.n_rows)
+@pytest.mark.parametrize("cut", [0, 8, 31, 33, 39, -8, -1])
+def test_what_is_cut_off_or_goes_on_is_refused(cut: int) -> None:
+    whole = write_batch(ONE)
+    with pytest.raises(StreamCorrupt):
+        read_batch(whole[:cut])
+    with pytest.raises(StreamCorrupt):
+        read_batch(whole + whole[:8])
+
+
+def test_counts_beyond_what_is_there_allocate_nothing() -> None:
+    for place in range(3):
+        lying = bytearray(write_batch(ONE))
+        lying[8 * place : 8 * place + 8] = b"\xff" * 8
+        with pytest.raises(StreamCorrupt, match="Batch 7"):
+            read_batch(bytes(lying))
 
 
 def test_bf16_there_and_back() -> None:
@@ -105,9 +100,7 @@ def test_fp32_loses_nothing_and_fp16_what_it_cannot_hold() -> None:
     assert np.isinf(written(to_bf16(np.array([1e30], np.float32)), "fp16")).all()
 
 
-@pytest.mark.parametrize(
-    "x", [np.zeros((3, 5), np.uint16), np.zeros(3, np.uint16), np.zeros((3, 4), np.float32), np.zeros((4, 4), np.uint16)]
-)
+@pytest.mark.parametrize("x", [np.zeros((3, 5), np.uint16), np.zeros(3, np.uint16), np.zeros((3, 4), np.float32)])
 def test_what_is_no_batch_of_activations_ends_the_stream(met: Meeting, x: np.ndarray) -> None:
     sender, receiver = met.stream()
     source = StreamSource(receiver, width=4)
