@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from array import array
+from typing import cast
 
 from paceline.core.errors import StreamCorrupt
-from paceline.core.ids import BatchId
+from paceline.core.ids import BatchId, SequenceId
 from paceline.parallel.stage_batch import StageBatch
 
 _BIG_ENDIAN = sys.byteorder == "big"
@@ -45,7 +46,8 @@ def read_batch(data: bytes) -> StageBatch:
         raise StreamCorrupt(
             f"Batch {batch_id} says {n} sequences, {n_blocks} blocks and {n_released} released, and has {len(rest)} numbers"
         )
-    blocks = rest[5 * n : 5 * n + n_blocks]
+    blocks, released = rest[5 * n : 5 * n + n_blocks], rest[5 * n + n_blocks :]
+    sequences, counts, positions, paths, gained = (rest[n * column : n * (column + 1)] for column in range(5))
     return StageBatch(
-        BatchId(batch_id), rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n : 4 * n], rest[4 * n : 5 * n], blocks, rest[5 * n + n_blocks :]
-    )  # fmt: skip
+        BatchId(batch_id), cast("list[SequenceId]", sequences), counts, positions, paths, gained, blocks, cast("list[SequenceId]", released)
+    )
