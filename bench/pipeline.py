@@ -30,8 +30,9 @@ from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
 from paceline.node.bench import PromptMaker, drive
 from paceline.node.build import load_runner
+from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.links import ActivationSink, ActivationSource
-from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
+from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.route import Fault, RouteStage
 from paceline.parallel.stage import Stage
 from paceline.store.catalog import open_model

@@ -18,7 +18,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.node.build import load_runner
-from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
+from paceline.parallel.limits import PipelineLimits
+from paceline.parallel.pipeline import PipelineExecutor
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
 from paceline.testing.pipelines import Machine, MemoryRouter

@@ -25,7 +25,6 @@ from paceline.core.errors import (
     ExecutorLost,
     ExecutorUnavailable,
     LostSpan,
-    PacelineError,
     PipelineError,
     ShardCorrupt,
     ShardUnavailable,
@@ -37,14 +36,15 @@ from paceline.core.errors import (
 )
 from paceline.core.generation import Notice
 from paceline.core.ids import BatchId
-from paceline.core.model import LayerRange
 from paceline.engine.executor import StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, logits_rows, token_ids
 from paceline.parallel.checks import check_activations
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.inspector import Inspector
+from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.patience import Patience
 from paceline.parallel.route import Fault, Route, Router, RouteStage
+from paceline.parallel.search import Search
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, without_tokens
 from paceline.parallel.watch import PipelineWatch, Unwatched
@@ -53,22 +53,6 @@ logger = logging.getLogger(__name__)
 
 WORD_S = 0.5
 """How long to wait for word of why a stream closed. Raising it holds up a failover where no word comes."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineLimits:
-    """Bounds of one pipeline."""
-
-    stall_s: float = 2.0
-    """Without a batch coming out, beyond what its rows take. Raising it: a machine that hangs is noticed later."""
-    search_s: float = 30.0
-    """How long machines are looked for before requests end with an error. Raising it: they wait longer where none come back."""
-    row_s: float = 0.01
-    """What a row may take in all stages, until rows were seen. The bound on a stall grows with the rows under way."""
-    look_s: float = 0.25
-    """How long one look for machines may hold up the engine's thread."""
-    max_rows: int = 1024
-    max_context: int = 1 << 20
 
 
 @dataclass(slots=True)
@@ -120,9 +104,10 @@ class PipelineExecutor:
         fallback: Fallback | None = None,
         watch: PipelineWatch | None = None,
     ) -> None:
-        self._fallback, self._watch = fallback, watch or Unwatched()
-        self._head, self._router, self._limits, self._clock, self._inspector = head, router, limits, clock, inspector
-        self._remote = LayerRange(head.layers.stop, n_layers)
+        self._head, self._limits, self._clock = head, limits, clock
+        self._inspector, self._watch = inspector, watch or Unwatched()
+        self._remote = f"{head.layers.stop} to {n_layers - 1}"
+        self._search = Search(router, fallback, self._remote, limits, clock)
         self.block_size, self.one_path = head.block_size, head.one_path
         self.n_blocks, self.numerics_id = head.n_blocks, head.numerics_id
         self.depth = 1
@@ -135,10 +120,6 @@ class PipelineExecutor:
         self._received = 0
         self._patience = Patience(limits.row_s)
         self._notices: list[Notice] = []
-        self._search_until: float | None = None
-        self._missing_since = clock.monotonic()
-        self._reason = ""
-        """Why no machines were found."""
         self._fault: Fault | None = None
         while not self.ready():
             pass
@@ -153,29 +134,17 @@ class PipelineExecutor:
     def ready(self) -> bool:
         if self._route is not None:
             return True
-        fallback = self._fallback
-        if fallback is not None and fallback.has_begun:
-            return self._falls_back(fallback)
-        now = self._clock.monotonic()
-        if self._search_until is None:
-            self._search_until = now + self._limits.search_s
-        if fallback is not None and fallback.is_due:
-            self._reason = "they were lost too often"
-            return self._falls_back(fallback)
-        self._reason = "none answered in time"
-        route = None
         try:
-            route = self._router.find(self._limits.look_s)
-        except PipelineError as error:
-            self._reason = str(error)
+            route = self._search.look()
+        except ExecutorUnavailable as error:
+            self._notices.append(Notice("pipeline_aborted", {"code": error.code, "reason": error.message}))
+            raise
         if route is None:
-            if self._clock.monotonic() < self._search_until:
-                return False
-            self._search_until = now  # a later request looks once, and at once
-            if fallback is not None:
-                return self._falls_back(fallback)
-            raise self._unavailable(self._reason)
-        self._failed_over(route)
+            return False
+        if self._search.is_alone:
+            self._fell_back()
+        else:
+            self._failed_over(route)
         self._take(route)
         return True
 
@@ -231,52 +200,23 @@ class PipelineExecutor:
         self._pending.clear()
         if self._inspector is not None:
             self._inspector.close()
-        if self._fallback is not None:
-            self._fallback.close()
-        self._router.close()
+        self._search.close()
         self._head.close()
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 
-    def _falls_back(self, fallback: Fallback) -> bool:
-        """`ready`, once no machines are looked for any more.
-
-        Raises:
-            ExecutorUnavailable: not even this machine can.
-        """
-        try:
-            route = fallback.wait(self._limits.look_s)
-        except PacelineError as error:
-            if self._search_until is not None and self._clock.monotonic() < self._search_until:
-                logger.warning("layers %s can't run here: %s", _span(self._remote), error)
-                return False
-            raise self._unavailable(f"{self._reason}; and not here: {error}") from error
-        if route is None:
-            return False
-        layers = _span(self._remote)
-        logger.warning("no machines are left for layers %s (%s): they run here from now on", layers, self._reason)
-        self._notices.append(Notice("local_fallback", {"layers": layers, "reason": self._reason}))
+    def _fell_back(self) -> None:
+        """Say that this machine took over, for good."""
+        self._notices.append(Notice("local_fallback", {"layers": self._remote, "reason": self._search.reason}))
         self._watch.fell_back()
-        self._router.close()
         if self._inspector is not None:
             self._inspector.close()
             self._inspector = None
         self._fault = None
-        self._take(route)
-        self.depth = 1  # there is nobody to work meanwhile
-        return True
-
-    def _unavailable(self, reason: str) -> ExecutorUnavailable:
-        self._notices.append(Notice("pipeline_aborted", {"code": "shard_unavailable", "reason": reason}))
-        return ExecutorUnavailable(
-            f"No machines are left for layers {_span(self._remote)}: {reason.rstrip('.')}",
-            "Start one that has them.",
-            code="shard_unavailable",
-        )
 
     def _failed_over(self, route: Route) -> None:
         """Say that others took over, if others did."""
-        self._watch.constructed(self._clock.monotonic() - self._missing_since)
+        self._watch.constructed(self._search.seconds)
         if self._fault is None:
             return
         shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
@@ -290,7 +230,7 @@ class PipelineExecutor:
 
     def _take(self, route: Route) -> None:
         """Run over a route from now on."""
-        self._route, self._search_until = route, None
+        self._route = route
         self.n_blocks = min(route.n_blocks, self._head.n_blocks)
         own = self._head.layers
         limits = self._limits
@@ -307,7 +247,8 @@ class PipelineExecutor:
             if len(own)
             else None
         )
-        self.depth = len(route.stages) + bool(own)
+        # Alone, there is nobody to work meanwhile.
+        self.depth = 1 if self._search.is_alone else len(route.stages) + bool(own)
         self._received = 0
 
     def _allowed_s(self) -> float:
@@ -350,20 +291,14 @@ class PipelineExecutor:
             Notice("shard_status", {"status": "degraded", "node": fault.node_id or "unknown", "code": fault.code, "reason": fault.message})
         )
         self._fault = fault
-        self._route, self._missing_since = None, self._clock.monotonic()
+        self._route = None
         self._watch.lost(fault)
-        if self._fallback is not None:
-            self._fallback.lost()
         self._pending.clear()
         route.close()
-        self._router.quarantine(fault)
+        self._search.lost(fault)
         lost = tuple(
             LostSpan(stage.layers.start, stage.layers.stop, stage.node_id)
             for stage in route.stages
             if fault.node_id in {None, stage.node_id}
         )
         return ExecutorLost(fault.message, lost)
-
-
-def _span(layers: LayerRange) -> str:
-    return f"{layers.start} to {layers.stop - 1}"

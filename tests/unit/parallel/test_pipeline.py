@@ -21,8 +21,9 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.parallel.fallback import FORGET_S, Fallback
+from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.local_route import LocalRoute
-from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
+from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.route import Fault
 from paceline.testing.clock import FakeClock
 from paceline.testing.null_backend import ByteVocabulary

@@ -41,7 +41,8 @@ from paceline.node.shards.ends import TensorEnds
 from paceline.node.sizing import plan_kv
 from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback
-from paceline.parallel.pipeline import PipelineExecutor, PipelineLimits
+from paceline.parallel.limits import PipelineLimits
+from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.sessions import ActivationDtype, StageLoading, StageRequest
 from paceline.server.inference import ServedModel
 from paceline.store.catalog import open_model

@@ -1,0 +1,21 @@
+"""What bounds a pipeline's waits and batches. Each field says what raising it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLimits:
+    """Bounds of one pipeline."""
+
+    stall_s: float = 2.0
+    """Without a batch coming out, beyond what its rows take. Raising it: a machine that hangs is noticed later."""
+    search_s: float = 30.0
+    """How long machines are looked for before requests end with an error. Raising it: they wait longer where none come back."""
+    row_s: float = 0.01
+    """What a row may take in all stages, until rows were seen. The bound on a stall grows with the rows under way."""
+    look_s: float = 0.25
+    """How long one look for machines may hold up the engine's thread."""
+    max_rows: int = 1024
+    max_context: int = 1 << 20

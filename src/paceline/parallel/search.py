@@ -1,0 +1,104 @@
+"""Where a pipeline's next route comes from, once it has none: other machines, as long as the limits allow looking; then this one, if it may.
+
+Law: a search that found nobody is over, and whoever asks again begins another, which looks once; a fallback, once begun, is seen through.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError
+from paceline.parallel.fallback import Fallback
+from paceline.parallel.limits import PipelineLimits
+from paceline.parallel.route import Fault, Route, Router
+
+logger = logging.getLogger(__name__)
+
+
+class Search:
+    """For the engine's thread.
+
+    Args:
+        router: finds routes over other machines.
+        fallback: this machine alone; None: it may not.
+        layers: that a route must run, for messages.
+        limits: bounds.
+        clock: all time.
+    """
+
+    def __init__(self, router: Router, fallback: Fallback | None, layers: str, limits: PipelineLimits, clock: Clock) -> None:
+        self._router, self._fallback, self._layers, self._limits, self._clock = router, fallback, layers, limits, clock
+        self._until: float | None = None
+        self._since = clock.monotonic()
+        self.reason = ""
+        """Why no machines were found, as far as it is known."""
+        self.is_alone = False
+        """The route found last is this machine's own: nobody is looked for any more."""
+
+    @property
+    def seconds(self) -> float:
+        """Since there was a route."""
+        return self._clock.monotonic() - self._since
+
+    def lost(self, fault: Fault) -> None:
+        """The route broke."""
+        self._since = self._clock.monotonic()
+        self._router.quarantine(fault)
+        if self._fallback is not None:
+            self._fallback.lost()
+
+    def look(self) -> Route | None:
+        """A route, or None where it is worth looking again. Takes a moment.
+
+        Raises:
+            ExecutorUnavailable: it is not.
+        """
+        now, fallback = self._clock.monotonic(), self._fallback
+        if fallback is not None and fallback.has_begun:
+            return self._alone(fallback)
+        if self._until is None:
+            self._until = now + self._limits.search_s
+        if fallback is not None and fallback.is_due:
+            self.reason = "they were lost too often"
+            return self._alone(fallback)
+        self.reason = "none answered in time"
+        route = None
+        try:
+            route = self._router.find(self._limits.look_s)
+        except PipelineError as error:
+            self.reason = str(error)
+        if route is not None:
+            self._until = None
+            return route
+        if self._clock.monotonic() < self._until:
+            return None
+        self._until = now  # a later request looks once, and at once
+        if fallback is not None:
+            return self._alone(fallback)
+        raise self._unavailable(self.reason)
+
+    def close(self) -> None:
+        """Idempotent; does not wait."""
+        if self._fallback is not None:
+            self._fallback.close()
+        self._router.close()
+
+    def _alone(self, fallback: Fallback) -> Route | None:
+        try:
+            route = fallback.wait(self._limits.look_s)
+        except PacelineError as error:
+            if self._until is not None and self._clock.monotonic() < self._until:
+                logger.warning("layers %s can't run here: %s", self._layers, error)
+                return None
+            raise self._unavailable(f"{self.reason}; and not here: {error}") from error
+        if route is not None:
+            logger.warning("no machines are left for layers %s (%s): they run here from now on", self._layers, self.reason)
+            self._router.close()
+            self.is_alone = True
+        return route
+
+    def _unavailable(self, reason: str) -> ExecutorUnavailable:
+        return ExecutorUnavailable(
+            f"No machines are left for layers {self._layers}: {reason}", "Start one that has them.", code="shard_unavailable"
+        )
