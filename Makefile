@@ -64,7 +64,7 @@ layers: install-dev  ## Imports go one way
 	$(BIN)/lint-imports --no-cache
 
 unit: install-dev  ## Tests; narrow them with PYTEST="-k sampling"
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python tools/run_tests.py $(PYTEST)
 
 KILLS ?= 200
 

@@ -38,6 +38,7 @@ PacelineError
 |   |-- TensorStreamError     a stream of activations is broken, for good
 |   |   |-- StreamClosed          the other side went away
 |   |   |-- StreamStalled         the other side takes or sends nothing within the bound
+|   |   |   `-- StreamIdle        no message has begun to come
 |   |   |-- TensorTooLarge        `tensor_too_large`: a tensor beyond the receive bound
 |   |   `-- StreamCorrupt         a gap, an overrun, a shape that does not match, bytes that are no chunk
 |   `-- GossipRefused         what a peer sent is not taken, and changed nothing

@@ -322,7 +322,8 @@ class FleetNode:
         told: set[str] = set()
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
             self._changed.clear()
             troubles: set[str] = set()
             for step in (self._keep, self._keep_join_port, self._look_again, self.gossip.refresh):

@@ -204,7 +204,8 @@ class GossipDriver:
             self._wake.clear()
             if wait_s != 0:
                 try:
-                    await asyncio.wait_for(self._wake.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._wake.wait()
                     continue
                 except TimeoutError:
                     now = self._clock.monotonic()

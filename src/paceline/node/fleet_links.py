@@ -75,7 +75,8 @@ class LinkDriver:
             due = self._watch.next_due_s()
             wait_s = None if due is None else max(0.0, due - self._clock.monotonic())
             try:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

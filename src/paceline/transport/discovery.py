@@ -65,7 +65,8 @@ class Discovery:
         if zeroconf is None:
             return
         try:
-            await asyncio.wait_for(zeroconf.async_close(), CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                await zeroconf.async_close()
         except (TimeoutError, OSError) as error:
             logger.debug("mDNS ended without a goodbye: %s", error)
 
