@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.ids import NodeId
-from paceline.engine.local import WireBits
 from paceline.node.shards.ends import Dial, Expected
 from paceline.parallel.links import ActivationSink
 from paceline.parallel.sessions import ActivationDtype, NextStage
-from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batches import StreamSink, StreamSource
 from paceline.transport.tensor.dialling import dial
 from paceline.transport.tensor.listener import Expected as Ticket
 from paceline.transport.tensor.listener import TensorListener
-from paceline.transport.tensor.streams import TensorReceiver
 from paceline.transport.trust.certificates import Member
 from paceline.transport.trust.credentials import check_callable
 from paceline.transport.trust.identity import Identity
@@ -61,25 +58,8 @@ class _Expected:
     def __init__(self, ticket: Ticket, dtype: ActivationDtype, width: int) -> None:
         self._ticket, self._dtype, self._width = ticket, dtype, width
 
-    def accept(self, deadline: float) -> _Incoming:
-        return _Incoming(self._ticket.wait(deadline), self._dtype, self._width)
+    def accept(self, deadline: float) -> StreamSource:
+        return StreamSource(self._ticket.wait(deadline), self._dtype.value, self._width)
 
     def close(self) -> None:
         self._ticket.cancel()
-
-
-class _Incoming:
-    """Batches, and who sends them."""
-
-    def __init__(self, receiver: TensorReceiver, dtype: ActivationDtype, width: int) -> None:
-        self._source = StreamSource(receiver, dtype.value, width)
-        self.peer = receiver.peer
-
-    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
-        return self._source.receive(deadline)
-
-    def acknowledge(self) -> None:
-        self._source.acknowledge()
-
-    def close(self) -> None:
-        self._source.close()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import StreamCorrupt
+from paceline.core.ids import NodeId
 from paceline.engine.local import WireBits
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batch_codec import read_batch, write_batch
@@ -87,6 +88,11 @@ class StreamSource:
         receiver.look(look_s)
         self._receiver, self._width = receiver, width
         self._type: ActivationType = activation_type
+
+    @property
+    def peer(self) -> NodeId:
+        """Who sends."""
+        return self._receiver.peer
 
     def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
         message = self._receiver.receive(deadline)
