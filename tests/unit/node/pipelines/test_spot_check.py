@@ -12,22 +12,8 @@ from typing import Any
 import grpc.aio
 import numpy as np
 import pytest
-from tests.unit.node.shards.hosts import (
-    SPEC,
-    Bits,
-    CountingLoads,
-    Hosting,
-    Net,
-    User,
-    batch_of,
-    hosting,
-    in_loop,
-    in_thread,
-    rows_of,
-    soon,
-    until,
-    wanted,
-)
+from tests.unit.node.fleet.nodes import in_loop, until
+from tests.unit.node.shards.hosts import SPEC, Bits, CountingLoads, Hosting, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.errors import FleetError

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc.aio
 import numpy as np
 import numpy.typing as npt
+from tests.unit.node.fleet.nodes import BOUND_S, Given
 
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress
@@ -48,35 +48,15 @@ from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.strangers import StrangerWatch
 
-Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Bits = npt.NDArray[np.uint16]
 
-BOUND_S = 20.0
-"""Longest wait for anything a test waits for; reached only when it fails."""
 SPEC = ModelSpec(
     model_type="llama", n_layers=6, hidden=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn=96, vocab=97, max_context=256,
     rms_eps=1e-5, rope=RopeSpec(10_000.0), tied_head=True,
 )  # fmt: skip
 DIGEST = "ab" * 32
 MODEL = "tiny"
-
-
-def in_loop(test: Callable[Given, Coroutine[None, None, None]]) -> Callable[Given, None]:
-    """A test that runs in an event loop of its own, within a bound."""
-
-    @functools.wraps(test)
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 3 * BOUND_S))
-
-    return run
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something to become true."""
-    async with asyncio.timeout(BOUND_S):
-        while not condition():  # noqa: ASYNC110 - other threads bring it about
-            await asyncio.sleep(0.005)
 
 
 class CountingRunner:

@@ -6,7 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from tests.unit.node.shards.hosts import MODEL, SPEC, Net, User, batch_of, hosting, in_loop, in_thread, rows_of, soon, until, wanted
+from tests.unit.node.fleet.nodes import in_loop, until
+from tests.unit.node.shards.hosts import MODEL, SPEC, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
 from paceline.backends import torch
 from paceline.backends.numerics import SeededWeights

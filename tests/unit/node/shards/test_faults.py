@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.node.shards.hosts import SPEC, Bits, Net, User, batch_of, hosting, in_loop, in_thread, rows_of, soon, until, wanted
+from tests.unit.node.fleet.nodes import in_loop, until
+from tests.unit.node.shards.hosts import SPEC, Bits, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
 from paceline.core.errors import PacelineError, PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import BatchId, NodeId

@@ -7,21 +7,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tests.unit.node.shards.hosts import (
-    SPEC,
-    CountingLoads,
-    Hosting,
-    Net,
-    User,
-    batch_of,
-    hosting,
-    in_loop,
-    in_thread,
-    rows_of,
-    soon,
-    until,
-    wanted,
-)
+from tests.unit.node.fleet.nodes import in_loop, until
+from tests.unit.node.shards.hosts import SPEC, CountingLoads, Hosting, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
 from paceline.core.errors import (
     BadPipelineRequest,
