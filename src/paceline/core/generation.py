@@ -56,6 +56,8 @@ class GenerationRequest:
     """Tokens that end an answer, beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     """Benchmarks ban the end of sequence: its logits are masked, so that lengths are exact."""
+    draft: str | None = None
+    """What tokens are guessed with: "off", "ngram", "auto", or the id of a draft model. None: as the engine is set. Never changes an answer."""
 
 
 @dataclass(frozen=True, slots=True)

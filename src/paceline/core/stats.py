@@ -22,5 +22,11 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    drafted_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """Guessed tokens that were verified, by what guessed them ("ngram", or the draft model's id)."""
+    accepted_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """Those of them that the model would have drawn itself: each is a step saved."""
+    draft_blocks: dict[str, int] = field(default_factory=dict[str, int])
+    """Verified drafts."""
     finished: dict[str, int] = field(default_factory=dict[str, int])
     """Sequences ended, by finish reason."""

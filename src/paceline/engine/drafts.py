@@ -1,0 +1,88 @@
+"""Drafts: tokens that may come next, and where such guesses come from.
+
+Law: a draft is never believed. Whoever made it, wherever, from whatever: the model verifies each token, so a wrong one costs a row and changes no
+byte. What is asked of a proposer is that it answers soon, not that it is right.
+
+Source: the proposer contract is seed 001's (`propose_block(committed, L, K)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.ids import SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProposal:
+    """A block of guessed tokens, and what it took."""
+
+    token_ids: tuple[int, ...]
+    diffusion_steps: int = 0
+    """Refinements of the whole block; 0 where it was made token by token."""
+    forward_passes: int = 0
+    """Of the proposer's model."""
+    peak_activation_bytes: int = 0
+
+
+class Proposer(Protocol):
+    """Something that drafts. May block: it is called in a thread."""
+
+    def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
+        """At most `block_size` tokens that may follow.
+
+        Args:
+            committed: prompt and answer so far.
+            block_size: L, tokens wanted.
+            num_steps: K, refinements, where the proposer makes them; 0: as many as it finds best.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAsk:
+    """What an engine wants drafted. A sequence has one ask under way at most."""
+
+    sequence: SequenceId
+    first_position: int
+    """Of `token_ids`. What the source was told of the sequence before this position still holds; what it was told from here on does not."""
+    token_ids: Sequence[int]
+    """Committed tokens, and behind them maybe guessed ones, whose continuation is wanted on the guess that they are right."""
+    length: int
+    """Tokens wanted at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAnswer:
+    """What a source drafted, or, empty, that it had nothing or failed."""
+
+    sequence: SequenceId
+    position: int
+    """Of the first token: where the ask ended."""
+    token_ids: Sequence[int]
+
+
+class DraftSource(Protocol):
+    """Drafts made elsewhere: by another thread, on another machine. For the engine's thread, which it never holds up.
+
+    A source bounds its own waits and replaces what fails; an ask that can't be answered is answered with an empty draft.
+    """
+
+    @property
+    def expected_s(self) -> float | None:
+        """How long an answer takes, as measured; None: none are to be had at present, so nobody need ask."""
+        ...
+
+    def ask(self, ask: DraftAsk) -> None: ...
+
+    def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:
+        """What has come since this was called last. Waits for a first answer, so long at most."""
+        ...
+
+    def forget(self, sequence: SequenceId) -> None:
+        """The sequence is over; unknown ones too."""
+        ...
+
+    def close(self) -> None: ...
