@@ -64,6 +64,9 @@ PLAIN_FIELDS = [
     ("best_of", 2, "best_of"),
     ("suffix", "end", "suffix"),
     ("invented", 1, "invented"),
+    ("draft", "", "draft"),
+    ("draft", 1, "draft"),
+    ("draft", "no-such-model", "draft"),
 ]
 CHAT_FIELDS = [
     ("messages", [], "messages"),
@@ -173,3 +176,12 @@ def test_off_values_and_harmless_fields_pass(shared: Served[ScriptedInference]) 
     harmless = {"user": "me", "metadata": {"a": 1}, "store": True, "parallel_tool_calls": True, "service_tier": "auto", "top_p": 0}
     assert shared.http.post("/v1/chat/completions", json=CHAT | off | harmless).status_code == 200
     assert shared.http.post("/v1/completions", json=PLAIN | {"echo": False, "best_of": 1, "suffix": "", "stop": None}).status_code == 200
+
+
+def test_a_draft_model_that_nobody_has_is_refused_with_the_names_of_those_there_are(shared: Served[ScriptedInference]) -> None:
+    for streamed in (False, True):
+        answer = shared.http.post("/v1/completions", json=PLAIN | {"draft": "no-such-model", "stream": streamed})
+        assert answer.status_code == 400
+        assert "auto, off, ngram" in answer.json()["error"]["message"]
+    for known in ("auto", "off", "ngram", None):
+        assert shared.http.post("/v1/completions", json=PLAIN | {"draft": known}).status_code == 200

@@ -11,7 +11,7 @@ import typer
 from paceline import __version__
 from paceline.cli import benches, joining
 from paceline.cli.faults import EXIT_FAILED, EXIT_USER, report
-from paceline.cli.options import AsJson, Context, Device, KvTokens, MaxRunning, Model, Threads, Weights
+from paceline.cli.options import AsJson, Context, Device, Draft, KvTokens, MaxRunning, Model, Threads, Weights
 from paceline.cli.terminal import discard
 from paceline.core.errors import PacelineError, UserError
 from paceline.node.fleet_settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
@@ -39,6 +39,7 @@ def up(
     threads: Threads = None,
     max_running: MaxRunning = 32,
     context: Context = None,
+    draft: Draft = "auto",
     greet: Annotated[bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.")] = False,
     no_model: Annotated[bool, typer.Option("--no-model", help="Load none: serve what other machines of the fleet have.")] = False,
     fleet_port: Annotated[
@@ -72,7 +73,7 @@ def up(
     """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
     from paceline.cli.sharing import Sharing, run_shared
 
-    settings = None if no_model else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running)
+    settings = None if no_model else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running, draft=draft)
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, local_nodes, tied),

@@ -19,6 +19,12 @@ Device = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.")]
 MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft", metavar="auto|off|ngram|MODEL", help="Guess tokens ahead, with a model of the fleet or without. Changes no byte."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 PromptTokens = Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")]
 AnswerTokens = Annotated[int, typer.Option("--answer", min=2, help="Tokens of each answer.")]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.generation import GenerationRequest
+from paceline.core.shown import printable
 from paceline.engine.config import EngineConfig
 from paceline.engine.executor import Executor
 from paceline.engine.scheduler import blocks_for
 
 RETRY_SPAN_S = 60
 """Longest wait asked of a client that was refused."""
+DRAFTS = ("auto", "off", "ngram")
+"""What a request's `draft` may always be; beyond it, the ids of draft models."""
 
 
 def check_request(request: GenerationRequest, config: EngineConfig, executor: Executor, vocab: int) -> None:
@@ -47,6 +51,21 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
             "Shorten the prompt, ask for fewer tokens, or give the server more KV memory.",
             field="max_tokens",
         )
+
+
+def check_draft(draft: str | None, models: Collection[str]) -> None:
+    """Check that there is what a request wants its tokens guessed with.
+
+    Args:
+        draft: of the request.
+        models: ids of the draft models there are.
+
+    Raises:
+        InvalidRequest: there is no such draft model.
+    """
+    if draft is not None and draft not in DRAFTS and draft not in models:
+        there = ", ".join((*DRAFTS, *sorted(models)))
+        raise InvalidRequest(f"draft: nobody proposes with {printable(draft, 200)!r}", f"There are: {there}.", field="draft")
 
 
 def check_room(live: int, more: int, config: EngineConfig) -> None:

@@ -1,7 +1,7 @@
 """`paceline bench`: how fast this machine runs a model, measured at the engine.
 
 Law: prompts have exactly the length asked for, the end of sequence is banned so that answers do too, the prefix cache is off, prompts
-differ from run to run, and one run of each kind warms up uncounted. Kinds take turns, round by round, so that a machine that slows
+differ from run to run, nothing is drafted (`node.draft_bench` measures that), and one run of each kind warms up uncounted. Kinds take turns, round by round, so that a machine that slows
 down slows all of them; what is shown is the median over the rounds.
 """
 
@@ -185,6 +185,7 @@ def drive(engine: StepsRequests, prompts: Sequence[tuple[int, ...]], answer_toke
             answer_tokens,
             SamplingParams(temperature=0.0),
             ignore_eos=True,
+            draft="off",
         )
         for number, prompt in enumerate(prompts)
     ]

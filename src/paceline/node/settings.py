@@ -33,3 +33,5 @@ class NodeSettings:
     """Sequences that may wait; beyond it requests get 429. Raising it makes the last in line wait longer."""
     prefix_cache: bool = True
     """Off for benchmarks: it makes a repeated prompt cheaper than it is."""
+    draft: str = "auto"
+    """What tokens are guessed with where a request does not say: "auto", "off", "ngram", or the id of a draft model. Changes no byte."""

@@ -170,6 +170,7 @@ class Intake:
                     stop=stop,
                     stop_ids=stop_ids,
                     ignore_eos=bool(asked.ignore_eos),
+                    draft=asked.draft,
                 )
                 for place, ids in enumerate(prompts)
             ),

@@ -1,7 +1,7 @@
 """The request bodies of the API, as pydantic models: what is accepted, and the OpenAPI schema, from one source.
 
 A field falls in one of three groups. *Served*: it does what OpenAI (or, for top_k, min_p, repetition_penalty,
-stop_token_ids and ignore_eos, vLLM) says. *Harmless*: clients send it, it never changes an answer here, it is ignored
+stop_token_ids and ignore_eos, vLLM, or, for draft, docs/api.md) says. *Harmless*: clients send it, it never changes an answer here, it is ignored
 (user, metadata, store, service_tier, safety_identifier, prompt_cache_key, prompt_cache_retention, prediction,
 parallel_tool_calls, a message's name). *Refused*: it would change the answer and is not served, so only the value that
 means "off" passes. An unknown field is refused: there is no silent fallback.
@@ -73,6 +73,10 @@ class Sampling(Strict):
     stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
+    draft: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        default=None,
+        description="Beyond OpenAI's: what tokens are guessed with: `off`, `ngram`, `auto`, or the id of a draft model. Changes no byte.",
+    )
 
     user: str | None = Field(default=None, description="Ignored.")
     metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")

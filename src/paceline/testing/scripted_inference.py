@@ -16,6 +16,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequest, Overloaded
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.stats import EngineStats
+from paceline.engine.intake import check_draft
 from paceline.server.inference import Progress, ServedModel
 
 BLOCK_TOKENS = 16
@@ -116,6 +117,7 @@ class ScriptedInference:
         """Echo the prompt, one step of all `n` sequences an item."""
         if model != self._model.name:
             raise ValueError(model)  # the server has checked
+        check_draft(request.draft, ())
         if len(self._live) >= self._max_requests:
             raise Overloaded(f"{self._max_requests} requests are running", "Come back later.", retry_after_s=3)
         blocks = request.n * math.ceil((len(request.prompt_ids) + request.max_tokens) / BLOCK_TOKENS)

@@ -24,6 +24,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LETTERS = 64 << 10
 MAX_BIASES = 1024
+MAX_DRAFT_LETTERS = 512
 """None lower than the API's own."""
 MAX_NOTICES = 16
 MAX_DETAILS = 16
@@ -58,6 +59,7 @@ def write_request(model: str, digest: str, weights: str, numerics_id: str, reque
         stop=request.stop,
         stop_ids=sorted(request.stop_ids),
         ignore_eos=request.ignore_eos,
+        draft=request.draft or "",
     )
 
 
@@ -76,6 +78,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
         ("stop", len(message.stop), 0, MAX_STOPS),
         ("stop", max(map(len, message.stop), default=0), 0, MAX_STOP_LETTERS),
         ("stop_token_ids", len(message.stop_ids), 0, MAX_STOPS),
+        ("draft", len(message.draft), 0, MAX_DRAFT_LETTERS),
         ("logit_bias", len(sampling.logit_bias), 0, MAX_BIASES),
     ):
         if not least <= value <= most:
@@ -102,6 +105,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
         stop=tuple(message.stop),
         stop_ids=frozenset(message.stop_ids),
         ignore_eos=message.ignore_eos,
+        draft=message.draft or None,
     )
 
 

@@ -28,7 +28,21 @@ def test_defaults_are_openais() -> None:
 
 
 def test_nulls_are_as_if_missing() -> None:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "n", "max_tokens", "logit_bias", "stream", "logprobs", "ignore_eos")
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "n",
+        "max_tokens",
+        "logit_bias",
+        "stream",
+        "logprobs",
+        "ignore_eos",
+        "draft",
+    )
     assert complete(**dict.fromkeys(names)).requests[0].sampling == SamplingParams()
 
 
@@ -49,9 +63,11 @@ def test_every_sampling_field_arrives() -> None:
         max_tokens=3,
         n=2,
         ignore_eos=True,
+        draft="ngram",
     ).requests[0]
     assert request.sampling == SamplingParams(0.0, 5, 0.5, 0.1, 1.1, -1.0, 2.0, 7, {3: -100.0, 4: 1.5}, 2)
     assert (request.n, request.stop, request.stop_ids, request.ignore_eos, request.max_tokens) == (2, ("x",), frozenset({1, 2}), True, 3)
+    assert request.draft == "ngram"
 
 
 def test_edges_of_sampling_fields() -> None:

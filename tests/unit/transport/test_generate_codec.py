@@ -40,6 +40,7 @@ requests = st.builds(
     st.lists(texts.filter(bool), max_size=4).map(tuple),
     st.frozensets(tokens, max_size=4),
     st.booleans(),
+    st.none() | texts.filter(bool),
 )
 chunks = st.builds(
     GenerationChunk,
@@ -120,6 +121,7 @@ def test_a_reason_of_a_later_version_is_an_error() -> None:
         {"sampling": wire.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))},
         {"stop_ids": range(65)},
         {"stop": ["x" * (65 << 10)]},
+        {"draft": "x" * 513},
     ],
 )
 def test_lists_without_end_are_refused(more: dict[str, object]) -> None:

@@ -135,6 +135,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     STOP_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
     """What must be loaded under that name: FAILED_PRECONDITION where it is something else."""
@@ -145,6 +146,8 @@ class GenerateRequest(_message.Message):
     max_tokens: _builtins.int
     n: _builtins.int
     ignore_eos: _builtins.bool
+    draft: _builtins.str
+    """What tokens are guessed with: off, ngram, auto, or the id of a draft model. Empty: as the node is set. Changes no byte of an answer."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -168,10 +171,11 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        draft: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_ids", b"stop_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "draft", b"draft", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_ids", b"stop_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
