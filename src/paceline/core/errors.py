@@ -23,6 +23,7 @@ PacelineError
 |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
 |-- FleetError                something between the machines of a fleet
 |   |-- NodeUnreachable       a member that can't be reached, or no longer
+|   |-- RemoteProposerError   a draft that another node was asked for and did not give; `status` is gRPC's
 |   |-- NotTrusted            a certificate, card or revocation that does not prove what it says; `who` names the party
 |   |   `-- RevokedNode       a certificate that the CA has voided
 |   |-- WeightsError          weights that don't come from another node
@@ -193,6 +194,17 @@ class RevokedNode(NotTrusted):
 
 class NodeUnreachable(FleetError):
     """A member of the fleet can't be reached, or no longer."""
+
+
+class RemoteProposerError(FleetError):
+    """A draft that was asked of another node and not had: it refused, was late, can't be reached, or sent what is no draft.
+
+    What the verifier holds is intact: it may go on without drafts, or with those of another.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, status: str) -> None:
+        super().__init__(message, hint)
+        self.status = status
 
 
 class GossipRefused(FleetError):

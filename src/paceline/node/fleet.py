@@ -19,6 +19,7 @@ import grpc.aio
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
+from paceline.engine.proposers.ngram import NGRAM, NGramProposer
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.effects import Appeared, Changed, Clashed, Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.view import FleetView
@@ -35,7 +36,8 @@ from paceline.transport.discovery import Discovery
 from paceline.transport.exchange import Exchanger
 from paceline.transport.interfaces import own_hosts
 from paceline.transport.join_host import JoinHost
-from paceline.transport.proposer_service import NGRAM, PromptLookup, ProposerServicer
+from paceline.transport.proposer_desk import ProposerDesk
+from paceline.transport.proposer_service import proposer_service
 from paceline.transport.rpc_meter import RpcMeter
 from paceline.transport.server import NodeServer
 from paceline.transport.tensor.listener import TensorListener
@@ -47,7 +49,6 @@ from paceline.transport.trust.seals import open_revocations, revocation_told
 from paceline.transport.trust.strangers import StrangerWatch
 from paceline.transport.wire.control_pb2_grpc import add_ControlServiceServicer_to_server
 from paceline.transport.wire.fleet_pb2_grpc import add_CapabilityServiceServicer_to_server
-from paceline.transport.wire.propose_pb2_grpc import add_ProposerServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class FleetNode:
         revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
         self.meter = FleetMeter()
         self.rpcs = RpcMeter()
+        self.desk = ProposerDesk({NGRAM: NGramProposer()})
+        """What this node drafts with. A model that was loaded for it is added."""
         self.book = AddressBook()
         self.refusals = Refusals(clock)
         self.gossip = GossipDriver(
@@ -160,11 +163,10 @@ class FleetNode:
         server = NodeServer(self.identity, guard, strangers, self.rpcs)
         capability = CapabilityServicer(self.gossip, guard)
         control = ControlServicer(self.identity, guard, self.sight)
-        proposer = ProposerServicer({NGRAM: PromptLookup()})
         server.add(
             lambda grpc_server: add_CapabilityServiceServicer_to_server(capability, grpc_server),
             lambda grpc_server: add_ControlServiceServicer_to_server(control, grpc_server),
-            lambda grpc_server: add_ProposerServiceServicer_to_server(proposer, grpc_server),
+            proposer_service(self.desk, guard.peer),
             *(service(guard) for service in services),
         )
         self._port = await server.start(self._settings.host, self._settings.port)
@@ -191,6 +193,7 @@ class FleetNode:
         server, self._server = self._server, None
         if server is not None:
             await self._stop(server)
+        self.desk.close()
         tensors, self._tensors = self._tensors, None
         if tensors is not None:
             await asyncio.to_thread(tensors.close)

@@ -3,70 +3,98 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc.aio
 
-from paceline.core.errors import InvalidRequest, ModelNotFound
-from paceline.engine import prompt_lookup
+from paceline.core.errors import PacelineError
+from paceline.engine.drafts import BlockProposal
+from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
 from paceline.transport.rpc_faults import abort
+from paceline.transport.trust.certificates import Member
 from paceline.transport.wire import propose_pb2 as wire
-from paceline.transport.wire.propose_pb2_grpc import ProposerServiceServicer
-
-NGRAM = "ngram"
-"""The model id of prompt lookup: every node has it."""
-MAX_BLOCK = 256
-MAX_COMMITTED = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A draft, and what it took."""
-
-    token_ids: tuple[int, ...]
-    diffusion_steps: int = 0
-    forward_passes: int = 0
-    peak_activation_bytes: int = 0
-
-
-class Proposer(Protocol):
-    """Something that drafts."""
-
-    def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> Proposal:
-        """At most `block_size` tokens that may follow. May block: it is called in a thread."""
-        ...
-
-
-class PromptLookup:
-    """`engine.prompt_lookup` as a proposer."""
-
-    def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> Proposal:
-        """What followed the longest repetition."""
-        del num_steps
-        return Proposal(prompt_lookup.propose(committed, block_size))
-
+from paceline.transport.wire.propose_pb2_grpc import ProposerServiceServicer, add_ProposerServiceServicer_to_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ProposerServicer(ProposerServiceServicer):
-    """Answers members."""
+    """Answers members.
 
-    def __init__(self, proposers: Mapping[str, Proposer]) -> None:
-        self._proposers = proposers
+    Args:
+        desk: drafts.
+        who: the caller of a context (`PeerGuard.peer`).
+    """
+
+    def __init__(self, desk: ProposerDesk, who: Callable[[Context], Member]) -> None:
+        self._desk, self._who = desk, who
 
     async def ProposeBlock(self, request: wire.ProposeBlockRequest, context: Context) -> wire.ProposeBlockResponse:
-        proposer = self._proposers.get(request.model_id)
-        if proposer is None:
-            await abort(context, ModelNotFound(f"{request.model_id[:200]!r} is not loaded here as a proposer"))
-        if not 1 <= request.block_size <= MAX_BLOCK or len(request.committed_token_ids) > MAX_COMMITTED:
-            await abort(context, InvalidRequest(f"A block of {request.block_size} tokens; 1 to {MAX_BLOCK} are drafted"))
-        draft = await asyncio.to_thread(proposer.propose_block, request.committed_token_ids, request.block_size, request.num_steps)
-        return wire.ProposeBlockResponse(
-            token_ids=draft.token_ids,
-            diffusion_steps=draft.diffusion_steps,
-            forward_passes=draft.forward_passes,
-            peak_activation_bytes=draft.peak_activation_bytes,
+        try:
+            return await self._answer(request, self._who(context).node_id)
+        except PacelineError as error:
+            await abort(context, error)
+
+    # Written to the context rather than yielded: a generator that nobody asks for more would be closed only when it is collected.
+    async def ProposeBlocks(self, requests: AsyncIterator[wire.ProposeBlocksRequest], context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        caller = self._who(context).node_id
+        writing = asyncio.Lock()
+
+        async def answer(request: wire.ProposeBlockRequest) -> None:
+            block = await self._answer(request, caller)
+            async with writing:
+                await context.write(wire.ProposeBlocksResponse(block=block))
+
+        seen: set[tuple[str, int]] = set()
+        try:
+            async with asyncio.TaskGroup() as answering:
+                async for request in requests:
+                    self._desk.end(caller, request.ended_sessions)
+                    if request.HasField("block"):
+                        seen.add((request.block.model_id, request.block.session))
+                        answering.create_task(answer(request.block))
+        except* PacelineError as errors:
+            first = next(error for error in _flat(errors) if isinstance(error, PacelineError))
+            await abort(context, first)
+        finally:
+            # Sessions end with the call that spoke of them: whoever calls again says everything again.
+            self._desk.end(caller, [session for _, session in seen])
+
+    async def _answer(self, request: wire.ProposeBlockRequest, caller: str) -> wire.ProposeBlockResponse:
+        ask = BlockAsk(
+            request.model_id,
+            request.session,
+            request.first_position,
+            list(request.committed_token_ids),
+            request.block_size,
+            request.num_steps,
         )
+        return write_block(await self._desk.propose(caller, ask), request.session)
+
+
+def write_block(block: BlockProposal | None, session: int) -> wire.ProposeBlockResponse:
+    """A block as it travels; None: the session is lost."""
+    if block is None:
+        return wire.ProposeBlockResponse(session=session, session_lost=True)
+    return wire.ProposeBlockResponse(
+        token_ids=block.token_ids,
+        diffusion_steps=block.diffusion_steps,
+        forward_passes=block.forward_passes,
+        peak_activation_bytes=block.peak_activation_bytes,
+        session=session,
+    )
+
+
+def proposer_service(desk: ProposerDesk, who: Callable[[Context], Member]) -> Callable[[grpc.aio.Server], None]:
+    """What a node's server registers."""
+    servicer = ProposerServicer(desk, who)
+
+    def register(server: grpc.aio.Server) -> None:
+        add_ProposerServiceServicer_to_server(servicer, server)
+
+    return register
+
+
+def _flat(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    return [each for error in group.exceptions for each in (_flat(error) if isinstance(error, BaseExceptionGroup) else [error])]

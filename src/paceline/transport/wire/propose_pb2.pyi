@@ -26,14 +26,20 @@ class ProposeBlockRequest(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens wanted at most."""
     num_steps: _builtins.int
     """Refinement steps, for proposers that have them."""
     model_id: _builtins.str
+    session: _builtins.int
+    """What the caller calls this sequence, so that only new tokens need be said; 0: the request is complete in itself. Ids are the caller's."""
+    first_position: _builtins.int
+    """Of the first of `committed_token_ids`. What was said of the session before it still holds; what was said from it on does not."""
     @_builtins.property
     def committed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt and answer so far."""
+        """Prompt and answer so far, from `first_position` on."""
 
     def __init__(
         self,
@@ -42,10 +48,12 @@ class ProposeBlockRequest(_message.Message):
         block_size: _builtins.int = ...,
         num_steps: _builtins.int = ...,
         model_id: _builtins.str = ...,
+        session: _builtins.int = ...,
+        first_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "committed_token_ids", b"committed_token_ids", "model_id", b"model_id", "num_steps", b"num_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "committed_token_ids", b"committed_token_ids", "first_position", b"first_position", "model_id", b"model_id", "num_steps", b"num_steps", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -59,9 +67,15 @@ class ProposeBlockResponse(_message.Message):
     DIFFUSION_STEPS_FIELD_NUMBER: _builtins.int
     FORWARD_PASSES_FIELD_NUMBER: _builtins.int
     PEAK_ACTIVATION_BYTES_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    SESSION_LOST_FIELD_NUMBER: _builtins.int
     diffusion_steps: _builtins.int
     forward_passes: _builtins.int
     peak_activation_bytes: _builtins.int
+    session: _builtins.int
+    """That of the request."""
+    session_lost: _builtins.bool
+    """Nothing was drafted, because the session is not held as far as `first_position`: say all of it again, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -71,11 +85,61 @@ class ProposeBlockResponse(_message.Message):
         diffusion_steps: _builtins.int = ...,
         forward_passes: _builtins.int = ...,
         peak_activation_bytes: _builtins.int = ...,
+        session: _builtins.int = ...,
+        session_lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diffusion_steps", b"diffusion_steps", "forward_passes", b"forward_passes", "peak_activation_bytes", b"peak_activation_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diffusion_steps", b"diffusion_steps", "forward_passes", b"forward_passes", "peak_activation_bytes", b"peak_activation_bytes", "session", b"session", "session_lost", b"session_lost", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProposeBlockResponse: _TypeAlias = ProposeBlockResponse  # noqa: Y015
+
+@_typing.final
+class ProposeBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    ENDED_SESSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def block(self) -> Global___ProposeBlockRequest:
+        """Left out where there is only news."""
+
+    @_builtins.property
+    def ended_sessions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sessions of this caller that are over."""
+
+    def __init__(
+        self,
+        *,
+        block: Global___ProposeBlockRequest | None = ...,
+        ended_sessions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "ended_sessions", b"ended_sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProposeBlocksRequest: _TypeAlias = ProposeBlocksRequest  # noqa: Y015
+
+@_typing.final
+class ProposeBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def block(self) -> Global___ProposeBlockResponse: ...
+    def __init__(
+        self,
+        *,
+        block: Global___ProposeBlockResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProposeBlocksResponse: _TypeAlias = ProposeBlocksResponse  # noqa: Y015

@@ -39,13 +39,26 @@ class ProposerServiceStub:
                 request_serializer=paceline_dot_v1_dot_propose__pb2.ProposeBlockRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_propose__pb2.ProposeBlockResponse.FromString,
                 _registered_method=True)
+        self.ProposeBlocks = channel.stream_stream(
+                '/paceline.v1.ProposerService/ProposeBlocks',
+                request_serializer=paceline_dot_v1_dot_propose__pb2.ProposeBlocksRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_propose__pb2.ProposeBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class ProposerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def ProposeBlock(self, request, context):
-        """NOT_FOUND where the model is not (or no longer) loaded as a proposer.
+        """NOT_FOUND where the model is not (or no longer) loaded as a proposer; INVALID_ARGUMENT where the request can't be meant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProposeBlocks(self, request_iterator, context):
+        """The same many times over one call, which is leaner. Blocks of one session are answered in order, those of several in any. An error ends
+        the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,6 +71,11 @@ def add_ProposerServiceServicer_to_server(servicer, server):
                     servicer.ProposeBlock,
                     request_deserializer=paceline_dot_v1_dot_propose__pb2.ProposeBlockRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_propose__pb2.ProposeBlockResponse.SerializeToString,
+            ),
+            'ProposeBlocks': grpc.stream_stream_rpc_method_handler(
+                    servicer.ProposeBlocks,
+                    request_deserializer=paceline_dot_v1_dot_propose__pb2.ProposeBlocksRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_propose__pb2.ProposeBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class ProposerService:
             '/paceline.v1.ProposerService/ProposeBlock',
             paceline_dot_v1_dot_propose__pb2.ProposeBlockRequest.SerializeToString,
             paceline_dot_v1_dot_propose__pb2.ProposeBlockResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProposeBlocks(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paceline.v1.ProposerService/ProposeBlocks',
+            paceline_dot_v1_dot_propose__pb2.ProposeBlocksRequest.SerializeToString,
+            paceline_dot_v1_dot_propose__pb2.ProposeBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,7 +15,11 @@ GRPC_VERSION: str
 class ProposerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     ProposeBlock: _aio.UnaryUnaryMultiCallable[_propose_pb2.ProposeBlockRequest, _propose_pb2.ProposeBlockResponse]
-    """NOT_FOUND where the model is not (or no longer) loaded as a proposer."""
+    """NOT_FOUND where the model is not (or no longer) loaded as a proposer; INVALID_ARGUMENT where the request can't be meant."""
+    ProposeBlocks: _aio.StreamStreamMultiCallable[_propose_pb2.ProposeBlocksRequest, _propose_pb2.ProposeBlocksResponse]
+    """The same many times over one call, which is leaner. Blocks of one session are answered in order, those of several in any. An error ends
+    the call.
+    """
 
 class ProposerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -24,6 +28,16 @@ class ProposerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _propose_pb2.ProposeBlockRequest,
         context: _aio.ServicerContext[_propose_pb2.ProposeBlockRequest, _abc.Awaitable[_propose_pb2.ProposeBlockResponse]],
     ) -> _abc.Awaitable[_propose_pb2.ProposeBlockResponse]:
-        """NOT_FOUND where the model is not (or no longer) loaded as a proposer."""
+        """NOT_FOUND where the model is not (or no longer) loaded as a proposer; INVALID_ARGUMENT where the request can't be meant."""
+
+    @_abc_1.abstractmethod
+    def ProposeBlocks(
+        self,
+        request_iterator: _abc.AsyncIterator[_propose_pb2.ProposeBlocksRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_propose_pb2.ProposeBlocksRequest], _abc.AsyncIterator[_propose_pb2.ProposeBlocksResponse]],
+    ) -> _abc.AsyncIterator[_propose_pb2.ProposeBlocksResponse]:
+        """The same many times over one call, which is leaner. Blocks of one session are answered in order, those of several in any. An error ends
+        the call.
+        """
 
 def add_ProposerServiceServicer_to_server(servicer: ProposerServiceServicer, server: _aio.Server) -> None: ...

@@ -12,6 +12,7 @@ from tests.unit.node.fleet.nodes import QUICK, in_loop, make_node, running, unti
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, NodeUnreachable, PeerFloods
 from paceline.core.trust import Trust
+from paceline.engine.proposers.ngram import NGRAM
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.effects import Call
 from paceline.fleet.messages import Request
@@ -21,7 +22,6 @@ from paceline.testing.fleets import TestFleet
 from paceline.transport.channels import Purpose
 from paceline.transport.control_service import control_channel, read_sight
 from paceline.transport.exchange import Exchanger
-from paceline.transport.proposer_service import NGRAM
 from paceline.transport.rpc_faults import error_of
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.wire import control_pb2, propose_pb2

@@ -1,0 +1,176 @@
+"""This machine's proposers, for whoever asks: members over gRPC, or an engine of the same process.
+
+Law: one block of a model at a time, in a thread that the model keeps; asks wait in line, and one whose asker gave up meanwhile is dropped. Sessions
+are bounded in number and in tokens: the one used longest ago is forgotten, and its owner says everything again. Lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
+from paceline.engine.drafts import BlockProposal, Proposer
+from paceline.engine.proposers.session import DraftSession, open_session
+
+MAX_BLOCK = 256
+MAX_COMMITTED = 1 << 20
+"""Tokens of one text."""
+MAX_STEPS = 1 << 10
+MOST_SESSIONS = 256
+MOST_TOKENS = 1 << 22
+"""Over all sessions. Raising it: about 8 bytes a token, and as much again for prompt lookup's index."""
+MOST_WAITING = 64
+"""Asks of one model. Raising it: askers wait for blocks that come too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAsk:
+    """What is to be drafted; fields as on the wire."""
+
+    model_id: str
+    session: int
+    first_position: int
+    token_ids: Sequence[int]
+    block_size: int
+    num_steps: int = 0
+
+
+@dataclass(slots=True)
+class _Model:
+    proposer: Proposer
+    thread: ThreadPoolExecutor
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class _Kept:
+    session: DraftSession
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Blocks of one session are made in the order of their asks."""
+    held: int = 0
+    """Tokens, once all asks before are done."""
+
+
+Key = tuple[str, str, int]
+"""Caller, model, session."""
+
+
+class ProposerDesk:
+    """Every proposer of one node.
+
+    Args:
+        proposers: by model id.
+        most_sessions: kept.
+        most_tokens: kept, over all sessions.
+    """
+
+    def __init__(self, proposers: Mapping[str, Proposer], *, most_sessions: int = MOST_SESSIONS, most_tokens: int = MOST_TOKENS) -> None:
+        self._models: dict[str, _Model] = {}
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._most_sessions, self._most_tokens = most_sessions, most_tokens
+        self._tokens = 0
+        for model_id, proposer in proposers.items():
+            self.add(model_id, proposer)
+
+    def add(self, model_id: str, proposer: Proposer) -> None:
+        """Serve one more."""
+        self._models[model_id] = _Model(proposer, ThreadPoolExecutor(1, f"paceline-propose-{model_id}"))
+
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        return tuple(self._models)
+
+    @property
+    def sessions(self) -> int:
+        """Kept now."""
+        return len(self._kept)
+
+    @property
+    def tokens(self) -> int:
+        """Kept now, over all sessions."""
+        return self._tokens
+
+    async def propose(self, caller: str, ask: BlockAsk) -> BlockProposal | None:
+        """A block; None where the caller's session is not held as far as the ask begins.
+
+        Raises:
+            ModelNotFound: there is no such proposer here.
+            InvalidRequest: it can't be meant.
+            Overloaded: too many wait.
+        """
+        model = self._models.get(ask.model_id)
+        if model is None:
+            raise ModelNotFound(f"{ask.model_id[:200]!r} is not loaded here as a proposer", f"Here: {', '.join(self._models)}.")
+        _check(ask)
+        if model.waiting >= MOST_WAITING:
+            raise Overloaded(f"{MOST_WAITING} blocks of {ask.model_id} are waited for already", retry_after_s=1)
+        key = (caller, ask.model_id, ask.session)
+        kept = self._kept.get(key) if ask.session else None
+        if kept is None or kept.held < ask.first_position:
+            if ask.first_position:
+                return None
+            kept = _Kept(open_session(model.proposer))
+            if ask.session:
+                self.end(caller, (ask.session,), ask.model_id)
+                self._kept[key] = kept
+        self._count(key, kept, ask.first_position + len(ask.token_ids))
+        model.waiting += 1
+        try:
+            async with kept.turn:
+                args = (ask.first_position, ask.token_ids, ask.block_size, ask.num_steps)
+                return await asyncio.get_running_loop().run_in_executor(model.thread, kept.session.propose, *args)
+        except BaseException:
+            # What of it was told is not known.
+            self._drop(model, key, kept)
+            raise
+        finally:
+            model.waiting -= 1
+            if not ask.session:
+                self._drop(model, key, kept)
+
+    def end(self, caller: str, sessions: Sequence[int], model_id: str | None = None) -> None:
+        """Sessions of a caller are over, of one model or of any; unknown ones too."""
+        for session in sessions:
+            for name, model in self._models.items():
+                key = (caller, name, session)
+                if model_id in {None, name} and key in self._kept:
+                    self._drop(model, key, self._kept[key])
+
+    def close(self) -> None:
+        """Begin nothing more. A block being made is not waited for: nobody will have it. Idempotent."""
+        for model in self._models.values():
+            model.thread.shutdown(wait=False, cancel_futures=True)
+        self._models.clear()
+        self._kept.clear()
+
+    def _count(self, key: Key, kept: _Kept, held: int) -> None:
+        if self._kept.get(key) is not kept:
+            return
+        self._tokens += held - kept.held
+        kept.held = held
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and (len(self._kept) > self._most_sessions or self._tokens > self._most_tokens):
+            oldest = next(iter(self._kept))
+            self._drop(self._models[oldest[1]], oldest, self._kept[oldest])
+
+    def _drop(self, model: _Model, key: Key, kept: _Kept) -> None:
+        if self._kept.get(key) is kept:
+            del self._kept[key]
+            self._tokens -= kept.held
+        if key[1] in self._models:  # not closed meanwhile
+            model.thread.submit(kept.session.close)  # after what it may be making
+
+
+def _check(ask: BlockAsk) -> None:
+    if not 1 <= ask.block_size <= MAX_BLOCK:
+        raise InvalidRequest(f"A block of {ask.block_size} tokens; 1 to {MAX_BLOCK} are drafted", field="block_size")
+    if ask.num_steps > MAX_STEPS:
+        raise InvalidRequest(f"{ask.num_steps} refinements; {MAX_STEPS} are made at most", field="num_steps")
+    if ask.first_position + len(ask.token_ids) > MAX_COMMITTED:
+        raise InvalidRequest(f"A text of more than {MAX_COMMITTED} tokens", field="committed_token_ids")
+    if ask.first_position and not ask.session:
+        raise InvalidRequest("Tokens that begin at a position, and no session that has those before", field="first_position")
