@@ -7,10 +7,11 @@ watch, and it may be watched from any thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -24,7 +25,9 @@ from paceline.transport.shard_codec import read_event, write_connect, write_open
 from paceline.transport.wire import shard_pb2 as wire
 from paceline.transport.wire.shard_pb2_grpc import ShardServiceStub
 
-Answer = TypeVar("Answer")
+FIRST_WORD_S = 6.0
+"""Longest wait for a node's first word: a host that has the layers opens at once, any other says that it loads. Raising it: a route over a
+machine that is asleep is given up later, and machines that are awake take over later."""
 SILENCE_S = 20.0
 """Longest wait for news while a stage loads. Raising it holds on longer to one that hangs."""
 SILENT_REPORTS = 8
@@ -74,7 +77,8 @@ class RemoteStage:
             NodeUnreachable: the stage's own node is gone.
             FleetError: it refuses.
         """
-        await self._ask(self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S))
+        with _heard(self.node_id):
+            await self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S)
 
     async def echo(self, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:
         """Rows of a batch that was not sent yet, as they arrive there.
@@ -83,19 +87,14 @@ class RemoteStage:
             FleetError: the stage is gone, or refuses.
         """
         asked = wire.EchoRowsRequest(session_id=self.request.session_id, batch_id=batch_id, first_row=first_row, n_rows=n_rows)
-        return (await self._ask(self._stub.EchoRows(asked, timeout=CALL_S))).rows
+        with _heard(self.node_id):
+            return (await self._stub.EchoRows(asked, timeout=CALL_S)).rows
 
     async def close(self) -> None:
         """End the session there too. Idempotent."""
         self._lose(StageLoss(PipelineError(f"The session with {self.node_id} was closed")))
         self._call.cancel()
         await asyncio.wait({self._follower})
-
-    async def _ask(self, call: Awaitable[Answer]) -> Answer:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error, self.node_id) from error
 
     async def _follow(self) -> None:
         """Keep reports until there are no more."""
@@ -134,10 +133,13 @@ async def open_stage(
         PipelineError: the node refuses.
         FleetError: it can't be reached, or makes no sense.
     """
-    call = ShardServiceStub(channel).OpenStage(write_open(request))
+    with _heard(node_id):
+        call = ShardServiceStub(channel).OpenStage(write_open(request))
+    silence_s = FIRST_WORD_S
     try:
         while True:
-            match await _next(call, node_id, request, SILENCE_S):
+            event, silence_s = await _next(call, node_id, request, silence_s), SILENCE_S
+            match event:
                 case StageOpened() as opened:
                     return RemoteStage(node_id, request, opened, channel, call)
                 case StageLoading() as loading:
@@ -170,20 +172,28 @@ async def _next(call: Call, node_id: NodeId, request: StageRequest, silence_s: f
         FleetError: there is none, for whatever reason.
     """
     try:
-        async with asyncio.timeout(silence_s):
-            message = await call.read()
+        with _heard(node_id):
+            async with asyncio.timeout(silence_s):
+                message = await call.read()
     except TimeoutError:
         raise PipelineStalled(f"{node_id} has said nothing for {silence_s:g} s") from None
+    if not isinstance(message, wire.OpenStageResponse):  # grpc's mark of a stream's end
+        raise NodeUnreachable(f"{node_id} ended the session")
+    return read_event(message, request)
+
+
+@contextmanager
+def _heard(node_id: NodeId) -> Generator[None]:
+    """Has whatever ends a call as a `FleetError`. A node that starts anew or leaves has its channel closed under the calls on it."""
+    try:
+        yield
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Nobody cancelled this reader: the call ended under it, because the node is gone or the stage was closed.
+        # Nobody cancelled this task: the call ended under it, because the node is gone or the stage was closed.
         raise NodeUnreachable(f"{node_id} is gone") from None
     except grpc.aio.AioRpcError as error:
         raise error_of(error, node_id) from error
-    except grpc.aio.UsageError as error:  # the channel was closed under it
+    except grpc.aio.UsageError as error:
         raise NodeUnreachable(f"The connection to {node_id} was closed") from error
-    if not isinstance(message, wire.OpenStageResponse):  # grpc's mark of a stream's end
-        raise NodeUnreachable(f"{node_id} ended the session")
-    return read_event(message, request)

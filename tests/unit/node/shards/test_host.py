@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from dataclasses import replace
 
@@ -262,6 +263,26 @@ async def test_a_session_ends_when_its_callers_channel_breaks() -> None:
         loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 10)
         assert isinstance(loss.error, NodeUnreachable)
         assert stage.fault is None
+
+
+@in_loop
+async def test_whatever_is_asked_over_a_channel_that_was_closed_ends_with_an_error_of_the_fleet() -> None:
+    """As when the node starts anew, which is heard of while a route over it is being opened."""
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        channel = user.channel(a)
+        stage = await user.open(a, channel=channel)
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # a stage that can't be reached soon
+            silent_stage = NextStage(user.identity.node_id, (f"127.0.0.1:{silent.getsockname()[1]}",), bytes(32))
+            connecting = asyncio.create_task(stage.connect(silent_stage))
+            dialled, _ = await in_thread(silent.accept)
+            with dialled:
+                await channel.close(None)
+                with pytest.raises(NodeUnreachable):
+                    await connecting
+        for later in (stage.connect(user.expect()[1]), stage.echo(BatchId(1), 0, 1), open_stage(channel, a.node_id, wanted())):
+            with pytest.raises(NodeUnreachable, match="was closed"):
+                await later
 
 
 @in_loop
