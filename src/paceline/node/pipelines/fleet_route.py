@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
-from paceline.core.ids import NodeId
 from paceline.engine.local import WireBits
 from paceline.node.shards.ends import Incoming
 from paceline.parallel.links import ActivationSink, ActivationSource
@@ -23,7 +22,6 @@ class FleetRoute:
     """A `parallel.route.Route`. Made on the event loop.
 
     Args:
-        own: this node.
         stages: what each runs, in order.
         sessions: with each.
         sink: into the first stage.
@@ -33,7 +31,6 @@ class FleetRoute:
 
     def __init__(
         self,
-        own: NodeId,
         stages: Sequence[RouteStage],
         sessions: Sequence[RemoteStage],
         sink: ActivationSink,
@@ -45,7 +42,7 @@ class FleetRoute:
         self.sink: ActivationSink = sink
         self.source: ActivationSource = _Acknowledging(incoming)
         self.sessions = tuple(sessions)
-        self._own, self._loop = own, loop
+        self._loop = loop
         self._closed = False
         self._accused: Fault | None = None
         for session in self.sessions:
@@ -61,10 +58,10 @@ class FleetRoute:
             return self._accused
         if wait_s:
             wait([session.lost for session in self.sessions], wait_s, FIRST_COMPLETED)
-        losses = [(session.node_id, session.lost.result()) for session in self.sessions if session.lost.done()]
+        losses = [(place, session.lost.result()) for place, session in enumerate(self.sessions) if session.lost.done()]
         # A node that broke off knows less of others than those who still speak, and is itself the likeliest reason of what they say.
         losses.sort(key=lambda pair: pair[1].fault is not None)
-        return _fault(*losses[0], self._own) if losses and not self._closed else None
+        return self._fault(*losses[0]) if losses and not self._closed else None
 
     def suspect(self, received: int) -> Fault:
         for place, session in enumerate(self.sessions):
@@ -90,16 +87,17 @@ class FleetRoute:
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(end(), self._loop)
 
+    def _fault(self, place: int, loss: StageLoss) -> Fault:
+        """Whom a loss is held against. A stage knows of nobody but those it receives from and sends to; of this node it may say what it likes."""
+        node_id, told = self.sessions[place].node_id, loss.fault
+        beside = {self.sessions[at].node_id for at in (place - 1, place + 1) if 0 <= at < len(self.sessions)}
+        if told is not None and told.blames is not None and told.blames in beside:
+            return Fault(told.blames, told.code, f"{node_id} says: {told.message}")
+        return Fault(node_id, getattr(loss.error, "code", "shard_unavailable"), loss.error.message)
+
     def _wake(self) -> None:
         self.source.close()
         self.sink.close()
-
-
-def _fault(node_id: NodeId, loss: StageLoss, own: NodeId) -> Fault:
-    code = getattr(loss.error, "code", "shard_unavailable")
-    if loss.fault is not None and loss.fault.blames is not None and loss.fault.blames != own:
-        return Fault(loss.fault.blames, loss.fault.code, f"{node_id} says: {loss.fault.message}")
-    return Fault(node_id, code, loss.error.message)
 
 
 class _Acknowledging:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import grpc.aio
@@ -20,7 +21,8 @@ from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.node.pipelines.choosing import Part
 from paceline.node.pipelines.fleet_route import FleetRoute
-from paceline.node.shards.ends import TensorEnds
+from paceline.node.shards.ends import TensorEnds, opened_in_thread
+from paceline.parallel.links import ActivationSink
 from paceline.parallel.route import RouteStage
 from paceline.parallel.sessions import NextStage, StageLoading, StageRequest
 from paceline.transport.shard_client import RemoteStage, open_stage, tensor_addresses
@@ -87,14 +89,17 @@ class Opener:
         Raises:
             NotOpened: somebody is in the way.
         """
-        opened = await asyncio.gather(*(self._open(part, least_blocks) for part in parts), return_exceptions=True)
-        sessions = [each for each in opened if isinstance(each, RemoteStage)]
+        opening = [asyncio.create_task(self._open(part, least_blocks), name=f"open-{part.node_id}") for part in parts]
         try:
+            opened = await asyncio.gather(*opening, return_exceptions=True)
+            sessions: list[RemoteStage] = []
             refusals: dict[NodeId, FleetError] = {}
             for part, each in zip(parts, opened, strict=True):
-                if isinstance(each, FleetError):
+                if isinstance(each, RemoteStage):
+                    sessions.append(each)
+                elif isinstance(each, FleetError):
                     refusals[part.node_id] = each
-                elif isinstance(each, BaseException):
+                else:
                     raise each
             if refusals:
                 raise NotOpened(refusals)
@@ -104,7 +109,9 @@ class Opener:
                 culprit = next((session for session in sessions if session.lost.done()), sessions[0])
                 raise NotOpened({culprit.node_id: error}) from error
         except BaseException:
-            await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
+            # Cancelled, some may be open already and others not.
+            ended = await asyncio.gather(*opening, return_exceptions=True)
+            await asyncio.gather(*(each.close() for each in ended if isinstance(each, RemoteStage)), return_exceptions=True)
             raise
 
     async def _open(self, part: Part, least_blocks: int | None) -> RemoteStage:
@@ -130,16 +137,15 @@ class Opener:
         ways = [self._way(session) for session in sessions]
         expected = self._ends.expect(ticket, dtype, self._width)
         until = time.perf_counter() + CONNECT_S
+        sink: ActivationSink | None = None
         try:
             await asyncio.gather(*(session.connect(to) for session, to in zip(sessions, [*ways[1:], back], strict=True)))
-            sink = await asyncio.to_thread(self._ends.way(ways[0], dtype), until)
+            sink = await opened_in_thread(partial(self._ends.way(ways[0], dtype), until))
+            incoming = await opened_in_thread(partial(expected.accept, until))
         except BaseException:
             expected.close()
-            raise
-        try:
-            incoming = await asyncio.to_thread(expected.accept, until)
-        except BaseException:
-            sink.close()
+            if sink is not None:
+                sink.close()
             raise
         stages = [
             RouteStage(
@@ -150,7 +156,7 @@ class Opener:
             )
             for part, session in zip(parts, sessions, strict=True)
         ]
-        return FleetRoute(self._fleet.node_id, stages, sessions, sink, incoming, self._loop)
+        return FleetRoute(stages, sessions, sink, incoming, self._loop)
 
     def _way(self, session: RemoteStage) -> NextStage:
         """Where a stage takes activations.

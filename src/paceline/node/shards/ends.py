@@ -5,8 +5,13 @@ To stages activations are bf16 bits, whatever was agreed for the wire.
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
 
+from paceline.core.errors import ShardUnavailable
 from paceline.core.ids import NodeId
 from paceline.parallel.links import ActivationSink, ActivationSource
 from paceline.parallel.sessions import ActivationDtype, NextStage
@@ -78,3 +83,45 @@ class TensorEnds(Protocol):
             NotTrusted: it may not be reached.
         """
         ...
+
+
+class Closes(Protocol):
+    """One end of a stream."""
+
+    def close(self) -> None: ...
+
+
+End = TypeVar("End", bound=Closes)
+
+
+async def opened_in_thread(open_end: Callable[[], End]) -> End:
+    """What `open_end` opens, which blocks. Where the caller is cancelled meanwhile, it is closed as soon as it is open.
+
+    The thread is its own: a caller whose addresses answer nothing must not keep the threads that everything else shares.
+
+    Raises:
+        ShardUnavailable: the system has no thread left.
+    """
+    future: Future[End] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(open_end())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name="paceline-open", daemon=True).start()
+    except RuntimeError as error:
+        raise ShardUnavailable("This machine has no thread left") from error
+    opened = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(opened)
+    except asyncio.CancelledError:
+        opened.add_done_callback(_hang_up)
+        raise
+
+
+def _hang_up(opened: asyncio.Future[End]) -> None:
+    if not opened.cancelled() and opened.exception() is None:
+        opened.result().close()

@@ -25,13 +25,12 @@ from paceline.core.errors import (
     TensorStreamError,
 )
 from paceline.core.ids import BatchId, NodeId
-from paceline.node.shards.ends import TensorEnds
+from paceline.node.shards.ends import TensorEnds, opened_in_thread
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.meter import ShardMeter
 from paceline.node.shards.session import Place, Session, Surroundings
 from paceline.node.shards.shard import Claim, Loaded, Shard
 from paceline.node.shards.warm import WarmShards
-from paceline.parallel.links import ActivationSink
 from paceline.parallel.sessions import (
     TICKET_BYTES,
     NextStage,
@@ -128,10 +127,11 @@ class NodeShardHost:
         return len(self._live)
 
     def revoked(self, node_id: NodeId) -> None:
-        """Nothing that a revoked node sends is run any more. Its own sessions end with its calls."""
-        for session in self._live:
+        """Nothing that a revoked node sends is run any more, and nothing is sent to it. Its own sessions end with its calls."""
+        for session in tuple(self._live):
             if node_id in session.peers:
                 session.fail(StageFault(PipelineError.code, f"{node_id} was revoked", node_id))
+                session.stop()  # now, however long its caller takes to hear of it
 
     # --------------------------------------------------------------------------------------------------------------- for callers
 
@@ -174,7 +174,7 @@ class NodeShardHost:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(request.report_s):
                         await mine.news.wait()
-                if session.stopping:
+                if session.stopping and session.fault is None:
                     raise ShardUnavailable("This machine is stopping")
                 yield session.report
             yield session.report  # how far it came
@@ -191,12 +191,8 @@ class NodeShardHost:
         go = self._ends.way(to, session.request.dtype)
         found.connecting = True
         deadline = self._clock.monotonic() + self._limits.connect_s
-        dialling = asyncio.create_task(asyncio.to_thread(go, deadline))
         try:
-            sink = await asyncio.shield(dialling)
-        except asyncio.CancelledError:
-            dialling.add_done_callback(_hang_up)
-            raise
+            sink = await opened_in_thread(partial(go, deadline))
         except (NodeUnreachable, TensorStreamError) as error:
             found.connecting = False  # the caller may know another way
             raise ShardUnavailable(error.message) from error
@@ -309,9 +305,3 @@ def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
     """From any thread. A loop that is closed has nobody to tell."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(what)
-
-
-def _hang_up(dialling: asyncio.Task[ActivationSink]) -> None:
-    """Close what a caller who is gone had dialled."""
-    if not dialling.cancelled() and dialling.exception() is None:
-        dialling.result().close()

@@ -96,6 +96,7 @@ class Session:
         self._thread: threading.Thread | None = None
         self._source: Incoming | None = None
         self._sink: ActivationSink | None = None
+        self._to: NodeId | None = None
         self._stopping = False
         self._fault: StageFault | None = None
         self._latencies = Latencies()
@@ -134,7 +135,7 @@ class Session:
             if self._stopping or self._thread is not None:
                 sink.close()
                 raise BadPipelineRequest("This session is connected already, or has ended")
-            self._sink = sink
+            self._sink, self._to = sink, to
             # A daemon, so that kernels which never end can't keep the process alive.
             self._thread = threading.Thread(target=self._live, args=(to, sink), name=f"paceline-stage-{self.place.shard_id}", daemon=True)
             try:
@@ -183,9 +184,9 @@ class Session:
 
     @property
     def peers(self) -> frozenset[NodeId]:
-        """Whom it receives from."""
+        """Whom it receives from and sends to."""
         source = self._source
-        return frozenset() if source is None else frozenset({source.peer})
+        return frozenset(node_id for node_id in (self._to, None if source is None else source.peer) if node_id is not None)
 
     # ---------------------------------------------------------------------------------------------------------------- its thread
 

@@ -191,6 +191,26 @@ async def test_nothing_that_a_revoked_neighbour_sends_is_run() -> None:
 
 
 @in_loop
+async def test_nothing_is_sent_to_a_revoked_neighbour() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
+        first, second = await user.open(a), await user.open(b, wanted(3, 6))
+        route = await user.route((a, first), (b, second))
+        await route.run(batch_of(1), rows_of(4))
+        a.runner.gate.clear()
+        await in_thread(route.sink.send, batch_of(2, sequence=2, blocks=(1,)), rows_of(4), soon())
+        await in_thread(a.runner.running.wait, 10)
+        net.fleet.revoke("b")
+        a.host.revoked(NodeId("b"))
+        a.runner.gate.set()
+        loss = await loss_of(first)
+        assert loss.fault is not None
+        assert (loss.fault.blames, "revoked" in loss.fault.message) == ("b", True)
+        await until(lambda: a.host.sessions == 0)
+        assert second.report.received <= 1
+
+
+@in_loop
 async def test_an_echo_of_a_session_that_ends_is_an_error() -> None:
     net = Net()
     async with hosting(net, "a") as a, User(net) as user:

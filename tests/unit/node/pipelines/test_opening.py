@@ -1,0 +1,114 @@
+"""Opening routes over real sessions, and ending them: nothing is left of a route that did not come about, and stages blame only whom they know."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from tests.unit.node.fleet.nodes import BOUND_S, in_loop, until
+from tests.unit.node.pipelines.test_spot_check import Eyes, part
+from tests.unit.node.shards.hosts import SPEC, Hosting, Net, User, hosting, in_thread, wanted
+
+from paceline.core.errors import StreamStalled
+from paceline.core.ids import NodeId
+from paceline.node.pipelines.fleet_route import FleetRoute
+from paceline.node.pipelines.opening import NotOpened, Opener
+from paceline.node.shards.ends import Expected, Incoming
+from paceline.parallel.sessions import StageFault
+
+
+@dataclass(slots=True)
+class Two:
+    """A fleet in which `a` and `b` host layers."""
+
+    a: Hosting
+    b: Hosting
+    user: User
+    opener: Opener
+
+    async def open(self) -> FleetRoute:
+        return await self.opener.open([part("a", 0, 3), part("b", 3, 6)])
+
+    async def nothing_is_left(self) -> None:
+        await until(
+            lambda: not (self.a.host.sessions or self.b.host.sessions or self.user.listener._expected or self.user.listener._streams)
+        )
+
+
+@asynccontextmanager
+async def two() -> AsyncIterator[Two]:
+    net = Net()
+    async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
+        eyes = Eyes(user, {a.node_id: a, b.node_id: b})
+        yield Two(a, b, user, Opener(eyes, user.ends, wanted(0, 6), SPEC.hidden, 16, asyncio.get_running_loop()))
+
+
+@in_loop
+async def test_a_route_that_is_given_up_half_open_leaves_no_session_behind() -> None:
+    async with two() as fleet:
+        fleet.b.loads.gate.clear()
+        opening = asyncio.create_task(fleet.open())
+        await until(lambda: fleet.a.host.sessions == 1 and bool(fleet.b.loads.asked))
+        opening.cancel()
+        await asyncio.wait({opening})
+        assert opening.cancelled()
+        await fleet.nothing_is_left()
+
+
+@dataclass(slots=True)
+class Held:
+    """An `Expected` whose stream is fetched, and handed over when a test says so; or never comes."""
+
+    inner: Expected
+    comes: bool
+    fetched: threading.Event
+    gate: threading.Event
+
+    def accept(self, deadline: float) -> Incoming:
+        if not self.comes:
+            raise StreamStalled("Nobody came")
+        stream = self.inner.accept(deadline)
+        self.fetched.set()
+        assert self.gate.wait(BOUND_S)
+        return stream
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@in_loop
+async def test_a_route_that_is_given_up_or_fails_at_its_end_leaves_no_stream_and_no_ticket(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two() as fleet:
+        expect, fetched, gate = fleet.user.ends.expect, threading.Event(), threading.Event()
+        monkeypatch.setattr(fleet.user.ends, "expect", lambda *args: Held(expect(*args), comes, fetched, gate))
+        opening = asyncio.create_task(fleet.open())
+        if comes:
+            await in_thread(fetched.wait, BOUND_S)
+            opening.cancel()
+        await asyncio.wait({opening})
+        gate.set()
+        assert opening.cancelled() if comes else isinstance(opening.exception(), NotOpened)
+        await fleet.nothing_is_left()
+
+
+@pytest.mark.parametrize(("named", "held"), [("b", "b"), ("c", "a"), ("user", "a"), ("a", "a")])
+@in_loop
+async def test_a_stage_may_blame_its_neighbours_and_nobody_else(named: str, held: str) -> None:
+    async with two() as fleet:
+        route = await fleet.open()
+        (session,) = fleet.a.host._live
+        session.fail(StageFault("shard_corrupt", "it was not me", NodeId(named)))
+        await until(lambda: route.fault() is not None)
+        fault = route.fault()
+        assert fault is not None
+        assert (fault.node_id, fault.code) == (held, "shard_corrupt")
+        route.close()
+        await fleet.nothing_is_left()
