@@ -1,7 +1,7 @@
 """Finds routes through the fleet: asks the view who could, opens sessions with them, and takes others where they refuse.
 
 Law: an attempt that fails leaves no session behind. Whoever broke a route is left out for a while that depends on how; who starts anew is not
-the one who broke it.
+the one who broke it. Who only stalled is asked again sooner where there is nobody else: it may have slept.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.core.errors import PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
-from paceline.node.pipelines.choosing import Wanted, choose
+from paceline.fleet.card import NodeCard
+from paceline.node.pipelines.choosing import Part, Wanted, choose
 from paceline.node.pipelines.fleet_route import FleetRoute
 from paceline.node.pipelines.meter import PipelineMeter
 from paceline.node.pipelines.opening import NotOpened, Opener, SeesFleet
@@ -26,6 +29,19 @@ QUARANTINE_S = {ShardCorrupt.code: 600.0, PipelineStalled.code: 30.0}
 """How long a node that broke a route is left out, unless it starts anew."""
 GONE_S = 3.0
 """The same for one that just went away: it may be back."""
+LAST_RESORT_S = 4.0
+"""The same for one that stalled, where nobody else has the layers. Raising it: answers wait longer for a machine that was asleep for a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftOut:
+    """A node that broke a route."""
+
+    instance: bytes
+    """Of the process that did."""
+    until: float
+    in_need_until: float
+    """The same where nobody else is there."""
 
 
 class FleetRouter:
@@ -50,7 +66,7 @@ class FleetRouter:
         self._instances: dict[NodeId, bytes] = {}
         """Of the processes that were asked last."""
         self._lock = threading.Lock()
-        self._left_out: dict[NodeId, tuple[bytes, float]] = {}
+        self._left_out: dict[NodeId, _LeftOut] = {}
         self._closed = False
 
     # -------------------------------------------------------------------------------------------------------- as a Router
@@ -82,11 +98,13 @@ class FleetRouter:
     def quarantine(self, fault: Fault) -> None:
         if fault.node_id is None:
             return
-        until = self._clock.monotonic() + QUARANTINE_S.get(fault.code, GONE_S)
+        now, span_s = self._clock.monotonic(), QUARANTINE_S.get(fault.code, GONE_S)
+        in_need_s = LAST_RESORT_S if fault.code == PipelineStalled.code else span_s
         instance = self._instances.get(fault.node_id, b"")
         with self._lock:
-            known, self._left_out[fault.node_id] = self._left_out.get(fault.node_id), (instance, until)
-        found_before = known is not None and known[0] == instance and known[1] > self._clock.monotonic()
+            known = self._left_out.get(fault.node_id)
+            self._left_out[fault.node_id] = _LeftOut(instance, now + span_s, now + in_need_s)
+        found_before = known is not None and known.instance == instance and known.until > now
         if fault.code == ShardCorrupt.code and not found_before:
             self._meter.corrupt()
 
@@ -103,9 +121,11 @@ class FleetRouter:
         while True:
             cards = self._fleet.cards()
             self._instances = {card.node_id: card.instance for card in cards}
-            exclude = self.excluded() | refusals.keys()
             try:
-                parts = choose(cards, self._fleet.trust(), self._fleet.node_id, self._wanted, exclude)
+                try:
+                    parts = self._choose(cards, self.excluded() | refusals.keys())
+                except PipelineError:
+                    parts = self._choose(cards, self.excluded(in_need=True) | refusals.keys())
             except PipelineError as error:
                 if not refusals:
                     raise
@@ -118,13 +138,20 @@ class FleetRouter:
                     refusals[node_id] = refusal.message
                     logger.info("%s does not run its layers: %s", node_id, refusal.message)
 
-    def excluded(self) -> frozenset[NodeId]:
-        """Who is left out now. On the event loop."""
+    def excluded(self, *, in_need: bool = False) -> frozenset[NodeId]:
+        """Who is left out now. On the event loop.
+
+        Args:
+            in_need: nobody else is there.
+        """
         now, instances = self._clock.monotonic(), {card.node_id: card.instance for card in self._fleet.cards()}
         with self._lock:
             self._left_out = {
-                node_id: (instance, until)
-                for node_id, (instance, until) in self._left_out.items()
-                if until > now and instances.get(node_id, instance) == instance
+                node_id: out
+                for node_id, out in self._left_out.items()
+                if out.until > now and instances.get(node_id, out.instance) == out.instance
             }
-            return frozenset(self._left_out)
+            return frozenset(node_id for node_id, out in self._left_out.items() if not in_need or out.in_need_until > now)
+
+    def _choose(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[Part]:
+        return choose(cards, self._fleet.trust(), self._fleet.node_id, self._wanted, exclude)

@@ -1,0 +1,102 @@
+"""Whom a router asks after somebody broke a route: others first; who only stalled, again, before a request ends for want of anybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+from tests.unit.node.fleet.nodes import in_loop
+from tests.unit.node.pipelines.test_choosing import BEE, CARDS, CAT, DOG, OWN, PINNED
+from tests.unit.node.shards.hosts import in_thread
+
+from paceline.core.errors import ShardUnavailable
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.fleet.card import NodeCard
+from paceline.node.pipelines.choosing import Part
+from paceline.node.pipelines.meter import PipelineMeter
+from paceline.node.pipelines.router import LAST_RESORT_S, FleetRouter
+from paceline.parallel.route import Fault
+from paceline.testing.clock import FakeClock
+
+
+@dataclass(slots=True)
+class Eyes:
+    """`SeesFleet` of these cards."""
+
+    held: Sequence[NodeCard]
+    node_id: NodeId = OWN
+
+    def cards(self) -> Sequence[NodeCard]:
+        return self.held
+
+    def trust(self) -> dict[NodeId, Trust]:
+        return {}
+
+    def wait_for_news(self, seconds: float) -> None:
+        del seconds
+
+
+@dataclass(slots=True)
+class Opens:
+    """An `Opener` that says whom it was asked to open a route over."""
+
+    asked: list[set[NodeId]] = field(default_factory=list[set[NodeId]])
+
+    async def open(self, parts: Sequence[Part]) -> Any:
+        self.asked.append({part.node_id for part in parts})
+        return self
+
+
+class Bench:
+    """A router of a fleet with these nodes."""
+
+    def __init__(self, *names: NodeId) -> None:
+        self.clock, self.opens = FakeClock(), Opens()
+        eyes: Any = Eyes([card for card in CARDS if card.node_id in {OWN, *names}])
+        wanted = replace(PINNED, pins=())
+        self.router = FleetRouter(eyes, cast("Any", self.opens), wanted, asyncio.get_running_loop(), self.clock, PipelineMeter())
+
+    async def found(self) -> set[NodeId]:
+        assert await in_thread(self.router.find, 5.0) is not None
+        return self.opens.asked[-1]
+
+    def breaks(self, node_id: NodeId, code: str) -> None:
+        self.router.quarantine(Fault(node_id, code, "broken"))
+
+
+@in_loop
+async def test_who_stalled_is_asked_again_where_nobody_else_is_there() -> None:
+    bench = Bench(BEE)
+    assert await bench.found() == {BEE}
+    bench.breaks(BEE, "pipeline_stalled")
+    with pytest.raises(ShardUnavailable):
+        await bench.found()
+    bench.clock.advance(LAST_RESORT_S + 0.1)
+    assert await bench.found() == {BEE}
+
+
+@in_loop
+async def test_who_stalled_is_not_asked_where_others_are_there() -> None:
+    bench = Bench(BEE, CAT, DOG)
+    await bench.found()
+    for node_id in (BEE, CAT):
+        bench.breaks(node_id, "pipeline_stalled")
+    bench.clock.advance(LAST_RESORT_S + 0.1)
+    assert await bench.found() == {DOG}
+    bench.clock.advance(30)
+    bench.breaks(DOG, "pipeline_stalled")
+    assert DOG not in await bench.found()
+
+
+@in_loop
+async def test_who_computes_garbage_is_not_asked_whoever_else_is_there() -> None:
+    bench = Bench(BEE)
+    await bench.found()
+    bench.breaks(BEE, "shard_corrupt")
+    bench.clock.advance(300)
+    with pytest.raises(ShardUnavailable):
+        await bench.found()
