@@ -1,4 +1,4 @@
-"""`paceline bench` and what is below it: this machine, a pipeline, a pipeline that breaks."""
+"""`paceline bench` and what is below it: this machine, drafts, a pipeline, a pipeline that breaks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
+from paceline.cli.options import AnswerTokens, AsJson, Device, Draft, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
 from paceline.node.fleet_settings import DEFAULT_PRESET
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
@@ -41,6 +41,26 @@ def bench(
     run_benchmark(
         settings, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds, as_json=as_json
     )
+
+
+@app.command()
+def speculate(
+    model: Model = DEFAULT_MODEL,
+    draft: Draft = "auto",
+    kinds: Annotated[str, typer.Option("--kinds", help="Of code-edit, agent, summary, prose: those to measure. Default: all.")] = "",
+    streams: Streams = "1,16",
+    answer_tokens: Annotated[int, typer.Option("--answer", min=2, help="Tokens of the model's own answers, at most.")] = 160,
+    rounds: Rounds = 3,
+    weights: Weights = None,
+    device: Device = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what drafts gain, on texts that ship with Paceline, and compare every byte."""
+    from paceline.cli.bench_speculate import bench_speculate
+
+    settings = NodeSettings(model, weights, device=device, threads=threads)
+    bench_speculate(settings, draft=draft, kinds=kinds, batches=streams, answer_tokens=answer_tokens, rounds=rounds, as_json=as_json)
 
 
 @app.command()

@@ -1,0 +1,1 @@
+"""`paceline bench speculate`: what drafts gain and cost, on texts that ship with it, with every byte compared."""
