@@ -25,12 +25,11 @@ class BlockTables:
         self._length: dict[SequenceId, int] = {}
         self._free_rows = list(range(8))
 
-    def update(self, batch: StepBatch) -> None:
-        """Forget what a batch releases, then add what its sequences gained."""
+    def update(self, batch: StepBatch, block_size: int) -> None:
+        """Forget what a batch releases and what its sequences held from their first positions on, then add what they gained."""
         self.forget(batch.released)
         for step in batch.steps:
-            if step.new_blocks or step.sequence not in self._row:
-                self.extend(step.sequence, step.new_blocks)
+            self.put(step.sequence, blocks_for(step.first_position, block_size), step.new_blocks)
 
     def forget(self, sequences: Sequence[SequenceId]) -> None:
         """Drop the tables of sequences; of those unknown there is nothing to drop."""
@@ -52,8 +51,8 @@ class BlockTables:
         longest = max((self._length[sequence] for sequence in sequences), default=0)
         return self._array[:, :longest][[self._row[sequence] for sequence in sequences]]
 
-    def extend(self, sequence: SequenceId, blocks: Sequence[int]) -> None:
-        """Append blocks to a table, which begins with the first."""
+    def put(self, sequence: SequenceId, kept: int, blocks: Sequence[int]) -> None:
+        """Cut a table to its first `kept` blocks, if it has more, and append others. A table begins with the first."""
         row = self._row.get(sequence)
         if row is None:
             if not self._free_rows:
@@ -61,8 +60,19 @@ class BlockTables:
                 self._array = np.vstack((self._array, np.full_like(self._array, _NO_BLOCK)))
             row = self._row[sequence] = self._free_rows.pop()
             self._length[sequence] = 0
-        start = self._length[sequence]
-        stop = self._length[sequence] = start + len(blocks)
+        length = self._length[sequence]
+        if kept < length:
+            self._array[row, kept:length] = _NO_BLOCK
+            length = kept
+        elif not blocks:
+            return
+        start, stop = length, length + len(blocks)
+        self._length[sequence] = stop
         while stop > self._array.shape[1]:
             self._array = np.hstack((self._array, np.full_like(self._array, _NO_BLOCK)))
         self._array[row, start:stop] = blocks
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold this many tokens."""
+    return -(-tokens // block_size)

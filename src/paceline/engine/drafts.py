@@ -43,7 +43,9 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftAsk:
-    """What an engine wants drafted. A sequence has one ask under way at most."""
+    """What an engine wants drafted. A sequence has one ask under way; a later one takes its place, as what was guessed turned out wrong: the
+    answer to the first may still come, and is of no use.
+    """
 
     sequence: SequenceId
     first_position: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from paceline.core.clock import Clock
@@ -20,10 +20,11 @@ from paceline.core.ids import RequestId, SequenceId
 from paceline.core.stats import EngineStats
 from paceline.core.text import Vocabulary
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.draw_state import DrawState
 from paceline.engine.executor import Executor, StepOutput
 from paceline.engine.intake import check_request, check_room
-from paceline.engine.sampling import Sampler
+from paceline.engine.sampling import Draws, Sampler
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
 from paceline.engine.stops import TextStream
@@ -47,6 +48,7 @@ class Engine:
         clock: Clock,
         *,
         entropy: Callable[[], int] = _entropy,
+        drafting: DraftingConfig | None = None,
     ) -> None:
         """Start idle.
 
@@ -56,13 +58,15 @@ class Engine:
             config: bounds.
             clock: for the deadline of a step.
             entropy: seeds of requests that bring none.
+            drafting: what tokens are guessed with; None: nothing.
         """
         self._executor = executor
         self._vocabulary = vocabulary
         self._config = config
         self._clock = clock
         self._entropy = entropy
-        self._scheduler = Scheduler(executor, config)
+        self._drafting = Drafting(drafting, vocabulary.size, clock)
+        self._scheduler = Scheduler(executor, config, self._drafting)
         self._sampler = Sampler(vocabulary.size, vocabulary.eos_ids)
         self._live: dict[RequestId, list[SequenceState]] = {}
         self._n_live = 0
@@ -99,6 +103,7 @@ class Engine:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
         check_request(request, self._config, self._executor, self._vocabulary.size)
         check_room(self._n_live, request.n, self._config)
+        self._drafting.check(request)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids
         sequences: list[SequenceState] = []
@@ -108,6 +113,7 @@ class Engine:
             sequences.append(SequenceState(SequenceId(next(self._sequence_ids)), request, index, draws, text, stop_ids))
         for seq in sequences:
             self._scheduler.add(seq)
+            self._drafting.begin(seq)
         self._live[request.request_id] = sequences
         self._n_live += request.n
         self._prompt_tokens += len(request.prompt_ids)
@@ -128,6 +134,7 @@ class Engine:
             return
         while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
             self._in_flight.append(planned)
+            self._drafting.submitted(planned.batch, decodes=planned.decodes)
             try:
                 self._executor.submit(planned.batch)
             except ExecutorLost as lost:
@@ -147,6 +154,7 @@ class Engine:
         try:
             if self._in_flight:
                 output = self._executor.collect(self._clock.monotonic() + self._config.step_timeout_s)
+                self._drafting.collected()
                 self._read(self._in_flight.popleft(), output, chunks)
             elif self._live and not self._lost:
                 raise RuntimeError(f"{self._n_live} sequences are live and none can run")
@@ -173,6 +181,9 @@ class Engine:
             generated_tokens=self._generated_tokens,
             preemptions=scheduler.preemptions,
             steps=self._steps,
+            drafted_tokens=dict(self._drafting.drafted),
+            accepted_tokens=dict(self._drafting.accepted),
+            draft_blocks=dict(self._drafting.blocks),
             finished=dict(self._finished),
         )
 
@@ -182,10 +193,9 @@ class Engine:
         live = [seq for sequences in self._live.values() for seq in sequences]
         assert len(live) == self._n_live, "the number of live sequences is wrong"
         assert {*live} == {*self._scheduler.waiting, *self._scheduler.running}, "scheduler and engine disagree on who is live"
-        flying = [seq for planned in self._in_flight for seq in planned.sequences]
-        assert len({*flying}) == len(flying), "a sequence is in two batches in flight"
-        assert all(seq.in_flight == (seq in flying) for seq in {*live, *flying}), (
-            "a sequence is marked in flight that is not, or the other way"
+        flying = Counter(seq for planned in self._in_flight for seq in planned.sequences)
+        assert all(seq.flights == flying[seq] for seq in {*live, *flying}), (
+            "a sequence is in more batches in flight than it knows, or fewer"
         )
 
     # ------------------------------------------------------------------------------------------------------------------- inside
@@ -211,45 +221,63 @@ class Engine:
         return True
 
     def _read(self, planned: PlannedBatch, output: StepOutput, chunks: list[GenerationChunk]) -> None:
-        self._scheduler.collected(planned)
         self._losses = 0
         self._steps += 1
-        drawing = planned.drawing
-        if output.batch_id != planned.batch.batch_id or len(output.logits_RV) != len(drawing):
-            raise RuntimeError(
-                f"batch {planned.batch.batch_id} came back as {output.batch_id}, {len(output.logits_RV)} rows of {len(drawing)}"
-            )
-        if not drawing:
-            return
-        positions = [len(seq.tokens) for seq in drawing]
-        tokens, logprobs = self._sampler.draw(output.logits_RV, [seq.draws for seq in drawing], positions)
-        for seq, token, logprob in zip(drawing, tokens, logprobs, strict=True):
-            if seq.is_live:  # not aborted while in flight
-                chunks.append(self._advance(seq, token, logprob))
+        steps, logits_RV = planned.batch.steps, output.logits_RV
+        n_rows = sum(len(step.logits_rows) for step in steps)
+        if output.batch_id != planned.batch.batch_id or len(logits_RV) != n_rows:
+            raise RuntimeError(f"batch {planned.batch.batch_id} came back as {output.batch_id}, {len(logits_RV)} rows of {n_rows}")
+        row = 0
+        states = [seq.draws for seq, step in zip(planned.sequences, steps, strict=True) for _ in step.logits_rows]
+        draws = Draws(self._sampler, logits_RV, states)
+        for seq, step in zip(planned.sequences, steps, strict=True):
+            rows = range(row, row + len(step.logits_rows))
+            row = rows.stop
+            # Neither aborted while in flight, nor run on a guess that was wrong.
+            if rows and seq.is_live and step.epoch == seq.epoch:
+                chunks.append(self._advance(seq, draws, rows))
+        self._scheduler.collected(planned)
 
-    def _advance(self, seq: SequenceState, token: int | None, logprob: TokenLogprob | None) -> GenerationChunk:
-        if token is None:
-            return self._end(seq, FinishReason.ERROR, _BROKEN_LOGITS)
+    def _advance(self, seq: SequenceState, draws: Draws, rows: Iterable[int]) -> GenerationChunk:
+        """Draw a sequence's next tokens, from row to row as long as the guess was right."""
         cached = (seq.cached_tokens or 0) if seq.n_generated == 0 else 0
-        seq.tokens.append(token)
-        seq.draws.count(token)
-        self._generated_tokens += 1
-        reason = None
-        if token in seq.stop_ids:
-            text = seq.text.flush()
-            reason = FinishReason.STOP
-        else:
-            text = seq.text.push(token)
-            if not seq.text.stopped and seq.n_generated == seq.request.max_tokens:
-                text += seq.text.flush()
-                reason = FinishReason.LENGTH
-            if seq.text.stopped:
-                reason = FinishReason.STOP
+        token_ids, text, logprobs = list[int](), "", list[TokenLogprob]()
+        reason = error = None
+        accepted = 0
+        for row in rows:
+            token, logprob = draws.of(row, len(seq.tokens))
+            if token is None:
+                reason, error = FinishReason.ERROR, _BROKEN_LOGITS
+                break
+            token_ids.append(token)
+            if logprob is not None:
+                logprobs.append(logprob)
+            guessed = seq.take(token)
+            accepted += guessed
+            seq.draws.count(token)
+            gained, reason = self._say(seq, token)
+            text += gained
+            if reason is not None or not guessed:
+                break
+        self._generated_tokens += len(token_ids)
+        self._drafting.took(seq, len(token_ids), accepted)
         if reason is not None:
             self._forget(seq, reason)
         return GenerationChunk(
-            *(seq.request.request_id, seq.index, (token,), text, () if logprob is None else (logprob,), reason), cached_tokens=cached
+            *(seq.request.request_id, seq.index, tuple(token_ids), text, tuple(logprobs), reason, error), cached_tokens=cached
         )
+
+    def _say(self, seq: SequenceState, token: int) -> tuple[str, FinishReason | None]:
+        """The text that a token adds, and whether the answer ends with it."""
+        if token in seq.stop_ids:
+            return seq.text.flush(), FinishReason.STOP
+        text = seq.text.push(token)
+        if seq.text.stopped:
+            return text, FinishReason.STOP
+        if seq.n_generated == seq.request.max_tokens:
+            text += seq.text.flush()
+            return text, FinishReason.STOP if seq.text.stopped else FinishReason.LENGTH
+        return text, None
 
     def _notices(self, *more: Notice) -> list[GenerationChunk]:
         """What happened, for every live request."""
@@ -262,6 +290,7 @@ class Engine:
 
     def _forget(self, seq: SequenceState, reason: FinishReason) -> None:
         self._scheduler.end(seq)
+        self._drafting.end(seq)
         self._finished[reason.value] += 1
         self._n_live -= 1
         siblings = self._live[seq.request.request_id]
@@ -277,8 +306,7 @@ class Engine:
             chunks += self._notices(Notice("pipeline_aborted", {"code": "pipeline_aborted", "reason": lost.message}))
             self._end_all(str(lost), chunks, "pipeline_aborted")
         else:
-            self._scheduler.lost(self._in_flight)
-            self._in_flight.clear()
+            self._drop()
 
     def _fail(self, error: Exception, chunks: list[GenerationChunk]) -> None:
         """End everything; what this step had to say is said by the next, since this one raises."""
@@ -287,7 +315,12 @@ class Engine:
         self._outbox = chunks
 
     def _end_all(self, reason: str, chunks: list[GenerationChunk], code: str | None = None) -> None:
-        self._scheduler.lost(self._in_flight)
-        self._in_flight.clear()
+        self._drop()
         for sequences in tuple(self._live.values()):
             chunks += [self._end(seq, FinishReason.ERROR, reason, code) for seq in tuple(sequences)]
+
+    def _drop(self) -> None:
+        """What is in flight is gone."""
+        self._scheduler.lost(self._in_flight)
+        self._drafting.lost()
+        self._in_flight.clear()

@@ -36,10 +36,11 @@ class SequenceStep:
     """Raised when guessed rows turn out wrong: a collected row of an older epoch is stale."""
     token_ids: Sequence[int]
     first_position: int
-    """Position of the first row. Whatever the sequence held from here on is forgotten: a rejected draft needs no message."""
+    """Position of the first row. Whatever the sequence held from here on is forgotten, blocks that begin behind it included: a rejected draft
+    needs no message."""
     path: Path
     new_blocks: Sequence[BlockId]
-    """Blocks the sequence's table gained at its end since the last batch (all of them, the first time and after a preemption)."""
+    """Those that follow what is left of the sequence's table (all of them, the first time and after a preemption)."""
     logits_rows: Sequence[int]
     """Which of the rows need logits: the last for decode, all for verification, none inside a prefill."""
 

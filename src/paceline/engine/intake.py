@@ -8,9 +8,9 @@ from collections.abc import Collection
 from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.generation import GenerationRequest
 from paceline.core.shown import printable
+from paceline.engine.block_tables import blocks_for
 from paceline.engine.config import EngineConfig
 from paceline.engine.executor import Executor
-from paceline.engine.scheduler import blocks_for
 
 RETRY_SPAN_S = 60
 """Longest wait asked of a client that was refused."""

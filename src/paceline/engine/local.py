@@ -153,7 +153,7 @@ class LocalExecutor(Generic[Activations]):
     def submit(self, batch: StepBatch) -> None:
         if len(self._pending) >= self.depth:
             raise RuntimeError(f"batch {batch.batch_id} submitted with {len(self._pending)} in flight; depth is {self.depth}")
-        self._tables.update(batch)
+        self._tables.update(batch, self.block_size)
         steps = batch.steps
         tables_SB = self._tables.of([step.sequence for step in steps])
         plan = row_plan(

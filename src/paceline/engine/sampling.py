@@ -50,7 +50,7 @@ class Sampler:
         Args:
             logits_RV: finite or -inf; written to. Columns beyond the vocabulary are ignored.
             states: of the rows' sequences.
-            positions: where the drawn tokens will stand.
+            positions: where the drawn tokens will stand; not looked at where all states are plain.
 
         Returns:
             Tokens (None where a row holds NaN, or its largest logit is infinite: the backend is broken), and log probabilities
@@ -132,6 +132,33 @@ class Sampler:
         finish = -math.log1p(-(float(bits_V[best]) + 0.5) * 2.0**-32) / math.exp(float(z_V[best])) * 2.0**32
         ids_C = np.flatnonzero(w_V >= np.float32(1 / finish) * _SLACK)
         return int(ids_C[_finish(bits_V[ids_C], z_V[ids_C])])
+
+
+class Draws:
+    """A batch's draws: at once where each row stands for itself; else when they are asked for, as a draw may depend on what was drawn before it."""
+
+    def __init__(self, sampler: Sampler, logits_RV: Float32, states: Sequence[DrawState]) -> None:
+        """Draw what can be drawn.
+
+        Args:
+            sampler: draws.
+            logits_RV: see `Sampler.draw`.
+            states: of each row's sequence.
+        """
+        self._sampler, self._logits_RV, self._states = sampler, logits_RV, states
+        self._plain = sampler.draw(logits_RV, states, ())[0] if states and all(state.plain for state in states) else None
+
+    def of(self, row: int, position: int) -> tuple[int | None, TokenLogprob | None]:
+        """The token that a row draws, and its log probability if that was asked for. Once a row.
+
+        Args:
+            row: of the logits. All tokens before `position` are counted in its state.
+            position: where the token will stand.
+        """
+        if self._plain is not None:
+            return self._plain[row], None
+        tokens, logprobs = self._sampler.draw(self._logits_RV[row : row + 1], self._states[row : row + 1], (position,))
+        return tokens[0], logprobs[0]
 
 
 def top_ids(x_V: Float32, k: int) -> Ids:

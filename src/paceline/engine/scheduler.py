@@ -4,20 +4,24 @@ Laws:
 - Each step, every running sequence with one row to run gets it, and prompts share `prefill_chunk` rows beside them: neither starves the other.
 - First come, first admitted, and the latest to come is preempted first, so the earliest always advances. A preempted sequence resumes by
   recompute, on the paths its positions had: prompt path below the prompt's length, generated path from there on.
-- A sequence is in at most one batch in flight. Its blocks stay its own until that batch is collected, and enter the prefix cache only then.
-- With a pipeline (depth > 1), running sequences are spread over `depth` batches.
+- A sequence is in more than one batch in flight only with guessed rows. Its blocks stay its own until its last batch is collected, and enter the
+  prefix cache only when their rows are known to be right.
+- With a pipeline (depth > 1), running sequences are spread over `depth` batches; what room is left there is filled with guesses on guesses.
+- A draft takes no block from anybody: where none is free it is cut short.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
 from paceline.core.ids import BatchId, SequenceId
 from paceline.engine.block_pool import BlockPool
+from paceline.engine.block_tables import blocks_for
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, Path, SequenceStep, StepBatch
 from paceline.engine.prefix_cache import chain_key, prompt_keys, root_key
 from paceline.engine.sequence import Phase, SequenceState
@@ -31,15 +35,15 @@ class PlannedBatch:
 
     batch: StepBatch
     sequences: list[SequenceState]
-    drawing: list[SequenceState]
-    """Of the logits' rows, in their order."""
+    decodes: bool
+    """No rows of prompts, and none that are run again."""
 
 
 class Scheduler:
     """Waiting and running sequences over one pool."""
 
-    def __init__(self, executor: Executor, config: EngineConfig) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor, config: EngineConfig, drafting: Drafting) -> None:
+        self._executor, self._drafting = executor, drafting
         self.pool = BlockPool(executor.n_blocks)
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -90,42 +94,45 @@ class Scheduler:
             self._admit()
         steps: list[SequenceStep] = []
         sequences: list[SequenceState] = []
-        drawing: list[SequenceState] = []
-        for seq, rows in self._rows():
-            steps.append(self._step(seq, rows))
+        decodes = True
+        for seq, rows, guess in self._rows():
+            steps.append(self._step(seq, rows, guess))
             sequences.append(seq)
-            if seq.computed == len(seq.tokens):
-                drawing.append(seq)
+            decodes &= rows < 2
         if not steps:
             return None
         released, self._released = tuple(self._released), []
-        return PlannedBatch(StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released), sequences, drawing)
+        return PlannedBatch(StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released), sequences, decodes)
 
     def collected(self, planned: PlannedBatch) -> None:
-        """A batch's KV is written: full blocks may be shared now, and what was held back for it is let go."""
-        for seq in planned.sequences:
-            seq.in_flight = False
+        """A batch's KV is written, and its draws are taken: full blocks may be shared now, and what was held back for it is let go."""
+        for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
+            seq.flights -= 1
+            seq.void = max(0, seq.void - 1)
             if seq.phase is Phase.ENDED:
-                self._draining.remove(seq)
-                self._release(seq)
+                if not seq.flights:
+                    self._draining.remove(seq)
+                    self._release(seq)
                 continue
             if seq.n_published < seq.n_publishable:
-                self._publish(seq)
-            if seq.preempt_when_collected:
-                self._draining.remove(seq)
-                self._preempt(seq)
+                end = step.first_position + len(step.token_ids)
+                self._publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end)
+            if not seq.flights:
+                if seq.preempt_when_collected:
+                    self._draining.remove(seq)
+                    self._preempt(seq)
+                else:
+                    self._trim(seq)
 
     def lost(self, in_flight: Iterable[PlannedBatch]) -> None:
         """The executor lost KV, and with it every batch in flight: all sequences start over from their ids."""
-        for planned in in_flight:
-            for seq in planned.sequences:
-                seq.in_flight = False
-                if seq.phase is Phase.ENDED:
-                    self._release(seq)
+        for seq in {seq: None for planned in in_flight for seq in planned.sequences}:
+            seq.flights = seq.void = 0
+            if seq.phase is Phase.ENDED:
+                self._release(seq)
         self._draining.clear()
         for seq in reversed(tuple(self.running)):
             self._requeue(seq)
-            seq.epoch += 1
         self.pool.forget_cached()
 
     def resume(self) -> list[SequenceState]:
@@ -139,37 +146,68 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------------- inside: rows
 
-    def _rows(self) -> Iterator[tuple[SequenceState, int]]:
-        """Sequences to run and how many rows of each. Each must be planned before the next is asked for."""
+    def _rows(self) -> Iterator[tuple[SequenceState, int, Sequence[int]]]:
+        """Sequences to run, how many rows of each, and guesses behind them. Each must be planned before the next is asked for."""
         share = -(-len(self.running) // self._depth)
-        prefilling = False
+        prefilling, decoding = False, list[SequenceState]()
         # A copy: sequences are preempted on the way, always later ones than the one in hand.
         for seq in tuple(self.running):
             left = len(seq.tokens) - seq.computed
             if left > 1:
                 prefilling = True
-            elif share and not seq.in_flight and seq.phase is Phase.RUNNING and self._has_room(seq):
+            elif share and not seq.is_awaited and seq.phase is Phase.RUNNING and self._has_room(seq):
                 share -= 1
-                yield seq, 1
-        budget = self._chunk if prefilling else 0
-        for seq in tuple(self.running) if budget else ():
+                decoding.append(seq)
+        budget = self._chunk
+        for seq, draft in zip(decoding, self._drafting.plan(decoding, self._chunk), strict=True):
+            # A prompt's last row has another path than what is guessed behind it.
+            guess = self._cut(seq, seq.computed + 1, draft) if seq.computed >= seq.n_prompt else ()
+            budget -= len(guess)
+            yield seq, 1, guess
+        idle = not decoding
+        for seq in tuple(self.running) if prefilling else ():
             left = (seq.n_prompt if seq.computed < seq.n_prompt else len(seq.tokens)) - seq.computed
-            if not seq.in_flight and budget and len(seq.tokens) - seq.computed > 1:
+            if not seq.flights and budget and len(seq.tokens) - seq.computed > 1:
                 rows = min(left, budget)
                 budget -= rows
-                yield seq, rows
+                idle = False
+                yield seq, rows, ()
+        if idle and self._depth > 1:
+            yield from self._ahead()
 
-    def _step(self, seq: SequenceState, rows: int) -> SequenceStep:
-        start = seq.computed
-        stop = start + rows
-        blocks = seq.blocks
-        new_blocks = blocks[seq.n_sent :] if seq.n_sent < len(blocks) else ()
-        seq.n_sent = len(blocks)
+    def _ahead(self) -> Iterator[tuple[SequenceState, int, Sequence[int]]]:
+        """Guesses on guesses, for a pipeline that has nothing else to do."""
+        for seq in self.running:
+            if seq.is_awaited and seq.computed >= len(seq.tokens) and not seq.preempt_when_collected:
+                guess = self._cut(seq, seq.computed, self._drafting.plan_ahead(seq))
+                if guess:
+                    yield seq, 0, guess
+
+    def _cut(self, seq: SequenceState, start: int, draft: Sequence[int]) -> Sequence[int]:
+        """What of a draft there is room for, from position `start` on, with blocks that nobody else wants."""
+        n = min(len(draft), seq.guesses_left)
+        while n > 0 and blocks_for(start + n, self._block_size) > len(seq.blocks):
+            if self.pool.available > len(self.running):
+                seq.blocks.append(self.pool.take())
+            else:
+                n = len(seq.blocks) * self._block_size - start
+        return draft[:n] if n > 0 else ()
+
+    def _step(self, seq: SequenceState, rows: int, guess: Sequence[int]) -> SequenceStep:
+        start, known = seq.computed, len(seq.tokens)
+        token_ids = [*seq.tokens[start : start + rows], *guess]
+        stop = start + len(token_ids)
+        kept, needed = min(seq.n_sent, blocks_for(start, self._block_size)), blocks_for(stop, self._block_size)
+        new_blocks = seq.blocks[kept:needed] if kept < needed else ()
+        seq.n_sent = needed
         seq.computed = stop
-        seq.in_flight = True
+        if guess:
+            seq.guess += guess
+            self._drafting.sent(seq, len(guess))
+        seq.flights += 1
         path = Path.PROMPT if start < seq.n_prompt else Path.GENERATED
-        logits_rows = (rows - 1,) if stop == len(seq.tokens) else ()
-        return SequenceStep(seq.id, seq.epoch, seq.tokens[start:stop], start, path, new_blocks, logits_rows)
+        logits_rows = range(max(0, known - 1 - start), len(token_ids)) if stop >= known else ()
+        return SequenceStep(seq.id, seq.epoch, token_ids, start, path, new_blocks, logits_rows)
 
     # ------------------------------------------------------------------------------------------------------------- inside: blocks
 
@@ -231,10 +269,19 @@ class Scheduler:
     def _requeue(self, seq: SequenceState) -> None:
         self.running.remove(seq)
         self._release(seq)
+        seq.forget_guess()
         seq.computed = 0
         seq.preempt_when_collected = False
         seq.phase = Phase.WAITING
         insort(self.waiting, seq, key=_arrival)
+
+    def _trim(self, seq: SequenceState) -> None:
+        """Give back the blocks that only rejected guesses stood in."""
+        needed = blocks_for(len(seq.tokens), self._block_size)
+        if needed < len(seq.blocks):
+            self.pool.give_back(reversed(seq.blocks[needed:]))
+            del seq.blocks[needed:]
+            seq.n_sent = min(seq.n_sent, needed)
 
     def _release(self, seq: SequenceState) -> None:
         for key in seq.keys[seq.n_published :]:
@@ -246,8 +293,9 @@ class Scheduler:
             self._released.append(seq.id)
             seq.n_sent = 0
 
-    def _publish(self, seq: SequenceState) -> None:
-        for index in range(seq.n_published, min(seq.computed // self._block_size, seq.n_publishable)):
+    def _publish(self, seq: SequenceState, settled: int) -> None:
+        """Offer full blocks to the prefix cache, of the first `settled` tokens."""
+        for index in range(seq.n_published, min(settled // self._block_size, seq.n_publishable)):
             if index == len(seq.keys):
                 start = index * self._block_size
                 parent = seq.keys[-1] if seq.keys else self._root
@@ -268,6 +316,7 @@ class Scheduler:
         )
         assert all(seq.phase is Phase.RUNNING for seq in self.running), "a sequence that does not run stands among those that do"
         assert all(seq.in_flight for seq in self._draining), "a sequence drains that is not in flight"
+        assert all(seq.flights or not seq.guess for seq in self.running), "guesses outlived the batch they were in"
         for queue in (self.waiting, self.running):
             assert all(a.id < b.id for a, b in pairwise(queue)), "a queue is out of the order of arrival"
         assert all(seq in self.running or seq in self._draining for seq in self._computing.values()), (
@@ -279,8 +328,3 @@ class Scheduler:
 
 def _arrival(seq: SequenceState) -> SequenceId:
     return seq.id
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that hold this many tokens."""
-    return -(-tokens // block_size)

@@ -41,12 +41,17 @@ class SequenceState:
     phase: Phase = Phase.WAITING
     epoch: int = 0
     computed: int = 0
-    """Tokens whose rows were submitted. Those of a sequence that is not in flight were collected too."""
-    in_flight: bool = False
+    """Tokens, guessed ones included, whose rows were submitted. Those of a sequence that is not in flight were collected too."""
+    guess: list[int] = field(default_factory=list[int])
+    """Guessed tokens behind the known ones, their rows submitted. Empty where nothing is in flight."""
+    flights: int = 0
+    """Batches in flight that it is in."""
+    void: int = 0
+    """The first of them that run on a guess that was wrong."""
     preempt_when_collected: bool = False
     blocks: list[BlockId] = field(default_factory=list[BlockId])
     n_sent: int = 0
-    """Blocks the executor was told of."""
+    """Blocks of the table that the executor has."""
     keys: list[bytes] = field(default_factory=list[bytes])
     """Of its full blocks; empty without a prefix cache."""
     n_published: int = 0
@@ -65,5 +70,37 @@ class SequenceState:
         return self.phase is not Phase.ENDED
 
     @property
+    def is_awaited(self) -> bool:
+        """A batch in flight tells its next token."""
+        return self.flights > self.void
+
+    @property
+    def in_flight(self) -> bool:
+        return self.flights > 0
+
+    @property
     def n_generated(self) -> int:
         return len(self.tokens) - self.n_prompt
+
+    @property
+    def guesses_left(self) -> int:
+        """Rows that may still be guessed: the last token of an answer needs none, as nothing is drawn from it."""
+        return self.n_prompt + self.request.max_tokens - 1 - len(self.tokens) - len(self.guess)
+
+    def take(self, token: int) -> bool:
+        """A token was drawn. Whether it is what was guessed for its place; if it is not, what was computed behind it is void."""
+        self.tokens.append(token)
+        if not self.guess:
+            return False
+        if self.guess[0] == token:
+            del self.guess[0]
+            return True
+        self.forget_guess()
+        return False
+
+    def forget_guess(self) -> None:
+        """Rows of guessed tokens are void, those in flight too."""
+        self.guess.clear()
+        self.epoch += 1
+        self.void = self.flights
+        self.computed = len(self.tokens) - 1

@@ -20,7 +20,7 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.text import Vocabulary
-from paceline.engine.scheduler import blocks_for
+from paceline.engine.block_tables import blocks_for
 from paceline.node.settings import NodeSettings
 from paceline.node.timing import Spread, Timing
 

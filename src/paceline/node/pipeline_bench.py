@@ -16,7 +16,7 @@ from typing import Any
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.model import LayerRange
-from paceline.engine.scheduler import blocks_for
+from paceline.engine.block_tables import blocks_for
 from paceline.fleet.placement import plan as make_plan
 from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
 from paceline.node.bench import PromptMaker, StepsRequests, drive

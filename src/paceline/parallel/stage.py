@@ -15,7 +15,7 @@ from typing import Any
 from paceline.core.errors import BadPipelineRequest
 from paceline.core.ids import SequenceId
 from paceline.core.model import LayerRange
-from paceline.engine.block_tables import BlockTables
+from paceline.engine.block_tables import BlockTables, blocks_for
 from paceline.engine.executor import Path
 from paceline.engine.local import Int32, LayerRunner, WireBits, row_plan
 from paceline.parallel.checks import check_activations
@@ -69,9 +69,9 @@ class Stage:
             for sequence in batch.released:
                 self._reach.pop(sequence, None)
         at = 0
-        for sequence, count in zip(batch.sequences, batch.block_counts, strict=True):
-            if count or not tables.length(sequence):
-                tables.extend(sequence, [base + block for block in batch.blocks[at : at + count]])
+        block_size = self._runner.block_size
+        for sequence, first, count in zip(batch.sequences, batch.first_positions, batch.block_counts, strict=True):
+            tables.put(sequence, blocks_for(first, block_size), [base + block for block in batch.blocks[at : at + count]])
             at += count
         tables_SB = tables.of(batch.sequences)
         plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, tables_SB)
@@ -113,7 +113,7 @@ class Stage:
             else:
                 written = self._reach[sequence]
             at += gained
-            blocks, end = held + gained, first + count
+            blocks, end = min(held, blocks_for(first, block_size)) + gained, first + count
             if count < 1 or first < 0 or gained < 0 or path not in _PATHS:
                 raise BadPipelineRequest(f"{name} has a sequence with {count} rows from {first} on path {path}")
             if first > written:

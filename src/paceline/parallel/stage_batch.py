@@ -22,7 +22,7 @@ class StageBatch:
     first_positions: Sequence[int]
     paths: Sequence[int]
     block_counts: Sequence[int]
-    """Blocks each sequence's table gained."""
+    """Blocks that follow what is left of each sequence's table, cut at its first position."""
     blocks: Sequence[int]
     """Those blocks, one sequence after the other."""
     released: Sequence[SequenceId] = ()

@@ -9,6 +9,7 @@ from itertools import count
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.testing.clock import FakeClock
 from paceline.testing.executors import InOrderExecutor
@@ -52,6 +53,7 @@ class EngineBench:
         prefill_chunk: int = 8,
         prefix_cache: bool = True,
         max_losses: int = 8,
+        drafting: DraftingConfig | None = None,
     ) -> None:
         self.runner = NullRunner(n_blocks=n_blocks, block_size=block_size, vocab=VOCAB, one_path=one_path)
         self.executor = InOrderExecutor(self.runner, depth, lose, break_at)
@@ -64,7 +66,7 @@ class EngineBench:
             max_losses=max_losses,
         )
         seeds = count(1000)
-        self.engine = Engine(self.executor, VOCABULARY, config, FakeClock(), entropy=lambda: next(seeds))
+        self.engine = Engine(self.executor, VOCABULARY, config, FakeClock(), entropy=lambda: next(seeds), drafting=drafting)
         self.answers: dict[tuple[RequestId, int], Answer] = {}
 
     def add(self, *requests: GenerationRequest) -> None:

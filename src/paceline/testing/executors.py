@@ -1,7 +1,8 @@
 """A pipeline in one thread: batches in flight, run in order when they are collected, and checked for what a real one would trip over.
 
 Law it holds the scheduler to: a batch may neither write a block that a batch in flight names for another sequence, nor name a block that a
-batch in flight writes for another sequence; and no sequence is in two batches in flight.
+batch in flight writes for another sequence; and a sequence is in two batches in flight only where the later goes on behind the earlier, or takes back
+what that guessed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Collection
 
 from paceline.core.errors import ExecutorLost, LostSpan
 from paceline.core.ids import BatchId, BlockId, SequenceId
+from paceline.engine.block_tables import blocks_for
 from paceline.engine.executor import StepBatch, StepOutput
 from paceline.engine.local import LocalExecutor
 from paceline.testing.null_backend import NullRunner
@@ -54,15 +56,17 @@ class InOrderExecutor:
         for step in batch.steps:
             assert step.sequence not in named, "a sequence stands in a batch twice"
             table = self._tables.setdefault(step.sequence, [])
-            table.extend(step.new_blocks)
             first, last = step.first_position, step.first_position + len(step.token_ids) - 1
+            del table[blocks_for(first, self.block_size) :]
+            table.extend(step.new_blocks)
             named[step.sequence] = frozenset(table)
             written[step.sequence] = frozenset(table[first // self.block_size : last // self.block_size + 1])
         for other in (*self._pending, batch.batch_id):
             theirs_named, theirs_written = (named, written) if other == batch.batch_id else (self._named[other], self._written[other])
-            assert other == batch.batch_id or not named.keys() & theirs_named.keys(), "a sequence is in two batches in flight"
             _assert_apart(written, theirs_named)
             _assert_apart(theirs_written, named)
+        for earlier in self._pending.values():
+            _assert_follows(earlier, batch)
         self._pending[batch.batch_id] = batch
         self._named[batch.batch_id] = named
         self._written[batch.batch_id] = written
@@ -88,6 +92,14 @@ class InOrderExecutor:
     def _drop(self, batch_id: BatchId) -> StepBatch:
         del self._named[batch_id], self._written[batch_id]
         return self._pending.pop(batch_id)
+
+
+def _assert_follows(earlier: StepBatch, later: StepBatch) -> None:
+    before = {step.sequence: step for step in earlier.steps}
+    for step in later.steps:
+        other = before.get(step.sequence)
+        if other is not None and step.epoch == other.epoch:
+            assert step.first_position >= other.first_position + len(other.token_ids), "a sequence is in two batches in flight"
 
 
 def _assert_apart(written: dict[SequenceId, frozenset[BlockId]], named: dict[SequenceId, frozenset[BlockId]]) -> None:

@@ -24,14 +24,19 @@ def batch(number: int, *steps: SequenceStep, released: Sequence[int] = ()) -> St
     return StepBatch(BatchId(number), steps, tuple(SequenceId(i) for i in released))
 
 
-@given(st.lists(st.tuples(st.integers(0, 19), st.lists(st.integers(0, 99), max_size=12), st.booleans()), max_size=60))
-def test_tables_match_plain_lists(changes: list[tuple[int, list[int], bool]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 19), st.lists(st.integers(0, 99), max_size=12), st.integers(0, 40), st.booleans()), max_size=60),
+    st.integers(1, 4),
+)
+def test_tables_match_plain_lists(changes: list[tuple[int, list[int], int, bool]], block_size: int) -> None:
     tables, plain = BlockTables(), dict[int, list[int]]()
-    for number, (sequence, blocks, released) in enumerate(changes):
+    for number, (sequence, blocks, first, released) in enumerate(changes):
         if released:
             plain.pop(sequence, None)
-        plain.setdefault(sequence, []).extend(blocks)
-        tables.update(batch(number, step(sequence, blocks), released=[sequence] if released else []))
+        table = plain.setdefault(sequence, [])
+        del table[-(-first // block_size) :]
+        table += blocks
+        tables.update(batch(number, step(sequence, blocks, first=first), released=[sequence] if released else []), block_size)
         longest = max(map(len, plain.values()))
         table_SB = tables.of([SequenceId(i) for i in plain])
         assert table_SB.dtype == np.int32

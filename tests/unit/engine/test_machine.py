@@ -1,9 +1,10 @@
-"""Random arrivals, aborts, losses, tiny pools, chunks and depths: nothing leaks, all end once, and each answer is what it is alone."""
+"""Random arrivals, aborts, losses, tiny pools, chunks, depths and drafts: nothing leaks, all end once, and each answer is what it is alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from paceline.core.errors import ContextOverflow, Overloaded
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.testing.engines import Answer, EngineBench, answer_alone
+from paceline.engine.drafting import DraftingConfig
+from paceline.testing.drafts import UnsteadySource
+from paceline.testing.engines import VOCAB, Answer, EngineBench, answer_alone
 
 BASES = tuple(tuple(1 + (base * 7 + i * i) % 31 for i in range(24)) for base in range(3))
 
@@ -54,10 +57,21 @@ class EngineMachine(RuleBasedStateMachine):
         prefill_chunk=st.integers(1, 20),
         prefix_cache=st.sampled_from([True, True, False]),
         lose=st.frozensets(st.integers(0, 60), max_size=3),
+        drafts=st.sampled_from(["off", "ngram", "auto", "knowing"]),
+        chance=st.integers(0, 1 << 30).map(Random),
     )
-    def start(self, pool_tokens: int, block_size: int, one_path: bool, **config: object) -> None:
+    def start(self, pool_tokens: int, block_size: int, one_path: bool, drafts: str, chance: Random, **config: object) -> None:
         n_blocks = pool_tokens // block_size
-        self.bench = EngineBench(n_blocks=n_blocks, block_size=block_size, one_path=one_path, max_losses=4, **config)  # type: ignore[arg-type]
+        self.truths: list[list[int]] = []
+        drafting = DraftingConfig(drafts, {"knowing": UnsteadySource(lambda sequence: self.truths[sequence], chance, VOCAB)})
+        self.bench = EngineBench(
+            n_blocks=n_blocks,
+            block_size=block_size,
+            one_path=one_path,
+            max_losses=4,
+            drafting=drafting,
+            **config,  # type: ignore[arg-type]
+        )
         self.one_path = one_path
         self.known: dict[RequestId, GenerationRequest] = {}
         self.aborted: set[RequestId] = set()
@@ -101,6 +115,8 @@ class EngineMachine(RuleBasedStateMachine):
         except Overloaded:
             return multiple()
         self.known[request.request_id] = request
+        for index in range(request.n):
+            self.truths.append([*request.prompt_ids, *answer_alone(request, index, one_path=self.one_path).token_ids])
         return request.request_id
 
     def abort_one(self, request_id: RequestId) -> None:

@@ -1,0 +1,115 @@
+"""How many drafted tokens to verify: as many as make the most tokens a second, by how often such drafts come true and what rows cost.
+
+A draft's *run* is how much stands behind it: the tokens of the suffix it was found by, and those of it that came true already. Longer runs come true
+more often, each kind of text in its own measure, so rates are kept by run, for each sequence, beginning with those of all.
+
+Everything here is a guess about speed. No token depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_STARTS = (1, 2, 3, 4, 6, 9, 14)
+"""Shortest run of each group whose rate is counted together."""
+_GROUP = tuple(sum(run >= start for start in _STARTS) - 1 if run else 0 for run in range(_STARTS[-1] + 1))
+ASSUMED = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)
+OWN_GAIN = 1 / 8
+"""Raising it: a sequence's rates follow its text faster, and chance."""
+COMMON_GAIN = 1 / 64
+MARGIN = 1.03
+"""What a draft must promise beside none. Raising it: fewer drafts that lose by chance, and fewer that win a little."""
+WORTH_A_ROW = 0.3
+"""The least chance for which an idle pipeline runs a row. Raising it: stages rest more, and less is thrown away."""
+UNLIKELY = 0.03
+"""Of tokens whose chance is below this nothing is expected."""
+
+
+class Acceptance:
+    """Shares of drafted tokens that came true, by run."""
+
+    __slots__ = ("_common", "rates")
+
+    def __init__(self, common: Acceptance | None = None) -> None:
+        """Begin with what is known.
+
+        Args:
+            common: of all sequences, told of all that this learns; None: this is the one.
+        """
+        self._common = common
+        self.rates = list(ASSUMED if common is None else common.rates)
+
+    def learn(self, run: int, came_true: bool) -> None:
+        """A token with such a run behind it came true, or did not."""
+        group = _GROUP[min(run, _STARTS[-1])]
+        hit = 1.0 if came_true else 0.0
+        self.rates[group] += (hit - self.rates[group]) * (COMMON_GAIN if self._common is None else OWN_GAIN)
+        if self._common is not None:
+            self._common.learn(run, came_true)
+
+    def chances(self, run: int, n: int) -> list[float]:
+        """Of each of the next n tokens of a draft, given that those before it come true."""
+        rates, last = self.rates, _STARTS[-1]
+        return [rates[_GROUP[min(run + step, last)]] for step in range(n)]
+
+
+def expected(chances: Sequence[float]) -> float:
+    """How many tokens of a draft will come true."""
+    likely, total = 1.0, 0.0
+    for chance in chances:
+        likely *= chance
+        total += likely
+    return total
+
+
+def length_ahead(certain: float, chances: Sequence[float], seconds: Callable[[int], float]) -> int:
+    """How many rows to run on a guess, where the machine would do nothing otherwise.
+
+    Args:
+        certain: chance that what is guessed before them comes true.
+        chances: of the tokens of the rows.
+        seconds: of a step, by rows.
+    """
+    best, rate = 0, 0.0
+    likely, tokens = certain, 0.0
+    for n, chance in enumerate(chances, 1):
+        likely *= chance
+        if likely < WORTH_A_ROW:
+            break
+        tokens += likely
+        if tokens / seconds(n) > rate:
+            best, rate = n, tokens / seconds(n)
+    return best
+
+
+def lengths(chances: Sequence[Sequence[float]], seconds: Callable[[int], float], most: int) -> list[int]:
+    """How many drafted tokens of each sequence to verify in one step.
+
+    Args:
+        chances: of each sequence's drafted tokens, as `Acceptance.chances` has them; none where nothing is drafted.
+        seconds: of a step, by rows.
+        most: drafted tokens in all.
+
+    Returns:
+        Lengths, each at most that of the sequence's chances. Likely drafts are served first.
+    """
+    found = [0] * len(chances)
+    rows = len(chances)
+    tokens = float(rows)
+    rate = tokens / seconds(rows)
+    for place in sorted(range(rows), key=lambda place: -chances[place][0] if chances[place] else 0.0):
+        likely, gain, best = 1.0, 0.0, (0, 0.0)
+        least = rate * MARGIN
+        for n, chance in enumerate(chances[place][: most - sum(found)], 1):
+            likely *= chance
+            if likely < UNLIKELY:
+                break
+            gain += likely
+            promised = (tokens + gain) / seconds(rows + n)
+            if promised > least:
+                rate = least = promised
+                best = (n, gain)
+        found[place] = best[0]
+        rows += best[0]
+        tokens += best[1]
+    return found

@@ -1,0 +1,351 @@
+"""What an engine knows of drafts: who may guess for a sequence, what they guessed, and how much of it to verify.
+
+Each maker of drafts has a *tape* a sequence: tokens for the next positions. Whatever is drawn is compared with all tapes, verified or not, so
+it is known at any time how well each would do, and drafts come back by themselves when the text has changed.
+
+Laws:
+- Nothing here changes a token. What comes from elsewhere is checked for being token ids, and for nothing else.
+- Nothing here waits, but for an answer that is due within less time than it promises to save.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from paceline.core.clock import Clock
+from paceline.core.errors import InvalidRequest
+from paceline.core.generation import GenerationRequest
+from paceline.core.ids import BatchId
+from paceline.engine.acceptance import Acceptance, expected, length_ahead, lengths
+from paceline.engine.drafts import DraftAnswer, DraftAsk, DraftSource
+from paceline.engine.executor import StepBatch
+from paceline.engine.prompt_lookup import NGramIndex
+from paceline.engine.sequence import SequenceState
+from paceline.engine.step_costs import StepCosts
+
+OFF, AUTO, NGRAM = "off", "auto", "ngram"
+TAPE = 64
+"""Tokens looked up at once."""
+PATIENCE = 1.5
+"""Times the usual wait for an answer. Raising it: a late one is waited for longer, for nothing if it does not come."""
+INDEXED = 4096
+"""Tokens of prompts that are indexed in one step; about a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingConfig:
+    """What an engine guesses with."""
+
+    default: str = AUTO
+    """For requests that don't say: "off", "auto", "ngram", or a key of `sources`."""
+    sources: Mapping[str, DraftSource] = field(default_factory=dict[str, DraftSource])
+    """Beside prompt lookup, which is always there. Closed by whoever made them."""
+    longest: int = 15
+    """Tokens of one sequence verified in one step. Raising it: more of a step may be wasted, where costs are not yet known."""
+
+
+@dataclass(slots=True)
+class _Tape:
+    """What one maker guesses."""
+
+    ids: Sequence[int]
+    start: int
+    """Position of the first."""
+    run: int
+    """See `acceptance`."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a source was told of a sequence."""
+
+    right: int = 0
+    """Leading tokens that it knows and that are still right."""
+    told: int = 0
+    """Tokens it knows."""
+    since: float | None = None
+    """When it was asked what it has not answered; None: it has."""
+
+
+@dataclass(slots=True)
+class _Drafts:
+    """Of one sequence."""
+
+    makers: Sequence[str]
+    rates: Mapping[str, Acceptance]
+    index: NGramIndex | None
+    tapes: dict[str, _Tape] = field(default_factory=dict[str, _Tape])
+    asked: dict[str, _Asked] = field(default_factory=dict[str, _Asked])
+    maker: str = NGRAM
+    """Of what is in flight."""
+
+
+class Drafting:
+    """All drafts of one engine.
+
+    Args:
+        config: None: there are none.
+        vocabulary: token ids below this are tokens.
+        clock: for what steps take.
+    """
+
+    def __init__(self, config: DraftingConfig | None, vocabulary: int, clock: Clock) -> None:
+        self._config = config or DraftingConfig(OFF)
+        self._vocabulary, self._clock = vocabulary, clock
+        self._makers = (NGRAM, *self._config.sources)
+        self._common = {maker: Acceptance() for maker in self._makers}
+        self._of: dict[SequenceState, _Drafts] = {}
+        self._ids: dict[int, SequenceState] = {}
+        self._lagging: dict[SequenceState, None] = {}
+        self._costs = StepCosts()
+        self._flying: deque[tuple[BatchId, int, float]] = deque()
+        """Batches in flight, their rows (0: not to be measured), and when they were submitted."""
+        self._collected_at = 0.0
+        self.drafted: Counter[str] = Counter()
+        self.accepted: Counter[str] = Counter()
+        self.blocks: Counter[str] = Counter()
+
+    def check(self, request: GenerationRequest) -> None:
+        """Whether a request asks for what there is.
+
+        Raises:
+            InvalidRequest: it names a maker of drafts that this engine does not have.
+        """
+        if request.draft is not None and request.draft not in {OFF, AUTO, *self._makers}:
+            there = ", ".join((OFF, AUTO, *self._makers))
+            raise InvalidRequest(f"draft is {request.draft[:100]!r}, and nothing of that name drafts here", f"Choose one of: {there}.")
+
+    # ------------------------------------------------------------------------------------------------------- sequences come and go
+
+    def begin(self, seq: SequenceState) -> None:
+        """A sequence will be generated."""
+        chosen = seq.request.draft or self._config.default
+        if chosen == OFF or seq.request.max_tokens < 2:
+            return
+        makers = self._makers if chosen == AUTO else (chosen,)
+        looks_up = NGRAM in makers
+        rates = {maker: Acceptance(self._common[maker]) for maker in makers}
+        drafts = self._of[seq] = _Drafts(makers, rates, NGramIndex() if looks_up else None)
+        if looks_up:
+            self._lagging[seq] = None
+        self._ids[seq.id] = seq
+        drafts.asked = {maker: _Asked() for maker in makers if maker != NGRAM}
+        for maker in drafts.asked:
+            self._ask(seq, drafts, maker, 0)
+
+    def end(self, seq: SequenceState) -> None:
+        """A sequence is over."""
+        drafts = self._of.pop(seq, None)
+        if drafts is None:
+            return
+        self._lagging.pop(seq, None)
+        del self._ids[seq.id]
+        for maker in drafts.asked:
+            self._config.sources[maker].forget(seq.id)
+
+    # ------------------------------------------------------------------------------------------------------------------- each step
+
+    def plan(self, sequences: Sequence[SequenceState], most: int) -> Sequence[Sequence[int]]:
+        """What to verify of each sequence behind its last known token. Most times, and for most, nothing.
+
+        Args:
+            sequences: none in flight; a row of each is run anyway.
+            most: guessed tokens of all.
+        """
+        if not self._of or not sequences:
+            return [()] * len(sequences)
+        self._index()
+        self._hear()
+        found = [self._best(seq) for seq in sequences]
+        if len(sequences) == 1 and found[0] is None and self._wait_for(sequences[0]):
+            found = [self._best(sequences[0])]
+        chances: list[Sequence[float]] = []
+        for seq, maker in zip(sequences, found, strict=True):
+            chances.append(() if maker is None else self._chances(seq, maker))
+        wanted = lengths(chances, self._costs.seconds, most) if any(chances) else [0] * len(sequences)
+        return [self._taken(seq, maker, n) for seq, maker, n in zip(sequences, found, wanted, strict=True)]
+
+    def plan_ahead(self, seq: SequenceState) -> Sequence[int]:
+        """What to run behind the last row of a sequence that is in flight, in a pipeline that has nothing else to do."""
+        drafts = self._of.get(seq)
+        if drafts is None:
+            return ()
+        # A guess on a guess is by the same maker.
+        maker, done = drafts.maker if seq.guess else self._best(seq), len(seq.guess)
+        if maker is None or maker not in drafts.tapes:
+            return ()
+        chances = self._chances(seq, maker, done + self._config.longest)
+        certain = prod(chances[:done])
+        return self._taken(seq, maker, length_ahead(certain, chances[done:], self._costs.seconds))
+
+    def sent(self, seq: SequenceState, n: int) -> None:
+        """So many guessed tokens of a sequence are on their way to be verified."""
+        maker = self._of[seq].maker
+        self.drafted[maker] += n
+        self.blocks[maker] += 1
+
+    def submitted(self, batch: StepBatch, *, decodes: bool) -> None:
+        """A batch is about to be run."""
+        rows = sum(len(step.token_ids) for step in batch.steps) if decodes else 0
+        self._flying.append((batch.batch_id, rows, self._clock.monotonic()))
+
+    def collected(self) -> None:
+        """The oldest batch was run."""
+        now = self._clock.monotonic()
+        _, rows, submitted_at = self._flying.popleft()
+        if rows and self._of:
+            # In a pipeline that is kept busy, a batch costs what it adds.
+            self._costs.took(rows, now - max(submitted_at, self._collected_at))
+        self._collected_at = now
+
+    def lost(self) -> None:
+        """All batches in flight are."""
+        self._flying.clear()
+
+    def took(self, seq: SequenceState, n: int, accepted: int) -> None:
+        """A sequence gained its last `n` tokens, and `accepted` guesses of it were right."""
+        drafts = self._of.get(seq)
+        if drafts is None:
+            return
+        if accepted:
+            self.accepted[drafts.maker] += accepted
+        for maker, tape in tuple(drafts.tapes.items()):
+            self._compare(drafts, maker, tape, seq.tokens, len(seq.tokens) - n)
+
+    # -------------------------------------------------------------------------------------------------------------------- inside
+
+    def _compare(self, drafts: _Drafts, maker: str, tape: _Tape, tokens: Sequence[int], start: int) -> None:
+        """Learn from the tokens known since position `start`; drop a tape that was wrong, or is used up."""
+        rates = drafts.rates[maker]
+        for position in range(max(start, tape.start), len(tokens)):
+            place = position - tape.start
+            if place >= len(tape.ids):
+                break
+            right = tape.ids[place] == tokens[position]
+            rates.learn(tape.run, right)
+            if not right:
+                del drafts.tapes[maker]
+                asked = drafts.asked.get(maker)
+                if asked is not None and position < asked.told:
+                    # What it was asked to go on behind is wrong.
+                    asked.right, asked.since = min(asked.right, position), None
+                return
+            tape.run += 1
+        if tape.start + len(tape.ids) <= len(tokens):
+            del drafts.tapes[maker]
+
+    def _best(self, seq: SequenceState) -> str | None:
+        """Who is likeliest to know the next token."""
+        drafts = self._of.get(seq)
+        if drafts is None:
+            return None
+        if drafts.index is not None and NGRAM not in drafts.tapes and seq not in self._lagging:
+            self._look_up(seq, drafts, drafts.index)
+        tapes, rates = drafts.tapes, drafts.rates
+        return max(tapes, key=lambda maker: rates[maker].chances(tapes[maker].run, 1)[0], default=None)
+
+    def _chances(self, seq: SequenceState, maker: str, most: int | None = None) -> Sequence[float]:
+        """Of what a maker guesses behind the known tokens."""
+        drafts = self._of[seq]
+        tape = drafts.tapes[maker]
+        n = tape.start + len(tape.ids) - len(seq.tokens)
+        return drafts.rates[maker].chances(tape.run, min(n, most or self._config.longest))
+
+    def _taken(self, seq: SequenceState, maker: str | None, n: int) -> Sequence[int]:
+        """The next n tokens of a maker's tape, behind what is guessed already; and sources are asked to go on."""
+        drafts = self._of.get(seq)
+        if drafts is None:
+            return ()
+        draft: Sequence[int] = ()
+        if maker is not None and n:
+            tape = drafts.tapes[maker]
+            start = len(seq.tokens) + len(seq.guess) - tape.start
+            draft = tape.ids[start : start + n]
+            drafts.maker = maker
+        verified = len(seq.guess) + len(draft)
+        for asked in drafts.asked:
+            self._ask(seq, drafts, asked, verified if asked == drafts.maker else 0)
+        return draft
+
+    def _look_up(self, seq: SequenceState, drafts: _Drafts, index: NGramIndex) -> None:
+        index.extend(seq.tokens[len(index.ids) :])
+        if index.matched:
+            drafts.tapes[NGRAM] = _Tape(index.propose(TAPE), len(seq.tokens), index.matched)
+
+    def _index(self) -> None:
+        """Some of the prompts that came, so that long ones hold up nobody."""
+        budget = INDEXED
+        while self._lagging and budget:
+            seq = next(iter(self._lagging))
+            index = self._of[seq].index
+            assert index is not None, "a sequence lags that looks nothing up"
+            more = seq.tokens[len(index.ids) : len(index.ids) + budget]
+            index.extend(more)
+            budget -= len(more)
+            if len(index.ids) == len(seq.tokens):
+                del self._lagging[seq]
+
+    # -------------------------------------------------------------------------------------------------------------------- sources
+
+    def _ask(self, seq: SequenceState, drafts: _Drafts, maker: str, verified: int) -> None:
+        """Have a source go on behind what it guessed, on the guess that all of that comes true, where little of it is left.
+
+        Args:
+            seq: whose tokens.
+            drafts: of that sequence.
+            maker: the source's name.
+            verified: how many of its tokens are being verified.
+        """
+        source, asked, tape = self._config.sources[maker], drafts.asked[maker], drafts.tapes.get(maker)
+        if asked.since is not None or source.expected_s is None:
+            return
+        known = len(seq.tokens)
+        guessed = () if tape is None else tape.ids[known - tape.start :]
+        if len(guessed) - verified > self._config.longest // 2:
+            return
+        right = min(asked.right, known)
+        asked.told = asked.right = known + len(guessed)
+        asked.since = self._clock.monotonic()
+        source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], self._config.longest + 1))
+
+    def _hear(self, waiting: str | None = None, wait_s: float = 0.0) -> None:
+        """Take what sources answered, and wait for one of them."""
+        for maker, source in self._config.sources.items():
+            for answer in source.answers(wait_s if maker == waiting else 0.0):
+                seq = self._ids.get(answer.sequence)
+                if seq is not None and maker in self._of[seq].asked:
+                    self._answered(seq, self._of[seq], maker, answer)
+
+    def _answered(self, seq: SequenceState, drafts: _Drafts, maker: str, answer: DraftAnswer) -> None:
+        asked, ids = drafts.asked[maker], answer.token_ids
+        if asked.since is None or answer.position != asked.told:
+            return  # it goes on behind a guess that was wrong
+        asked.since = None
+        if not ids or not all(0 <= token < self._vocabulary for token in ids):
+            return
+        old = drafts.tapes.get(maker)
+        if old is not None:
+            drafts.tapes[maker] = _Tape([*old.ids, *ids], old.start, old.run)
+        else:
+            tape = drafts.tapes[maker] = _Tape(ids, answer.position, 0)
+            self._compare(drafts, maker, tape, seq.tokens, answer.position)
+
+    def _wait_for(self, seq: SequenceState) -> bool:
+        """Wait for a draft that is under way, where that promises more than a step without it. Whether it did."""
+        drafts = self._of.get(seq)
+        if drafts is None or not self._costs.known:
+            return False
+        length = self._config.longest // 2
+        for maker, asked in drafts.asked.items():
+            usual_s = self._config.sources[maker].expected_s
+            if asked.since is None or usual_s is None:
+                continue
+            left_s = asked.since + PATIENCE * usual_s - self._clock.monotonic()
+            tokens = 1 + expected(drafts.rates[maker].chances(0, length))
+            if left_s > 0 and tokens / (left_s + self._costs.seconds(1 + length)) > 1 / self._costs.seconds(1):
+                self._hear(maker, left_s)
+                return True
+        return False
