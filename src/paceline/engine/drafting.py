@@ -11,22 +11,19 @@ Laws:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from paceline.core.clock import Clock
-from paceline.core.errors import InvalidRequest
-from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BatchId
 from paceline.engine.acceptance import Acceptance, expected, length_ahead, lengths
-from paceline.engine.drafts import DraftAnswer, DraftAsk, DraftSource
+from paceline.engine.drafts import AUTO, NGRAM, OFF, DraftAnswer, DraftAsk, DraftSource
 from paceline.engine.executor import StepBatch
 from paceline.engine.prompt_lookup import NGramIndex
 from paceline.engine.sequence import SequenceState
 from paceline.engine.step_costs import StepCosts
 
-OFF, AUTO, NGRAM = "off", "auto", "ngram"
 TAPE = 64
 """Tokens looked up at once."""
 PATIENCE = 1.5
@@ -108,15 +105,10 @@ class Drafting:
         self.accepted: Counter[str] = Counter()
         self.blocks: Counter[str] = Counter()
 
-    def check(self, request: GenerationRequest) -> None:
-        """Whether a request asks for what there is.
-
-        Raises:
-            InvalidRequest: it names a maker of drafts that this engine does not have.
-        """
-        if request.draft is not None and request.draft not in {OFF, AUTO, *self._makers}:
-            there = ", ".join((OFF, AUTO, *self._makers))
-            raise InvalidRequest(f"draft is {request.draft[:100]!r}, and nothing of that name drafts here", f"Choose one of: {there}.")
+    @property
+    def models(self) -> Collection[str]:
+        """Ids of the draft models there are."""
+        return self._config.sources.keys()
 
     # ------------------------------------------------------------------------------------------------------- sequences come and go
 

@@ -14,6 +14,11 @@ from typing import Protocol
 
 from paceline.core.ids import SequenceId
 
+AUTO, OFF, NGRAM = "auto", "off", "ngram"
+"""Whoever drafts best; nobody; prompt lookup."""
+DRAFTS = (AUTO, OFF, NGRAM)
+"""What a request's `draft` may always be; beyond it, the ids of draft models."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockProposal:

@@ -23,7 +23,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.draw_state import DrawState
 from paceline.engine.executor import Executor, StepOutput
-from paceline.engine.intake import check_request, check_room
+from paceline.engine.intake import check_draft, check_request, check_room
 from paceline.engine.sampling import Draws, Sampler
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
@@ -103,7 +103,7 @@ class Engine:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
         check_request(request, self._config, self._executor, self._vocabulary.size)
         check_room(self._n_live, request.n, self._config)
-        self._drafting.check(request)
+        check_draft(request.draft, self._drafting.models)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids
         sequences: list[SequenceState] = []

@@ -10,12 +10,11 @@ from paceline.core.generation import GenerationRequest
 from paceline.core.shown import printable
 from paceline.engine.block_tables import blocks_for
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafts import DRAFTS
 from paceline.engine.executor import Executor
 
 RETRY_SPAN_S = 60
 """Longest wait asked of a client that was refused."""
-DRAFTS = ("auto", "off", "ngram")
-"""What a request's `draft` may always be; beyond it, the ids of draft models."""
 
 
 def check_request(request: GenerationRequest, config: EngineConfig, executor: Executor, vocab: int) -> None:

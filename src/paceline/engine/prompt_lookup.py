@@ -9,12 +9,15 @@ occurrence.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 MAX_NGRAM = 4
 """Longest suffix looked for. Longer repetitions are found by their ends; raising it costs a table more."""
+REMEMBERED = 256
+"""Last tokens that can be taken back cheaply."""
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 """Suffixes are told apart by 64-bit hashes: two that are taken for one another make a wrong draft, and no more than that."""
@@ -23,12 +26,14 @@ _MASK = (1 << 64) - 1
 class NGramIndex:
     """Where each suffix of up to `MAX_NGRAM` tokens occurred last."""
 
-    __slots__ = ("_follows", "_found", "ids")
+    __slots__ = ("_follows", "_found", "_undo", "ids")
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids: list[int] = []
         self._follows: tuple[dict[int, int], ...] = tuple({} for _ in range(MAX_NGRAM))
         """By length: what stands behind the last occurrence of a suffix."""
+        self._undo: deque[list[tuple[int, int | None]]] = deque(maxlen=REMEMBERED)
+        """Of the last tokens: by length, the suffix that each ended, and what stood for it before."""
         self._found: list[int] = []
         """By length: what stands behind the last *earlier* occurrence of the text's own suffix, as far as there is one."""
         self.extend(ids)
@@ -47,6 +52,7 @@ class NGramIndex:
                     break
                 follows.update(zip(keys.tolist(), range(start + n, start + len(text) + 1), strict=True))
             self.ids += ids[:-1]
+            self._undo.clear()
         for token in ids[-1:]:
             self.append(token)
 
@@ -57,15 +63,40 @@ class NGramIndex:
         found.clear()
         end, key = len(ids), 0
         repeats = True
+        undo: list[tuple[int, int | None]] = []
         for n, follows in enumerate(self._follows[:end], 1):
             key = (key * _FACTOR + ids[end - n] + 1) & _MASK
-            if repeats:
-                place = follows.get(key)
-                if place is None:
-                    repeats = False  # nor does any longer one
-                else:
-                    found.append(place)
+            place = follows.get(key)
+            if place is None:
+                repeats = False  # nor does any longer one
+            elif repeats:
+                found.append(place)
             follows[key] = end
+            undo.append((key, place))
+        self._undo.append(undo)
+
+    def cut(self, length: int) -> None:
+        """The text is shorter again: its last tokens were a guess. Cheap for as many as are remembered."""
+        removed = len(self.ids) - length
+        if removed <= 0:
+            return
+        kept = self.ids[:length]
+        if removed >= len(self._undo):
+            self.ids.clear()
+            self._follows = tuple({} for _ in range(MAX_NGRAM))
+            self._undo.clear()
+            self._found.clear()
+            self.extend(kept)
+            return
+        # One more, which is appended again, as that finds what its suffix follows.
+        for _ in range(removed + 1):
+            for follows, (key, place) in zip(self._follows, self._undo.pop(), strict=False):
+                if place is None:
+                    del follows[key]
+                else:
+                    follows[key] = place
+        self.ids = kept[:-1]
+        self.append(kept[-1])
 
     @property
     def matched(self) -> int:

@@ -19,7 +19,8 @@ import grpc.aio
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
-from paceline.engine.proposers.ngram import NGRAM, NGramProposer
+from paceline.engine.drafts import NGRAM
+from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.effects import Appeared, Changed, Clashed, Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.view import FleetView

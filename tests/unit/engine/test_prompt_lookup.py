@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.prompt_lookup import MAX_NGRAM, propose
+from paceline.engine.prompt_lookup import MAX_NGRAM, REMEMBERED, NGramIndex, propose
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,24 @@ def test_a_proposal_follows_the_longest_repetition(committed: list[int], length:
     suffix = committed[n - longest :]
     places = [i for i in range(n - longest) if committed[i : i + longest] == suffix]
     assert any(committed[i + longest] == proposed[0] for i in places)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=12), st.integers(0, 14)), max_size=20))
+def test_an_index_that_grew_and_was_cut_knows_what_one_made_at_once_knows(changes: list[tuple[list[int], int]]) -> None:
+    index = NGramIndex()
+    for ids, cut in changes:
+        index.extend(ids)
+        index.cut(max(0, len(index.ids) - cut))
+        fresh = NGramIndex()
+        for token in index.ids:
+            fresh.append(token)
+        assert (index.matched, index.propose(9)) == (fresh.matched, fresh.propose(9))
+
+
+def test_a_text_may_be_cut_by_more_than_is_remembered() -> None:
+    text = [token % 7 for token in range(3 * REMEMBERED)]
+    index = NGramIndex()
+    for token in text:
+        index.append(token)
+    index.cut(10)
+    assert index.propose(5) == propose(text[:10], 5)

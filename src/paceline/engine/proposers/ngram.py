@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 from paceline.engine import prompt_lookup
 from paceline.engine.drafts import BlockProposal
-from paceline.engine.proposers.session import DraftSession, SessionProposer, retell
+from paceline.engine.proposers.session import DraftSession, SessionProposer, check_no_gap
 from paceline.engine.proposers.stats import ProposerStats
-
-NGRAM = "ngram"
-"""Its model id: every node has it."""
 
 
 class NGramProposer(SessionProposer):
@@ -23,14 +20,21 @@ class NGramProposer(SessionProposer):
 class _NGramSession:
     def __init__(self, stats: ProposerStats) -> None:
         self._stats = stats
-        self.told: list[int] = []
+        self._index = prompt_lookup.NGramIndex()
+
+    @property
+    def told(self) -> Sequence[int]:
+        return self._index.ids
 
     def propose(self, first_position: int, token_ids: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
         del num_steps  # there is nothing to refine
-        retell(self.told, first_position, token_ids)
-        block = BlockProposal(prompt_lookup.propose(self.told, block_size))
+        index = self._index
+        check_no_gap(first_position, index.ids)
+        index.cut(first_position)
+        index.extend(token_ids)
+        block = BlockProposal(index.propose(block_size))
         self._stats.count(block)
         return block
 
     def close(self) -> None:
-        self.told.clear()
+        self._index.cut(0)

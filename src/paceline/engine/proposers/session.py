@@ -52,14 +52,23 @@ def open_session(proposer: Proposer) -> DraftSession:
     return proposer.open() if isinstance(proposer, OpensSessions) else _Retold(proposer)
 
 
-def retell(told: list[int], first_position: int, token_ids: Sequence[int]) -> None:
-    """Replace what was told from a position on.
+def check_no_gap(first_position: int, told: Sequence[int]) -> None:
+    """Check that tokens from a position on follow what was told.
 
     Raises:
         ValueError: the position lies beyond the end.
     """
     if not 0 <= first_position <= len(told):
         raise ValueError(f"tokens from position {first_position}, and {len(told)} were told")
+
+
+def retell(told: list[int], first_position: int, token_ids: Sequence[int]) -> None:
+    """Replace what was told from a position on.
+
+    Raises:
+        ValueError: the position lies beyond the end.
+    """
+    check_no_gap(first_position, told)
     del told[first_position:]
     told += token_ids
 

@@ -12,7 +12,7 @@ from tests.unit.node.fleet.nodes import QUICK, in_loop, make_node, running, unti
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, NodeUnreachable, PeerFloods
 from paceline.core.trust import Trust
-from paceline.engine.proposers.ngram import NGRAM
+from paceline.engine.drafts import NGRAM
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.effects import Call
 from paceline.fleet.messages import Request
