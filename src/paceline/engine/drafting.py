@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from math import prod
 
 from paceline.core.clock import Clock
+from paceline.core.errors import ConfigError
 from paceline.core.ids import BatchId
+from paceline.core.shown import printable
 from paceline.engine.acceptance import Acceptance, expected, length_ahead, lengths
-from paceline.engine.drafts import AUTO, NGRAM, OFF, DraftAnswer, DraftAsk, DraftSource
+from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF, DraftAnswer, DraftAsk, DraftSource
 from paceline.engine.executor import StepBatch
 from paceline.engine.prompt_lookup import NGramIndex
 from paceline.engine.sequence import SequenceState
@@ -42,6 +44,12 @@ class DraftingConfig:
     """Beside prompt lookup, which is always there. Closed by whoever made them."""
     longest: int = 15
     """Tokens of one sequence verified in one step. Raising it: more of a step may be wasted, where costs are not yet known."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: nothing of the default's name drafts."""
+        if self.default not in {*DRAFTS, *self.sources}:
+            there = ", ".join((*DRAFTS, *self.sources))
+            raise ConfigError(f"nobody proposes with {printable(self.default, 200)!r}", f"There are: {there}.")
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.model import WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.node import accelerator
@@ -129,10 +130,14 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         notes.append(f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)")
     if cuda and kernels is not Kernels.CUDA:
         notes.append(f"the GPU is not used: it holds bf16, and --weights {weights} was asked for")
+    drafting = DraftingConfig(settings.draft)
     if not runner.holds_identity:
-        notes.append(f"{kernels} gives other bytes for other batches here: an answer may depend on what runs beside it")
+        notes.append(
+            f"{kernels} gives other bytes for other batches here: an answer may depend on what runs beside it, so nothing is drafted"
+        )
+        drafting = None
     return BuiltEngine(
-        engine=Engine(executor, opened.tokenizer, config, clock),
+        engine=Engine(executor, opened.tokenizer, config, clock, drafting=drafting),
         executor=executor,
         model=served(opened, weights, runner.numerics_id, kv.context, clock),
         config=config,

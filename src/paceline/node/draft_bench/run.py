@@ -16,7 +16,7 @@ from typing import Any
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.text import Tokenizer
-from paceline.engine.scheduler import blocks_for
+from paceline.engine.block_tables import blocks_for
 from paceline.node.draft_bench.drive import Answers, MeasuredEngine, Tally, answer_all, loops
 from paceline.node.draft_bench.exercises import Kind, load
 from paceline.node.draft_bench.forced import ForcedExecutor, Script

@@ -18,6 +18,7 @@ from paceline.core.errors import PipelineDisabled, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, Objective, Pin, PlanRequest, Way
@@ -228,7 +229,9 @@ def build_engine_over(
     stages = ", ".join(f"{stage.layers.start} to {stage.layers.stop - 1} on {stage.node_id}" for stage in executor.stages)
     here = f"layers 0 to {own.stop - 1} here" if own else "no layers here"
     summary = f"{model.name}, {weights} weights, {kernels} kernels, context {kv.context}, {here}, {stages}"
-    return BuiltPipeline(Engine(executor, opened.tokenizer, config, clock), executor, router, model, config, warm, summary)
+    drafting = DraftingConfig(settings.draft) if head.holds_identity else None
+    engine = Engine(executor, opened.tokenizer, config, clock, drafting=drafting)
+    return BuiltPipeline(engine, executor, router, model, config, warm, summary)
 
 
 def _planned(fleet: SeesFleet, order: PipelineOrder, digest: str, weights: WeightsFormat, clock: Clock) -> Choice:
