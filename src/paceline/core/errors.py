@@ -15,6 +15,7 @@ PacelineError
 |   |-- JoinRefused           the machine that was asked does not let this one in
 |   |-- Unreachable           another machine answers at none of its addresses
 |   `-- PlacementError        no machine of the fleet can run what was asked; `constraint` says for want of what
+|       |-- VocabularyMismatch  a draft model whose tokens are others than those of the model it would draft for
 |       `-- ImpossiblePin     a machine or a range of layers was pinned that can't be had
 |-- RequestError              a request that can't be served as asked (HTTP 4xx)
 |   |-- InvalidRequest        a field is wrong; `field` names it
@@ -130,6 +131,10 @@ class PlacementError(UserError):
     def __init__(self, message: str, hint: str = "", *, constraint: str = "no candidate") -> None:
         super().__init__(message, hint)
         self.constraint = constraint
+
+
+class VocabularyMismatch(PlacementError):
+    """A draft model whose tokens are others than those of the model it would draft for."""
 
 
 class ImpossiblePin(PlacementError):

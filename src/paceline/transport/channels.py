@@ -62,6 +62,7 @@ class Purpose(StrEnum):
     STREAM = "stream"
     MEASURE = "measure"
     WEIGHTS = "weights"
+    DRAFTS = "drafts"
 
 
 @dataclass(frozen=True, slots=True)

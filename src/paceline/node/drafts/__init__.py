@@ -1,0 +1,1 @@
+"""Drafts on a node: made for others, had from others, and counted."""

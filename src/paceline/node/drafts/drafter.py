@@ -1,0 +1,50 @@
+"""Who could draft for this machine's model: the plan's answer, and how to reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.errors import RemoteProposerError
+from paceline.core.ids import NodeId
+from paceline.transport.draft_line import OnBlock
+from paceline.transport.proposer_desk import BlockAsk
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A proposer that may be asked, and how fast it should be."""
+
+    node_id: NodeId
+    instance: bytes
+    model_id: str
+    tokens_per_s: float
+    prompt_tokens_per_s: float
+    rtt_s: float
+
+    @property
+    def key(self) -> Key:
+        return self.node_id, self.instance
+
+    def takes_s(self, new_tokens: int, length: int) -> float:
+        """What a block should take."""
+        return self.rtt_s + new_tokens / self.prompt_tokens_per_s + length / self.tokens_per_s
+
+
+Key = tuple[NodeId, bytes]
+"""A node's process: one that started anew is forgiven."""
+Find = Callable[[Collection[Key]], Sequence[Drafter]]
+"""Proposers but for those named, the best first. Raises PlacementError: there are none."""
+
+
+class Line(Protocol):
+    """A way to a proposer: `transport.draft_line.RemoteLine`, or this machine's own desk."""
+
+    def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None: ...
+    async def close(self) -> None: ...
+
+
+OnEnd = Callable[[RemoteProposerError], None]
+OpenLine = Callable[[Drafter, OnBlock, OnEnd], Line]
+"""Raises PacelineError: it can't be reached."""

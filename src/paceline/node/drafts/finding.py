@@ -1,0 +1,105 @@
+"""Which proposers could draft for this machine's model, the best first: the plan that every node computes, asked for drafts alone.
+
+Law: who drafts sees the text, so guests don't; and a draft model whose tokens are others than the model's is an error, never a slow draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import PlacementError, VocabularyMismatch
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.fleet import cost
+from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.machines import Links, live_cards, sensible
+from paceline.fleet.pins import ASSUMED_RTT_S
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import Pin, PlanRequest, Way
+from paceline.node.drafts.drafter import Drafter, Key
+
+LOOKUP_PROMPT_RATE = 1e6
+"""Tokens a second that prompt lookup takes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The model that is drafted for, on this machine."""
+
+    node_id: NodeId
+    digest: str
+    weights: str
+    vocabulary: str
+    """Hash of its tokens."""
+
+
+def drafters(
+    cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], verifier: Verifier, model_id: str, left_out: Collection[Key] = ()
+) -> Sequence[Drafter]:
+    """Those that could draft, the best first; other machines before this one.
+
+    Args:
+        cards: the live ones.
+        trust: what certificates say.
+        verifier: drafted for.
+        model_id: of the proposer.
+        left_out: not these processes.
+
+    Raises:
+        VocabularyMismatch: those that have it have other tokens.
+        PlacementError: nobody has it.
+    """
+    here = live_cards(cards)
+    own = verifier.node_id
+    barred = {node_id for node_id, instance in left_out if node_id in here and here[node_id].instance == instance}
+    guests = {node_id for node_id in here if not trust.get(node_id, Trust.MEMBER).reaches(Trust.MEMBER)}
+    able = {node_id: card for node_id, card in here.items() if node_id == own or node_id not in barred | guests}
+    offers = _offers(able.values(), verifier, model_id)
+    asked = PlanRequest(verifier.digest, verifier.weights, ways=frozenset({Way.DRAFT}), pins=(Pin(own),), draft_model=model_id)
+    planned = plan(able.values(), asked)
+    links = Links(able)
+    ranked: list[NodeId] = []
+    for choice in (planned.chosen, *planned.runners_up):
+        if choice.draft is not None and choice.draft.node_id not in ranked:
+            ranked.append(choice.draft.node_id)
+    if own in offers and own not in ranked:
+        ranked.append(own)  # the plan names this machine only where there is no other; here it is what is left when the others fail
+    found = [_drafter(here[node_id], offers[node_id], links, own) for node_id in ranked if node_id not in barred]
+    if not found:
+        raise PlacementError(f"Those that could draft with {model_id} have just failed", "They are asked again soon.")
+    return found
+
+
+def draft_models(cards: Iterable[NodeCard], vocabulary: str) -> set[str]:
+    """Ids of models that somebody drafts with for models of these tokens."""
+    return {
+        offer.model_id
+        for card in cards
+        for offer in card.models
+        if offer.role is Role.PROPOSER and offer.weights and offer.vocabulary == vocabulary
+    }
+
+
+def _offers(cards: Iterable[NodeCard], verifier: Verifier, model_id: str) -> dict[NodeId, ModelOffer]:
+    offers = [
+        (card.node_id, offer) for card in cards for offer in card.models if offer.role is Role.PROPOSER and offer.model_id == model_id
+    ]
+    if not offers:
+        raise PlacementError(f"Nobody in the fleet drafts with {model_id[:200]!r}", f"Start a machine with --propose {model_id[:200]}.")
+    fitting = {node_id: offer for node_id, offer in offers if not offer.weights or offer.vocabulary == verifier.vocabulary}
+    if not fitting:
+        raise VocabularyMismatch(
+            f"{model_id[:200]} can't draft: its tokens are others than those of the model it would draft for",
+            "A draft model has the same tokenizer: mostly it is a smaller one of the same family.",
+        )
+    return fitting
+
+
+def _drafter(card: NodeCard, offer: ModelOffer, links: Links, own: NodeId) -> Drafter:
+    lookup = not offer.weights
+    rate = sensible(offer.tokens_per_second, 1e-2, 1e9) or (cost.LOOKUP_RATE if lookup else 1.0)
+    prompt_rate = sensible(offer.prefill_tokens_per_second, 1e-2, 1e9) or (LOOKUP_PROMPT_RATE if lookup else rate)
+    link = links.between(own, card.node_id)
+    rtt_s = 0.0 if card.node_id == own else ASSUMED_RTT_S if link is None else link.rtt_s
+    return Drafter(card.node_id, card.instance, offer.model_id, rate, prompt_rate, rtt_s)

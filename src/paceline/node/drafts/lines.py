@@ -1,0 +1,89 @@
+"""Ways to a proposer: over the fleet's channels, or to this node's own desk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc.aio
+
+from paceline.core.errors import NodeUnreachable, PacelineError, RemoteProposerError
+from paceline.core.ids import NodeId
+from paceline.node.drafts.drafter import Drafter, Line, OnEnd
+from paceline.node.fleet import FleetNode
+from paceline.transport.channels import Purpose
+from paceline.transport.draft_line import OnBlock, RemoteLine
+from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
+
+
+class DeskLine:
+    """To proposers of this process. Lives on the event loop.
+
+    Args:
+        desk: drafts.
+        caller: in whose name.
+        on_block: told of blocks.
+        on_end: told why there will be no more.
+    """
+
+    def __init__(self, desk: ProposerDesk, caller: str, on_block: OnBlock, on_end: OnEnd) -> None:
+        self._desk, self._caller, self._on_block, self._on_end = desk, caller, on_block, on_end
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sessions: set[int] = set()
+
+    def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None:
+        """As `RemoteLine.send`."""
+        self._desk.end(self._caller, ended)
+        self._sessions.difference_update(ended)
+        if ask is not None:
+            self._sessions.add(ask.session)
+            task = asyncio.create_task(self._propose(ask))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """As `RemoteLine.close`."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._desk.end(self._caller, tuple(self._sessions))
+
+    async def _propose(self, ask: BlockAsk) -> None:
+        try:
+            block = await self._desk.propose(self._caller, ask)
+        except PacelineError as error:
+            self._on_end(RemoteProposerError(error.message, error.hint, status="FAILED_PRECONDITION"))
+        except Exception as error:  # noqa: BLE001 - whatever a proposer fails of, drafts are not to be had from it
+            self._on_end(RemoteProposerError(f"Drafting failed here: {type(error).__name__}: {error}", status="INTERNAL"))
+        else:
+            self._on_block(ask.session, block)
+
+
+class FleetLines:
+    """Opens lines.
+
+    Args:
+        fleet: this node's part in it.
+    """
+
+    def __init__(self, fleet: FleetNode) -> None:
+        self._fleet = fleet
+
+    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
+        """As `drafter.OpenLine`."""
+        if drafter.node_id == self._fleet.node_id:
+            return DeskLine(self._fleet.desk, drafter.node_id, on_block, on_end)
+        return RemoteLine(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)
+
+    def channel(self, node_id: NodeId) -> grpc.aio.Channel:
+        """To a member, over the address that serves best.
+
+        Raises:
+            NodeUnreachable: it is not in view.
+            FleetError: its certificate is not good.
+        """
+        fleet = self._fleet
+        live, member = fleet.view().get(node_id), fleet.gossip.opener.member(node_id)
+        if live is None or member is None:
+            raise NodeUnreachable(f"{node_id} is not in this fleet's view")
+        return fleet.pool.get(Purpose.DRAFTS, fleet.book.order(live.card.addresses)[0], member)

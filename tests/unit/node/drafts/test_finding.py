@@ -1,0 +1,78 @@
+"""Who drafts: the plan's choice, but for guests and those left out, and never with other tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.errors import PlacementError, VocabularyMismatch
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.node.drafts.finding import Verifier, draft_models, drafters
+
+SHAPE = ModelShape(12, 512, 1 << 22, 1 << 24, 512, 8192)
+VERIFIER = ModelOffer("big", Role.VERIFIER, "int4", 50.0, 400.0, "d" * 64, warm=True, shape=SHAPE, vocabulary="v")
+SMALL = replace(VERIFIER, model_id="small", role=Role.PROPOSER, tokens_per_second=200.0, digest="e" * 64)
+LOOKUP = ModelOffer("ngram", Role.PROPOSER, "")
+A = Verifier(NodeId("a"), "d" * 64, "int4", "v")
+
+
+def card(name: str, *offers: ModelOffer, rtt_s: float = 0.001) -> NodeCard:
+    links = () if name == "a" else (Link(NodeId("a"), "127.0.0.1:1", rtt_s, 1e8),)
+    return NodeCard(
+        NodeId(name),
+        1,
+        ("127.0.0.1:1",),
+        name.encode(),
+        60,
+        0,
+        memory_total_bytes=1 << 34,
+        memory_free_bytes=1 << 33,
+        models=offers,
+        links=links,
+    )
+
+
+def names(cards: list[NodeCard], model_id: str = "small", **more: object) -> list[str]:
+    return [one.node_id for one in drafters(cards, more.get("trust", {}), A, model_id, more.get("left_out", ()))]  # type: ignore[arg-type]
+
+
+def test_the_fastest_comes_first_and_this_machine_last() -> None:
+    slow = replace(SMALL, tokens_per_second=90.0)
+    cards = [card("a", VERIFIER, SMALL), card("b", slow), card("c", SMALL), card("far", SMALL, rtt_s=0.5)]
+    assert names(cards) == ["c", "b", "far", "a"]
+    (first, *_) = drafters(cards, {}, A, "small")
+    assert (first.tokens_per_s, first.prompt_tokens_per_s, first.rtt_s, first.instance) == (200.0, 400.0, 0.001, b"c")
+    assert first.takes_s(400, 20) == pytest.approx(0.001 + 1.0 + 0.1)
+
+
+def test_who_failed_is_left_out_until_it_starts_anew() -> None:
+    cards = [card("a", VERIFIER, SMALL), card("b", SMALL), card("c", SMALL)]
+    assert names(cards, left_out=[("c", b"c")]) == ["b", "a"]
+    assert names(cards, left_out=[("c", b"before"), ("a", b"a")]) == ["c", "b"]
+    with pytest.raises(PlacementError, match="have just failed"):
+        names(cards, left_out=[("a", b"a"), ("b", b"b"), ("c", b"c")])
+
+
+def test_guests_do_not_see_texts() -> None:
+    cards = [card("a", VERIFIER), card("b", SMALL), card("c", SMALL)]
+    assert names(cards, trust={"c": Trust.GUEST}) == ["b"]
+    with pytest.raises(PlacementError, match="Nobody in the fleet drafts with 'small'"):
+        names(cards[:2], trust={"b": Trust.GUEST})
+
+
+def test_other_tokens_are_an_error() -> None:
+    other = replace(SMALL, vocabulary="w")
+    with pytest.raises(VocabularyMismatch, match="small can't draft"):
+        names([card("a", VERIFIER), card("b", other)])
+    assert names([card("a", VERIFIER), card("b", other), card("c", SMALL)]) == ["c"]
+    assert draft_models([card("b", other), card("c", SMALL, LOOKUP)], "v") == {"small"}
+
+
+def test_prompt_lookup_needs_no_tokens_of_its_own() -> None:
+    (found,) = drafters([card("a", VERIFIER), card("b", LOOKUP)], {}, A, "ngram")
+    assert found.takes_s(1000, 10) < 0.01
+    with pytest.raises(PlacementError, match="Start a machine with --propose tiny"):
+        names([card("a", VERIFIER), card("b", LOOKUP)], "tiny")
