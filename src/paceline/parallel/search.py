@@ -1,6 +1,7 @@
 """Where a pipeline's next route comes from, once it has none: other machines, as long as the limits allow looking; then this one, if it may.
 
-Law: a search that found nobody is over, and whoever asks again begins another, which looks once; a fallback, once begun, is seen through.
+Law: a search that found nobody is over, and whoever asks again begins another, which ends at once where still nobody can, and waits for who is
+getting ready; a fallback, once begun, is seen through.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class Search:
     def __init__(self, router: Router, fallback: Fallback | None, layers: str, limits: PipelineLimits, clock: Clock) -> None:
         self._router, self._fallback, self._layers, self._limits, self._clock = router, fallback, layers, limits, clock
         self._until: float | None = None
+        self._found_nobody = False
+        """The search before this one."""
         self._since = clock.monotonic()
-        self.reason = ""
-        """Why no machines were found, as far as it is known."""
+        self.reason = self._hint = ""
+        """Why no machines were found, as far as it is known, and what would help."""
         self.is_alone = False
         """The route found last is this machine's own: nobody is looked for any more."""
 
@@ -57,23 +60,30 @@ class Search:
         now, fallback = self._clock.monotonic(), self._fallback
         if fallback is not None and fallback.has_begun:
             return self._alone(fallback)
+        begins = self._until is None
         if self._until is None:
             self._until = now + self._limits.search_s
         if fallback is not None and fallback.is_due:
             self.reason = "they were lost too often"
             return self._alone(fallback)
-        self.reason = "none answered in time"
+        self.reason, self._hint, somebody = "none answered in time", "", True
         route = None
         try:
             route = self._router.find(self._limits.look_s)
         except PipelineError as error:
-            self.reason = str(error)
+            self.reason, self._hint, somebody = error.message, error.hint, False
         if route is not None:
-            self._until = None
+            self._until, self._found_nobody = None, False
             return route
-        if self._clock.monotonic() < self._until:
+        if self._clock.monotonic() < self._until and (somebody or not self._found_nobody):
+            if begins and not somebody:
+                logger.warning(
+                    "looking for machines for layers %s for %g s: %s. %s", self._layers, self._limits.search_s, self.reason, self._hint
+                )
             return None
-        self._until = now  # a later request looks once, and at once
+        if not self._found_nobody:
+            logger.warning("no machines are left for layers %s: %s. %s", self._layers, self.reason, self._hint)
+        self._until, self._found_nobody = None, True
         if fallback is not None:
             return self._alone(fallback)
         raise self._unavailable(self.reason)
@@ -100,5 +110,5 @@ class Search:
 
     def _unavailable(self, reason: str) -> ExecutorUnavailable:
         return ExecutorUnavailable(
-            f"No machines are left for layers {self._layers}: {reason}", "Start one that has them.", code="shard_unavailable"
+            f"No machines are left for layers {self._layers}: {reason}", self._hint or "Start one that has them.", code="shard_unavailable"
         )
