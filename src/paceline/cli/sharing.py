@@ -52,10 +52,21 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
         _run(settings, sharing, host, port, api_key, greet=greet)
     if settings is None:
         raise ConfigError("--local-nodes runs a model, and --no-model was asked for", "Leave one of them out.")
+    if sharing.pipeline is False or sharing.serve_shards is False or sharing.peers:
+        raise ConfigError(
+            "--local-nodes is a pipeline over nodes of this machine alone", "Leave out --no-pipeline, --no-serve-shards and --peer."
+        )
     from paceline.node.local_fleet import LocalFleet, become_first
+    from paceline.node.pipeline_settings import read_pipeline_settings
+    from paceline.store.home import Home
 
+    read_pipeline_settings(Home.from_environment())  # what is wrong there is said before anything starts
     local = LocalFleet(sharing.local_nodes, settings.threads)
     become_first(local)
+    others = ", ".join(f"{name} (process {pid})" for name, pid in local.pids.items())
+    if others:
+        home = f"PACELINE_HOME={os.environ['PACELINE_HOME']}"
+        print(f"On this machine: local-1 and {others}. Kill one in the middle of an answer: it goes on. To look: {home} paceline status")
     settings = replace(settings, threads=local.threads)
     pins = sharing.pins or local.names  # all take part: that is what is to be seen
     sharing = replace(sharing, fleet_port=local.port, fleet_host=local.host, mdns=False, fleet_preset=local.preset, pipeline=True)
@@ -73,6 +84,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
         raise ConfigError("--pipeline runs a model, and --no-model was asked for", "Leave one of them out.")
     asked = sharing.pipeline or sharing.pins or sharing.own_layers is not None
     needed = settings is None or bool(asked) or bool(sharing.serve_shards)
+    configured = read_pipeline_settings(Home.from_environment())
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:
         run_up(settings, host=host, port=port, api_key=api_key, greet=greet)
@@ -81,7 +93,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     from paceline.node.planning import parse_pin
     from paceline.node.shards.hosting import hosting_of
 
-    pipelines = read_pipeline_settings(Home.from_environment()).overridden(
+    pipelines = configured.overridden(
         enabled=sharing.pipeline, serve_shards=sharing.serve_shards, fallback_to_local=sharing.fallback_to_local
     )
     objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY

@@ -161,6 +161,7 @@ async def _spread(
 
     began_s = time.perf_counter()
     console.print(f"Looking for machines to share {settings.model} with", markup=False, soft_wrap=True)
+    note_compiling(console)
     shown: set[str] = set()
 
     def on_loading(node_id: str, _: object) -> None:
@@ -198,10 +199,9 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     if not console.is_terminal:
         console.print(f"Loading {settings.model}", markup=False, soft_wrap=True)
     with interrupts_end_now(EXIT_INTERRUPTED), byte_bar(console, f"Loading {settings.model}", "Preparing kernels") as progress:
-        from paceline.node.build import build_node, must_compile
+        from paceline.node.build import build_node
 
-        if must_compile():
-            console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)
+        note_compiling(console)
         node = build_node(settings, progress)
     for note in node.notes:
         console.print(f"[yellow]note:[/] {note}")
@@ -210,6 +210,14 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     gc.freeze()
     console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False, soft_wrap=True)
     return node
+
+
+def note_compiling(console: Console) -> None:
+    """Say why a first start takes longer."""
+    from paceline.node.build import must_compile
+
+    if must_compile():
+        console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)
 
 
 def _on_signals(stop: asyncio.Event, console: Console) -> None:

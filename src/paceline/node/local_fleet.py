@@ -36,7 +36,7 @@ for _ in range(50):
         break
     time.sleep(0.2)
 """
-"""Removes the folder once this process is gone, in whatever way."""
+"""Removes the folder once nobody uses it any more, in whatever way they ended."""
 
 
 class LocalFleet:
@@ -57,7 +57,7 @@ class LocalFleet:
         self.threads = threads or max(1, usable_cores() // count)
         self._options = tuple(options)
         root = Path(tempfile.mkdtemp(prefix="paceline-local-"))
-        self._janitor = _tied([sys.executable, "-c", _JANITOR, str(root)], None)
+        self._janitor, self._alive = start_janitor(root)
         names = [f"local-{number}" for number in range(1, count + 1)]
         self.homes = found_fleet(root, Home.from_environment(), names)
         with socket.create_server((HOST, 0)) as probe:
@@ -81,7 +81,7 @@ class LocalFleet:
         home = self.homes[name]
         command = [sys.executable, "-m", "paceline", "up", "--no-model", "--serve-shards", "--port", "0", "--threads", str(self.threads)]
         command += ["--fleet-host", HOST, "--fleet-port", "0", "--no-mdns", "--peer", f"{HOST}:{self.port}", "--fleet-preset", PRESET]
-        self._processes[name] = _tied([*command, "--tied", *self._options], home)
+        self._processes[name] = _tied([*command, "--tied", *self._options], home, self._alive)
 
     def kill(self, name: str) -> None:
         """As a power cut does: SIGKILL. Returns once the process is gone.
@@ -103,8 +103,12 @@ class LocalFleet:
         for process in self._processes.values():
             if process.stdin is not None:
                 process.stdin.close()
-        for process in (*self._processes.values(), self._janitor):
+        for process in self._processes.values():
             _let_go(process)
+        if self._alive >= 0:
+            os.close(self._alive)
+            self._alive = -1
+        _let_go(self._janitor)
 
 
 def become_first(fleet: LocalFleet) -> None:
@@ -145,12 +149,27 @@ def found_fleet(root: Path, own: Home, names: Sequence[str]) -> dict[str, Path]:
     return homes
 
 
-def _tied(command: list[str], home: Path | None) -> subprocess.Popen[bytes]:
+def start_janitor(root: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a process that removes a folder once this process is gone, and every other that was given the descriptor returned.
+
+    One that was still starting when the folder went would make its home anew.
+    """
+    ended, alive = os.pipe()
+    try:
+        command = [sys.executable, "-c", _JANITOR, str(root)]
+        quiet = subprocess.DEVNULL
+        janitor = subprocess.Popen(command, stdin=ended, stdout=quiet, stderr=quiet, start_new_session=True)  # noqa: S603  our own program
+    finally:
+        os.close(ended)
+    return janitor, alive
+
+
+def _tied(command: list[str], home: Path, alive: int) -> subprocess.Popen[bytes]:
     """Start a process that ends when its standard input does: with this one, or once it is closed."""
-    environment = os.environ if home is None else {**os.environ, "PACELINE_HOME": str(home)}
-    with (Path(os.devnull) if home is None else home / "log").open("wb") as log:
+    environment = {**os.environ, "PACELINE_HOME": str(home)}
+    with (home / "log").open("wb") as log:
         return subprocess.Popen(  # noqa: S603  our own program
-            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=(alive,)
         )
 
 

@@ -1,0 +1,52 @@
+"""What of `paceline up` among machines can't be had is said before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.sharing import Sharing, run_shared
+from paceline.core.errors import ConfigError
+from paceline.node.settings import NodeSettings
+
+PLAIN = Sharing(
+    fleet_port=0,
+    fleet_host="127.0.0.1",
+    peers=(),
+    fleet_preset="lan",
+    mdns=False,
+    pipeline=None,
+    serve_shards=None,
+    fallback_to_local=None,
+    pins=(),
+    own_layers=None,
+    throughput=False,
+    local_nodes=1,
+    tied=False,
+)
+LOCAL = replace(PLAIN, local_nodes=3)
+
+
+def up(sharing: Sharing) -> None:
+    run_shared(NodeSettings("nothing-is-loaded"), sharing, host="127.0.0.1", port=0, api_key=None, greet=False)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("asked", [replace(LOCAL, pipeline=False), replace(LOCAL, serve_shards=False), replace(LOCAL, peers=("a:1",))])
+def test_local_nodes_are_a_pipeline_of_their_own(asked: Sharing) -> None:
+    with pytest.raises(ConfigError, match="over nodes of this machine"):
+        up(asked)
+
+
+@pytest.mark.parametrize("sharing", [PLAIN, LOCAL])
+def test_a_key_that_does_not_exist_is_said_in_a_fleet_or_out_of_it(home: Path, sharing: Sharing) -> None:
+    (home / "config.toml").write_text("[pipeline]\nenabld = true\n")
+    with pytest.raises(ConfigError, match="enabld does not exist"):
+        up(sharing)
