@@ -106,7 +106,7 @@ def _show(looked: Looked, console: Console) -> None:
     for line in _links(view):
         console.print(line, markup=False)
     for name, line in _plans(view):
-        console.print(Text.assemble("plan for ", (name, "bold"), f": {line}"))
+        console.print(Text.assemble("plan for ", (name, "bold"), f", were it begun anew: {line}"))
     for clash in view.clashes:
         where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
         console.print(Text.assemble(("two running nodes claim the id", "red"), where))
@@ -125,7 +125,10 @@ def _models(card: NodeCard) -> list[str]:
 
 def _offer(offer: ModelOffer) -> str:
     rate = f", {offer.tokens_per_second:g} tokens/s" if offer.tokens_per_second else ""
-    return f"{offer.model_id} ({offer.weights}{rate})"
+    if offer.shard is None:
+        return f"{offer.model_id} ({offer.weights}{rate})"
+    layers, used = offer.shard.layers, f"{offer.shard.streams} of {offer.shard.max_streams} streams"
+    return f"{offer.model_id} layers {layers.start} to {layers.stop - 1} ({offer.weights}, {used})"
 
 
 def _links(view: FleetView) -> list[str]:
@@ -137,7 +140,7 @@ def _links(view: FleetView) -> list[str]:
 
 
 def _plans(view: FleetView) -> list[tuple[str, str]]:
-    """Where a request for each running model would go."""
+    """Who would run each running model, were it planned now; what runs stays as it is."""
     names = sorted({offer.model_id for card in view.cards for offer in card.models if offer.warm and offer.role is Role.VERIFIER})
     lines: list[tuple[str, str]] = []
     for name in names:

@@ -135,11 +135,11 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
     if not found:
         others = sorted({offer.model_id for _, offer in layered})
         hint = f"Offered here: {', '.join(others[:8])}." if others else "`paceline pull` gets a model."
-        raise PlacementError(f"No machine of the fleet has the model {request.model[:200]!r}", hint)
+        raise PlacementError(f"No machine of the fleet has the model {request.title!r}", hint)
     wanted = [(card, offer) for card, offer in found if request.weights in {"", offer.weights}]
     if not wanted:
         formats = ", ".join(sorted({offer.weights for _, offer in found}))
-        raise PlacementError(f"No machine offers {request.model[:200]} in {request.weights[:40]} weights", f"Offered: {formats}.")
+        raise PlacementError(f"No machine offers {request.title} in {request.weights[:40]} weights", f"Offered: {formats}.")
     return wanted
 
 

@@ -65,7 +65,7 @@ def pinned(
     if reasons:
         raise reasons[0]
     whole = [machine for group in having for machine in group if choices.unfit(machine, request) is None]
-    why = _why_not(cards, whole[0], request) if whole else f": none can run {request.model[:200]} alone"
+    why = _why_not(cards, whole[0], request) if whole else f": none can run {request.title} alone"
     raise ImpossiblePin(f"{request.proposer} can draft for no machine{why}", "Leave the draft out, or pin another.")
 
 
@@ -215,7 +215,7 @@ def _able(pin: Pin, able: Mapping[NodeId, Machine], request: PlanRequest) -> Mac
     machine = able.get(pin.node_id)
     if machine is None:
         raise ImpossiblePin(
-            f"{pin.node_id} is pinned, but has not the same weights of {request.model[:200]} as the others, nor a measured link to one that has",
+            f"{pin.node_id} is pinned, but has not the same weights of {request.title} as the others, nor a measured link to one that has",
             "Pull the model there, or pin another machine.",
         )
     return machine
@@ -231,7 +231,7 @@ def _too_little_memory(machines: Mapping[NodeId, Machine], request: PlanRequest,
         for node_id, machine in sorted(machines.items())
     )
     return ImpossiblePin(
-        f"The pinned machines have not the memory for the {n_layers} layers of {request.model[:200]} and their KV: {fit}",
+        f"The pinned machines have not the memory for the {n_layers} layers of {request.title} and their KV: {fit}",
         "Pin more machines, or other ranges; the first stage also holds embedding and head.",
         constraint=Constraint.MEMORY,
     )

@@ -193,7 +193,7 @@ def _nothing(
     request: PlanRequest,
     barred: frozenset[NodeId],
 ) -> PlacementError:
-    model = request.model[:200]
+    model = request.title
     if not having:
         return PlacementError(f"Nothing is known of the speed of the machines that have {model}", "They measure it when they start.")
     constraint = Constraint.MEMORY if any(each.constraint is Constraint.MEMORY for each in excluded) else Constraint.NO_CANDIDATE
@@ -206,7 +206,9 @@ def _nothing(
         linked = any(links.between(first, machine.node_id) for machine in hosts)
     else:
         linked = any(links.between(one.node_id, other.node_id) for one in machines for other in machines if one is not other)
-    if first is not None and all(machine.node_id in barred for machine in hosts):
+    if request.ways == frozenset({Way.PIPELINE}) and first is None and len({machine.node_id for machine in machines}) == 1:
+        hint = "A pipeline takes two or more machines, and one that has the model is all there is: paceline join, or up --local-nodes 3 to try."
+    elif first is not None and all(machine.node_id in barred for machine in hosts):
         trusted = " that are trusted enough" if hosts else ""
         hint = f"No other machines{trusted} serve shards of it: set serve_shards = true in [pipeline.host] of their config.toml."
     elif not linked and len(machines) > 1 and (first is not None or constraint is Constraint.MEMORY):

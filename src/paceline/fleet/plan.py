@@ -82,6 +82,13 @@ class PlanRequest:
     """What it takes to hold layers of a pipeline that another machine orchestrates."""
     numerics_id: str = ""
     """Machines that are known to compute other bytes hold no layers of a pipeline; empty: any may."""
+    called: str = ""
+    """What people call the model, for messages; empty: as `model` does."""
+
+    @property
+    def title(self) -> str:
+        """The model, for messages."""
+        return (self.called or self.model)[:200]
 
     @property
     def abreast(self) -> int:

@@ -16,7 +16,7 @@ from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 
-BUILT = frozenset({Way.ALONE})
+BUILT = frozenset({Way.ALONE, Way.PIPELINE})
 """Ways that this version can run; the others are planned, priced and explained."""
 
 View = Callable[[], Sequence[NodeCard]]

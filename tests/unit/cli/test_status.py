@@ -8,8 +8,9 @@ from rich.console import Console
 
 from paceline.cli.status import _show
 from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
-from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.card import ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.node.fleet_look import Looked
 from paceline.transport.address_book import AddressBook
@@ -18,8 +19,9 @@ from paceline.transport.control_service import Sight
 
 def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() -> None:
     offer = ModelOffer("[/red]", Role.VERIFIER, "[int4]", warm=True)
+    shard = ModelOffer("m", Role.SHARD, "int8", warm=True, shard=ShardState(LayerRange(3, 14), 4, 1))
     addresses = ("[fd00::1]:8154", "[::1]:8154")
-    card = NodeCard(NodeId("b"), 1, addresses, b"i", 120, 0, backend="[/]", models=(offer,))
+    card = NodeCard(NodeId("b"), 1, addresses, b"i", 120, 0, backend="[/]", models=(offer, shard))
     book = AddressBook()
     book.failed("[fd00::2]:8154", "b refused: \x1b]0;pwned\x07\nb: all is well", 0.0)
     clash = Clash(NodeId("b"), ("[fd00::3]:1",), ("[fd00::4]:1",), 1.0)
@@ -28,6 +30,14 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
     _show(Looked("f" * 16, sight), console)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    for part in (*addresses, "guest", "[/red] ([int4])", "[fd00::2]:8154", "[fd00::3]:1 and [fd00::4]:1", "?]0;pwned??b: all is well"):
+    for part in (
+        *addresses,
+        "guest",
+        "[/red] ([int4])",
+        "m layers 3 to 13 (int8, 1 of 4 streams)",
+        "[fd00::2]:8154",
+        "[fd00::3]:1 and [fd00::4]:1",
+        "?]0;pwned??b: all is well",
+    ):
         assert part in shown
     assert "\x1b" not in shown

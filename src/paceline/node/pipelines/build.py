@@ -14,7 +14,7 @@ from paceline.backends.memory import available_bytes
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
-from paceline.core.errors import PipelineDisabled, PlacementError
+from paceline.core.errors import ConfigError, PipelineDisabled, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
@@ -149,7 +149,8 @@ def build_engine_over(
     kernels = table.choose(spec, weights, asked=settings.device, cuda=accelerator.has_cuda() and weights is WeightsFormat.BF16)
     threads = settings.threads or usable_cores()
     digest = opened.weights.digest
-    planned = _planned(fleet, order, digest, weights, clock)
+    check_layers(order, opened.name, spec.n_layers)
+    planned = _planned(fleet, order, opened.name, digest, weights, clock)
     own = LayerRange(0, order.own_layers if order.own_layers is not None else len(planned.stages[0].layers))
     shape = model_shape(spec, weights)
     kv = plan_kv(
@@ -234,7 +235,26 @@ def build_engine_over(
     return BuiltPipeline(engine, executor, router, model, config, warm, summary)
 
 
-def _planned(fleet: SeesFleet, order: PipelineOrder, digest: str, weights: WeightsFormat, clock: Clock) -> Choice:
+def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
+    """What no machine that may yet come could mend.
+
+    Raises:
+        ConfigError: layers were asked for that the model has not, or none are left for others.
+    """
+    if order.own_layers is not None and order.own_layers >= n_layers:
+        raise ConfigError(
+            f"--own-layers {order.own_layers} leaves none of the {n_layers} layers of {model} to others",
+            f"Ask for {n_layers - 1} at most; without --pipeline this machine runs them all.",
+        )
+    for pin in order.pins:
+        if pin.layers is not None and not pin.layers.start < pin.layers.stop <= n_layers:
+            raise ConfigError(
+                f"--pin gives {pin.node_id} layers {pin.layers.start} to {pin.layers.stop - 1}, and {model} has {n_layers}",
+                f"Layers are 0 to {n_layers - 1}.",
+            )
+
+
+def _planned(fleet: SeesFleet, order: PipelineOrder, name: str, digest: str, weights: WeightsFormat, clock: Clock) -> Choice:
     """What the plan says of a pipeline that begins here; waits for machines that could take part.
 
     Raises:
@@ -250,6 +270,7 @@ def _planned(fleet: SeesFleet, order: PipelineOrder, digest: str, weights: Weigh
         orchestrator=fleet.node_id,
         orchestrator_layers=order.own_layers,
         min_host_trust=order.settings.min_host_trust,
+        called=name,
     )
     until = clock.monotonic() + order.settings.search_seconds
     while True:

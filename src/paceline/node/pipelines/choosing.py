@@ -81,6 +81,7 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
         exclude=exclude,
         min_host_trust=wanted.min_host_trust,
         numerics_id=wanted.numerics_id,
+        called=wanted.model_id,
     )
     try:
         stages = plan(allowed, request, trust).chosen.stages

@@ -55,5 +55,6 @@ def test_where_a_pinned_machine_is_lost_others_go_on(gone: NodeId) -> None:
 
 def test_where_nobody_is_left_that_is_said() -> None:
     lonely = [replace(CARDS[0], links=())]
-    with pytest.raises(ShardUnavailable):
+    with pytest.raises(ShardUnavailable) as caught:
         choose(lonely, {}, OWN, PINNED, frozenset({BEE, CAT, DOG}))
+    assert "No machine can run m," in caught.value.message, "people know the model by its name, not by its digest"
