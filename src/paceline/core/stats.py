@@ -22,6 +22,7 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    steps_in_flight: int = 0
     drafted_tokens: dict[str, int] = field(default_factory=dict[str, int])
     """Guessed tokens that were verified, by what guessed them ("ngram", or the draft model's id)."""
     accepted_tokens: dict[str, int] = field(default_factory=dict[str, int])

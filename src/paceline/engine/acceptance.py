@@ -21,6 +21,8 @@ MARGIN = 1.03
 """What a draft must promise beside none. Raising it: fewer drafts that lose by chance, and fewer that win a little."""
 WORTH_A_ROW = 0.3
 """The least chance for which an idle pipeline runs a row. Raising it: stages rest more, and less is thrown away."""
+WORTH_ASKING = 0.1
+"""The least chance for which a token is asked for. Raising it: shorter drafts, which come sooner."""
 UNLIKELY = 0.03
 """Of tokens whose chance is below this nothing is expected."""
 
@@ -51,6 +53,16 @@ class Acceptance:
         """Of each of the next n tokens of a draft, given that those before it come true."""
         rates, last = self.rates, _STARTS[-1]
         return [rates[_GROUP[min(run + step, last)]] for step in range(n)]
+
+
+def likely_length(chances: Sequence[float]) -> int:
+    """How many tokens of a draft are worth asking for: those that are likelier used than not worth the wait for them. At least two."""
+    likely = 1.0
+    for n, chance in enumerate(chances):
+        likely *= chance
+        if likely < WORTH_ASKING:
+            return max(2, n)
+    return len(chances)
 
 
 def expected(chances: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import BatchId
 from paceline.core.shown import printable
-from paceline.engine.acceptance import Acceptance, expected, length_ahead, lengths
+from paceline.engine.acceptance import Acceptance, expected, length_ahead, lengths, likely_length
 from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF, DraftAnswer, DraftAsk, DraftSource
 from paceline.engine.executor import StepBatch
 from paceline.engine.prompt_lookup import NGramIndex
@@ -173,6 +173,7 @@ class Drafting:
         drafts = self._of.get(seq)
         if drafts is None:
             return ()
+        self._hear()
         # A guess on a guess is by the same maker.
         maker, done = drafts.maker if seq.guess else self._best(seq), len(seq.guess)
         if maker is None or maker not in drafts.tapes:
@@ -304,12 +305,14 @@ class Drafting:
             return
         known = len(seq.tokens)
         guessed = () if tape is None else tape.ids[known - tape.start :]
-        if len(guessed) - verified > self._config.longest // 2:
+        run = 0 if tape is None else tape.run + len(guessed)
+        length = likely_length(drafts.rates[maker].chances(run, self._config.longest + 1))
+        if len(guessed) - verified >= length:
             return
         right = min(asked.right, known)
         asked.told = asked.right = known + len(guessed)
         asked.since = self._clock.monotonic()
-        source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], self._config.longest + 1))
+        source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], length))
 
     def _hear(self, waiting: str | None = None, wait_s: float = 0.0) -> None:
         """Take what sources answered, and wait for one of them."""

@@ -181,6 +181,7 @@ class Engine:
             generated_tokens=self._generated_tokens,
             preemptions=scheduler.preemptions,
             steps=self._steps,
+            steps_in_flight=len(self._in_flight),
             drafted_tokens=dict(self._drafting.drafted),
             accepted_tokens=dict(self._drafting.accepted),
             draft_blocks=dict(self._drafting.blocks),

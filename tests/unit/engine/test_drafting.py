@@ -1,0 +1,178 @@
+"""Drafts save steps where they are right, cost next to nothing where they are wrong, and never change a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import ConfigError, InvalidRequest
+from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId, SequenceId
+from paceline.engine.block_tables import blocks_for
+from paceline.engine.drafting import DraftingConfig
+from paceline.engine.drafts import DraftAnswer, DraftAsk
+from paceline.testing.engines import EngineBench, answer_alone
+
+KNOWING = "knowing"
+
+
+class Knowing:
+    """A `DraftSource` that answers at once what it is told to: the truth, or something else."""
+
+    def __init__(self) -> None:
+        self.truth: dict[SequenceId, Sequence[int]] = {}
+        self.wrong = range(0)
+        """Positions at which it says something else."""
+        self.expected_s: float | None = 0.001
+        self.told: dict[SequenceId, list[int]] = {}
+        self.forgotten: list[SequenceId] = []
+        self._answers: list[DraftAnswer] = []
+
+    def ask(self, ask: DraftAsk) -> None:
+        told = self.told.setdefault(ask.sequence, [])
+        told[ask.first_position :] = ask.token_ids
+        start = len(told)
+        truth = self.truth.get(ask.sequence, ())[start : start + ask.length]
+        ids = [(token + 1) % 32 if start + i in self.wrong else token for i, token in enumerate(truth)]
+        self._answers.append(DraftAnswer(ask.sequence, start, ids))
+
+    def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:
+        del wait_s
+        answers, self._answers = self._answers, []
+        return answers
+
+    def forget(self, sequence: SequenceId) -> None:
+        self.forgotten.append(sequence)
+
+    def close(self) -> None:
+        pass
+
+
+def bench_with(source: Knowing, **config: Any) -> EngineBench:
+    return EngineBench(max_context=256, n_blocks=80, drafting=DraftingConfig(KNOWING, {KNOWING: source}), **config)
+
+
+def ask_for(n: int, source: Knowing, index: int = 0, **fields: Any) -> GenerationRequest:
+    sampling = fields.pop("sampling", SamplingParams(temperature=0.0, seed=1))
+    prompt = tuple(1 + (index * 5 + i) % 31 for i in range(6))
+    request = GenerationRequest(RequestId(f"r{index}"), prompt, n, sampling, ignore_eos=True, **fields)
+    source.truth[SequenceId(index)] = [*request.prompt_ids, *answer_alone(request).token_ids]
+    return request
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_right_drafts_save_steps(depth: int) -> None:
+    source = Knowing()
+    request = ask_for(100, source)
+    bench = bench_with(source, depth=depth)
+    answer = bench.run(request)[request.request_id, 0]
+    assert answer.token_ids == answer_alone(request).token_ids
+    stats = bench.engine.stats()
+    accepted, drafted = stats.accepted_tokens[KNOWING], stats.drafted_tokens[KNOWING]
+    assert accepted > 80
+    assert drafted <= accepted + 16  # no more than what was guessed behind the end
+    assert answer.chunks < 30
+    assert source.forgotten == [SequenceId(0)]
+
+
+def test_one_sequence_keeps_a_pipeline_full_with_guesses_on_guesses() -> None:
+    source = Knowing()
+    request = ask_for(60, source)
+    bench = bench_with(source, depth=2)
+    bench.add(request)
+    abreast = 0
+    while bench.engine.has_work:
+        bench.engine.submit()
+        abreast += bench.engine.stats().steps_in_flight == 2
+        bench.read(bench.engine.collect())
+        bench.engine.check_invariants()
+    assert bench.answers[request.request_id, 0].token_ids == answer_alone(request).token_ids
+    assert abreast > 2
+
+
+def test_wrong_drafts_are_soon_verified_no_more_and_right_ones_again() -> None:
+    source = Knowing()
+    request = ask_for(200, source)
+    source.wrong = range(100)
+    bench = bench_with(source)
+    bench.add(request)
+    while len(source.told.get(SequenceId(0), ())) < 90:
+        bench.step()
+    assert bench.engine.stats().drafted_tokens.get(KNOWING, 0) < 30
+    answer = bench.run()[request.request_id, 0]
+    assert answer.token_ids == answer_alone(request).token_ids
+    assert bench.engine.stats().accepted_tokens[KNOWING] > 50
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rejected_positions_give_their_blocks_back(depth: int) -> None:
+    source = Knowing()
+    request = ask_for(80, source)
+    source.wrong = range(0, 200, 5)
+    bench = bench_with(source, depth=depth)
+    bench.add(request)
+    rejected = 0
+    while bench.engine.has_work:
+        bench.step()
+        stats = bench.engine.stats()
+        rejected = stats.drafted_tokens.get(KNOWING, 0) - stats.accepted_tokens.get(KNOWING, 0)
+        if not stats.steps_in_flight and stats.running:
+            tokens = 6 + len(bench.answers[request.request_id, 0].token_ids)
+            assert stats.blocks_in_use <= blocks_for(tokens, 4)
+    assert rejected > 5
+
+
+@pytest.mark.parametrize("stop", [("ab",), ("b", "é")])
+def test_a_stop_string_inside_an_accepted_block_ends_it_there(stop: tuple[str, ...]) -> None:
+    source = Knowing()
+    request = ask_for(200, source)
+    whole = answer_alone(request).text
+    source.truth[SequenceId(0)] = [*request.prompt_ids, *answer_alone(request).token_ids]
+    stopping = replace(request, stop=stop)
+    bench = bench_with(source)
+    answer = bench.run(stopping)[request.request_id, 0]
+    assert answer.finish is FinishReason.STOP
+    assert answer.text == whole[: min(at for one in stop if (at := whole.find(one)) >= 0)]
+
+
+def test_a_draft_takes_no_block_from_anybody() -> None:
+    """Room for the sequences, and none beyond: drafts are cut short, and nobody is preempted for them."""
+    source = Knowing()
+    requests = [ask_for(20, source, index) for index in range(3)]
+    bench = EngineBench(n_blocks=3 * blocks_for(25, 4), max_context=64, drafting=DraftingConfig(KNOWING, {KNOWING: source}))
+    answers = bench.run(*requests)
+    assert all(answers[request.request_id, 0].token_ids == answer_alone(request).token_ids for request in requests)
+    assert bench.engine.stats().preemptions == 0
+
+
+def test_an_answer_of_one_token_asks_nobody() -> None:
+    source = Knowing()
+    bench = bench_with(source)
+    bench.run(ask_for(1, source))
+    assert source.told == {}
+
+
+def test_a_source_that_has_nothing_to_give_is_not_asked() -> None:
+    source = Knowing()
+    source.expected_s = None
+    bench = bench_with(source)
+    bench.run(ask_for(20, source))
+    assert source.told == {}
+
+
+def test_who_is_not_there_cannot_be_asked_for() -> None:
+    source = Knowing()
+    with pytest.raises(InvalidRequest, match="nobody proposes with 'absent'"):
+        bench_with(source).add(ask_for(5, source, draft="absent"))
+    with pytest.raises(ConfigError, match="nobody proposes with 'absent'"):
+        DraftingConfig("absent")
+
+
+def test_a_request_may_say_so() -> None:
+    source = Knowing()
+    bench = bench_with(source)
+    bench.run(ask_for(40, source, draft="off"))
+    assert bench.engine.stats().drafted_tokens == {}
