@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 _STARTS = (1, 2, 3, 4, 6, 9, 14)
 """Shortest run of each group whose rate is counted together."""
 _GROUP = tuple(sum(run >= start for start in _STARTS) - 1 if run else 0 for run in range(_STARTS[-1] + 1))
-ASSUMED = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)
+ASSUMED = (0.1, 0.25, 0.45, 0.6, 0.75, 0.88, 0.94)
 OWN_GAIN = 1 / 8
 """Raising it: a sequence's rates follow its text faster, and chance."""
 COMMON_GAIN = 1 / 64
-MARGIN = 1.03
+MARGIN = 1.06
 """What a draft must promise beside none. Raising it: fewer drafts that lose by chance, and fewer that win a little."""
 WORTH_A_ROW = 0.3
 """The least chance for which an idle pipeline runs a row. Raising it: stages rest more, and less is thrown away."""
