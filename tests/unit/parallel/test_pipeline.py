@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.parallel.fallback import FORGET_S, Fallback
@@ -26,6 +28,7 @@ from paceline.parallel.local_route import LocalRoute
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.route import Fault
 from paceline.testing.clock import FakeClock
+from paceline.testing.drafts import UnsteadySource
 from paceline.testing.null_backend import ByteVocabulary
 from paceline.testing.pipelines import Machine, MemoryRouter
 
@@ -76,9 +79,9 @@ def requests(n: int = 5, max_tokens: int = 12) -> list[GenerationRequest]:
 class Run:
     """An engine over an executor, and what it said."""
 
-    def __init__(self, executor: Any, *, prefix_cache: bool = True) -> None:
+    def __init__(self, executor: Any, *, prefix_cache: bool = True, drafting: DraftingConfig | None = None) -> None:
         config = EngineConfig(max_context=256, max_running=8, prefill_chunk=32, prefix_cache=prefix_cache)
-        self.engine = Engine(executor, VOCABULARY, config, SystemClock())
+        self.engine = Engine(executor, VOCABULARY, config, SystemClock(), drafting=drafting)
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, tuple[FinishReason, str | None]] = {}
         self.notices: list[Notice] = []
@@ -146,6 +149,30 @@ def test_any_number_of_stages_gives_the_same_bytes(
         again = Run(bench.executor)
         assert again.all(requests()) == expected
         assert not bench.run.notices
+
+
+@pytest.mark.parametrize("streams", [1, 5])
+@pytest.mark.parametrize("dies_at", [None, 12])
+@pytest.mark.parametrize(("head", "splits"), [("head2", [(2, 6)]), ("head", [(0, 3), (3, 6)]), ("head2", [(2, 4), (4, 6)])])
+def test_drafts_through_a_pipeline_change_no_byte(
+    runners: dict[str, LayerRunner[Any]],
+    expected: dict[str, list[int]],
+    head: str,
+    splits: list[tuple[int, int]],
+    dies_at: int | None,
+    streams: int,
+) -> None:
+    """Right and wrong guesses, guesses on guesses, rows that are taken back on every stage, and a machine that dies amid them."""
+    wanted = requests()[-streams:]
+    truths = [[*request.prompt_ids, *expected[request.request_id]] for request in wanted]
+    with Bench(runners, head, ["one", "two", "three"], splits) as bench:
+        if dies_at is not None:
+            bench.machines["one"].dies_at = dies_at
+        source = UnsteadySource(lambda sequence: truths[sequence], Random(streams), SPEC.vocab)
+        run = Run(bench.executor, drafting=DraftingConfig("knowing", {"knowing": source}))
+        assert run.all(wanted) == {request.request_id: expected[request.request_id] for request in wanted}
+        assert run.engine.stats().accepted_tokens["knowing"] > 0
+        assert bench.executor.failovers == (dies_at is not None)
 
 
 @pytest.mark.parametrize("dies_at", [1, 2, 5, 9, 17])
