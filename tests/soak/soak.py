@@ -158,6 +158,11 @@ class Soak:
         """On all machines that run layers."""
         return sum(int(said.get("paceline_shard_sessions", 0)) for said in map(self._host_metrics, self._fleet.pids))
 
+    def check_all_run(self) -> None:
+        """Nobody ends but those who are killed here, and they are started again."""
+        for name in set(self._fleet.names[1:]) - set(self._fleet.pids):
+            raise AssertionError(f"{name} ended by itself: {self._fleet.log(name)}")
+
     def _wait_for_tokens(self, count: int) -> None:
         end, target = time.monotonic() + LONGEST_S, self.tally.tokens + count
         while self.tally.tokens < target and not self.tally.wrong:
@@ -167,6 +172,7 @@ class Soak:
     def _kill(self, *, everybody: bool) -> None:
         """One that works, most of the time; sometimes any."""
         victims = running = list(self._fleet.pids)
+        self.check_all_run()
         if not everybody:
             at_work = [name for name in running if self._host_metrics(name).get("paceline_shard_sessions", 0)]
             victims = [self._rng.choice(at_work if at_work and self._rng.random() < 0.9 else running)]

@@ -75,6 +75,7 @@ def test_answers_survive_whoever_dies_and_nothing_is_left_behind(right: Right, o
     if soak.tally.wrong:
         pytest.fail("\n".join([*soak.tally.wrong, *orchestrator.node.said[-20:]]))
     assert soak.tally.answers >= CLIENTS
+    soak.check_all_run()
     until(lambda: {card.node_id for card in orchestrator.sight().view.cards} == set(fleet.names))
     settle(orchestrator, before)
     stages = soak.sessions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -276,6 +277,19 @@ def test_a_stage_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
             loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), SOON_S)
             assert isinstance(loss.error, PipelineStalled)
             await asyncio.wait_for(host.ended.wait(), SOON_S)
+
+    asyncio.run(run())
+
+
+def test_a_node_that_takes_calls_and_says_nothing_is_not_waited_for_as_one_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_client, "FIRST_WORD_S", 0.02)
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as asleep:
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{asleep.getsockname()[1]}")
+            with pytest.raises(PipelineStalled, match=r"a has said nothing for 0\.02 s"):
+                await open_stage(channel, NodeId("a"), REQUEST)
+            await channel.close(None)
 
     asyncio.run(run())
 
