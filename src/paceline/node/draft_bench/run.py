@@ -221,6 +221,7 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
     """
     plan.check()
     load_average = os.getloadavg()[0]
+    from paceline.engine.drafting import DraftingConfig
     from paceline.engine.engine import Engine
     from paceline.node.build import build_engine
     from paceline.store.catalog import open_model
@@ -230,7 +231,7 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
     built = build_engine(settings_for(settings, tokenizer, plan), clock=clock)
     try:
         executor = ForcedExecutor(built.executor)
-        meter = DraftMeter(Engine(executor, tokenizer, built.config, clock), executor, plan, clock)
+        meter = DraftMeter(Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig()), executor, plan, clock)
         rows: list[DraftRow] = []
         for batch in plan.batches:
             for kind in plan.kinds:
