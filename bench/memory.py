@@ -20,8 +20,9 @@ from paceline.backends.table import Kernels
 from paceline.core.clock import SystemClock
 from paceline.core.model import WeightsFormat
 from paceline.node.bench import PromptMaker, drive
-from paceline.node.build import build_engine, stored_format
+from paceline.node.build import build_engine
 from paceline.node.settings import NodeSettings
+from paceline.node.shapes import stored_format
 from paceline.store.catalog import open_model, resolve
 from paceline.store.home import Home
 

@@ -29,7 +29,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
 from paceline.node.bench import PromptMaker, drive
-from paceline.node.build import load_runner
+from paceline.node.setup import load_runner
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.links import ActivationSink, ActivationSource
 from paceline.parallel.pipeline import PipelineExecutor

@@ -53,11 +53,11 @@ def compare(model: str, rounds: int, threads: int | None, home: Home) -> dict[st
         warm = introduced(built, home, clock)
         portrait = SelfPortrait(NodeId("here"), home)
         portrait.look([warm])
-        card = replace(portrait.card(), memory_bytes_per_s=int(two_digits(stream_rate(built.threads))))
+        card = replace(portrait.card(), memory_bytes_per_s=int(two_digits(stream_rate(built.setup.threads))))
         never_ran = replace(
             card, models=tuple(replace(offer, tokens_per_second=0.0, prefill_tokens_per_second=0.0) for offer in card.models)
         )
-        prompts = PromptMaker(built.opened.tokenizer)
+        prompts = PromptMaker(built.setup.opened.tokenizer)
         rows: list[dict[str, Any]] = []
         for prompt, answer in LENGTHS:
             timings = [drive(built.engine, prompts.make(1, prompt), answer, clock) for _ in range(rounds + 1)][1:]
@@ -78,7 +78,7 @@ def compare(model: str, rounds: int, threads: int | None, home: Home) -> dict[st
             )
         return {
             "model": warm.name,
-            "threads": built.threads,
+            "threads": built.setup.threads,
             "memory_gb_per_s": card.memory_bytes_per_s / 1e9,
             "card": {"decode": card.models[0].tokens_per_second, "prefill": card.models[0].prefill_tokens_per_second},
             "rows": rows,

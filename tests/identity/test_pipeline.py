@@ -17,7 +17,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.node.build import load_runner
+from paceline.node.setup import load_runner
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.store.catalog import OpenedModel, open_model

@@ -214,7 +214,7 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
 
 def note_compiling(console: Console) -> None:
     """Say why a first start takes longer."""
-    from paceline.node.build import must_compile
+    from paceline.node.setup import must_compile
 
     if must_compile():
         console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)

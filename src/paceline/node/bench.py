@@ -106,7 +106,8 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
     check_plan(plan)
     load_average = os.getloadavg()[0]
     tell = on_run or (lambda _: None)
-    from paceline.node.build import BLOCK_SIZE, build_engine
+    from paceline.node.build import build_engine
+    from paceline.node.setup import BLOCK_SIZE
 
     tell(f"loading {settings.model}")
     clock = SystemClock()
@@ -133,8 +134,8 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
             prefill.append(drive(built.engine, prompts.make(1, plan.prefill_tokens), 1, clock))
         return BenchReport(
             model=built.model.name,
-            weights=str(built.weights),
-            threads=built.threads,
+            weights=str(built.setup.weights),
+            threads=built.setup.threads,
             numerics_id=built.executor.numerics_id,
             plan=plan,
             prefill_per_s=median(timing.prefill_per_s(plan.prefill_tokens) for timing in prefill[1:]),

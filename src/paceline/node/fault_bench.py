@@ -135,7 +135,7 @@ def run_fault_bench(
         prompts = PromptMaker(alone.model.tokenizer)
         asked = {streams: requests(prompts.make(streams, plan.prompt_tokens), plan.answer_tokens) for streams in plan.streams}
         right = {streams: answer(alone.engine, each, clock).tokens for streams, each in asked.items()}
-        name, threads = alone.model.name, alone.threads
+        name, threads = alone.model.name, alone.setup.threads
     finally:
         alone.executor.close()
     own, *others = fleet.names

@@ -21,9 +21,10 @@ from paceline.fleet.placement import plan as make_plan
 from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
 from paceline.node.bench import PromptMaker, StepsRequests, drive
 from paceline.node.bench_node import BenchNode
-from paceline.node.build import BLOCK_SIZE, build_engine
+from paceline.node.build import build_engine
 from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder
 from paceline.node.settings import NodeSettings
+from paceline.node.setup import BLOCK_SIZE
 from paceline.node.timing import Spread, Timing
 
 REPORTED_S = 2.0
@@ -148,7 +149,7 @@ def run_pipeline_bench(
             on_run("looking at the ways between the machines")
             node.wait_for_links([stage.node_id for stage in built.executor.stages])
             rows = _measure(node, built, alone.engine, PromptMaker(alone.model.tokenizer), plan, clock, on_run)
-            return PipelineReport(alone.model.name, built.summary, alone.threads, plan, rows, load_average)
+            return PipelineReport(alone.model.name, built.summary, alone.setup.threads, plan, rows, load_average)
         finally:
             alone.executor.close()
     finally:

@@ -12,13 +12,8 @@ _BITS = {WeightsFormat.INT4: 5.0, WeightsFormat.INT8: 8.5, WeightsFormat.BF16: 1
 """Bits a weight takes in memory, its group's scale and offset included."""
 
 
-def weights_bytes(spec: ModelSpec, weights: WeightsFormat) -> int:
-    """What a model's weights take in memory. The embedding and the head are held at 8 bits or more."""
-    return int(sum(_bits(spec, weights).values()) / 8)
-
-
 def model_shape(spec: ModelSpec, weights: WeightsFormat) -> ModelShape:
-    """The same by layer, as a card says it. All layers count as the average one."""
+    """By layer, as a card says it. All layers count as the average one; the embedding and the head are held at 8 bits or more."""
     bits = _bits(spec, weights)
     in_layers = sum(n for name, n in bits.items() if name.startswith("model.layers."))
     return ModelShape(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,18 @@ from paceline.backends import memory
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.weights import EMBEDDING, HEAD, tensor_shapes
 from paceline.engine.config import EngineConfig
 from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.figures import two_digits
 from paceline.node import memory_rate as rates
-from paceline.node.build import BLOCK_SIZE, build_engine, introduced
+from paceline.node.build import build_engine, introduced
 from paceline.node.capability import LOOKUP, SelfPortrait, processor_name
 from paceline.node.cores import usable_cores
 from paceline.node.offers import Shelf, learn_digests
 from paceline.node.settings import NodeSettings
-from paceline.node.shapes import model_shape, weights_bytes
+from paceline.node.setup import BLOCK_SIZE
+from paceline.node.shapes import model_shape
 from paceline.node.speed import Speed, SpeedCache, SpeedKey, learn_speed, measure, vocabulary_id
 from paceline.store.catalog import BUNDLED, MANIFEST, open_model
 from paceline.store.home import Home
@@ -174,9 +177,12 @@ def test_a_vocabulary_s_id_is_that_of_its_tokens() -> None:
 
 def test_a_shape_adds_up_to_what_the_weights_take(home: Home) -> None:
     spec = open_model(BUNDLED, home).spec
-    for weights in WeightsFormat:
+    names = tensor_shapes(spec)
+    numbers, edge = (sum(prod(names[name]) for name in some) for some in (names, names.keys() & {EMBEDDING, HEAD}))
+    for weights, bits, edge_bits in ((WeightsFormat.INT4, 5, 8.5), (WeightsFormat.INT8, 8.5, 8.5), (WeightsFormat.BF16, 16, 16)):
         shape = model_shape(spec, weights)
-        assert shape.n_layers * shape.layer_bytes + shape.edge_bytes == pytest.approx(weights_bytes(spec, weights), abs=64)
+        held = ((numbers - edge) * bits + edge * edge_bits) / 8
+        assert shape.n_layers * shape.layer_bytes + shape.edge_bytes == pytest.approx(held, abs=64)
         assert shape.kv_bytes_per_token_per_layer * 30 == spec.kv_bytes_per_token(spec.all_layers)
 
 
@@ -269,12 +275,12 @@ def test_what_is_loaded_is_warm_and_measured(home: Home, monkeypatch: pytest.Mon
         offer, lookup = portrait.card().models
         assert lookup == LOOKUP
         assert offer.warm
-        assert offer.digest == built.opened.weights.digest
+        assert offer.digest == built.setup.digest
         assert offer.numerics_id == built.executor.numerics_id
         assert offer.holds_identity
         assert offer.tokens_per_second == two_digits(warm.speed.tokens_per_second) > 0
         assert offer.prefill_tokens_per_second == two_digits(warm.speed.prefill_tokens_per_second) > 0
-        assert offer.vocabulary == vocabulary_id(built.opened.tokenizer)
+        assert offer.vocabulary == vocabulary_id(built.setup.opened.tokenizer)
         assert offer.shape is not None
         assert offer.shape.max_context == 512
         assert built.engine.stats().steps == 0

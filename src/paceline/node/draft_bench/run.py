@@ -238,6 +238,6 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
                 for forced in (True, False):
                     on_run(f"{kind}, {batch} at once, {'the answers that ship' if forced else 'its own answers'}")
                     rows.append(meter.row(tokenizer, kind, batch, forced=forced))
-        return DraftReport(built.model.name, str(built.weights), built.threads, plan, tuple(rows), load_average)
+        return DraftReport(built.model.name, str(built.setup.weights), built.setup.threads, plan, tuple(rows), load_average)
     finally:
         built.executor.close()

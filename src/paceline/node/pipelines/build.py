@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.backends import table
-from paceline.backends.memory import available_bytes
-from paceline.backends.options import LoadOptions, LoadProgress
-from paceline.backends.table import Kernels
+from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, PipelineDisabled, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
-from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, Objective, Pin, PlanRequest, Way
-from paceline.node import accelerator
-from paceline.node.build import BLOCK_SIZE, BuiltNode, load_runner, served
-from paceline.node.cores import usable_cores
+from paceline.node.build import BuiltNode
 from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
@@ -37,17 +31,14 @@ from paceline.node.pipelines.opening import Opener, SeesFleet
 from paceline.node.pipelines.router import FleetRouter
 from paceline.node.pipelines.spot_check import SpotCheck
 from paceline.node.settings import NodeSettings
-from paceline.node.shapes import model_shape, stored_format
+from paceline.node.setup import BLOCK_SIZE, set_up
 from paceline.node.shards.ends import TensorEnds
-from paceline.node.sizing import plan_kv
 from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.sessions import ActivationDtype, StageLoading, StageRequest
 from paceline.server.inference import ServedModel
-from paceline.store.catalog import open_model
-from paceline.store.home import Home
 
 TYPICAL_PROMPT = 512
 """Tokens of the prompt that plans are made for."""
@@ -144,36 +135,15 @@ def build_engine_over(
         raise PipelineDisabled(
             "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
         )
-    opened = open_model(settings.model, clock=clock)
-    spec, weights = opened.spec, settings.weights or stored_format(opened.weights)
-    kernels = table.choose(spec, weights, asked=settings.device, cuda=accelerator.has_cuda() and weights is WeightsFormat.BF16)
-    threads = settings.threads or usable_cores()
-    digest = opened.weights.digest
+    setup = set_up(settings, clock, spread=True)
+    opened, spec, weights, digest = setup.opened, setup.opened.spec, setup.weights, setup.digest
     check_layers(order, opened.name, spec.n_layers)
     planned = _planned(fleet, order, opened.name, digest, weights, clock)
     own = LayerRange(0, order.own_layers if order.own_layers is not None else len(planned.stages[0].layers))
-    shape = model_shape(spec, weights)
-    kv = plan_kv(
-        spec,
-        free_bytes=accelerator.free_cuda_bytes() if kernels is Kernels.CUDA else available_bytes(),
-        weights_bytes=shape.edge_bytes + len(own) * shape.layer_bytes,
-        max_running=settings.max_running,
-        block_size=BLOCK_SIZE,
-        context=settings.context,
-        kv_tokens=settings.kv_tokens,
-        layers=own,
-    )
-    config = EngineConfig(
-        max_context=kv.context,
-        max_running=settings.max_running,
-        max_waiting=settings.max_waiting,
-        prefix_cache=settings.prefix_cache,
-        model_digest=digest,
-        step_timeout_s=1e6,  # the pipeline has bounds of its own
-    )
+    kv = setup.room(own)
+    config = replace(setup.config(kv), step_timeout_s=1e6)  # the pipeline has bounds of its own
     max_rows = config.prefill_chunk + config.max_running
-    options = LoadOptions(own, weights, kv.n_blocks, BLOCK_SIZE, threads, max_rows=max_rows, kernel_cache=Home.from_environment().kernels)
-    head = load_runner(kernels, opened.weights, options, progress)
+    head = setup.load(own, kv.n_blocks, max_rows, progress)
     wanted = Wanted(
         opened.name,
         digest,
@@ -204,7 +174,7 @@ def build_engine_over(
     router = FleetRouter(fleet, opener, wanted, loop, clock, meter)
     fallback = None
     if asked.fallback_to_local:
-        rest = loads_the_rest(fleet.node_id, opened, kernels, head, options, settings.max_running)
+        rest = loads_the_rest(fleet.node_id, setup, head, max_rows)
         fallback = Fallback(rest, asked.fallback_to_local_after_failures, clock)
     check = None
     if asked.spot_check_every and head.holds_identity and request.dtype is ActivationDtype.BF16:
@@ -223,16 +193,13 @@ def build_engine_over(
         router.close()
         head.close()
         raise
-    model = served(opened, weights, head.numerics_id, kv.context, clock)
+    model = setup.served(head, kv, clock)
     speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
-    size = sum(opened.weights.nbytes(name) for name in opened.weights.names())
-    warm = WarmModel(model.name, digest, weights, spec, kv.context, size, speed)
     stages = ", ".join(f"{stage.layers.start} to {stage.layers.stop - 1} on {stage.node_id}" for stage in executor.stages)
     here = f"layers 0 to {own.stop - 1} here" if own else "no layers here"
-    summary = f"{model.name}, {weights} weights, {kernels} kernels, context {kv.context}, {here}, {stages}"
-    drafting = DraftingConfig(settings.draft) if head.holds_identity else None
-    engine = Engine(executor, opened.tokenizer, config, clock, drafting=drafting)
-    return BuiltPipeline(engine, executor, router, model, config, warm, summary)
+    summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {kv.context}, {here}, {stages}"
+    engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head))
+    return BuiltPipeline(engine, executor, router, model, config, setup.warm(kv, speed), summary)
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:

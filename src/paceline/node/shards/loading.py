@@ -21,8 +21,8 @@ from paceline.engine.local import LayerRunner
 from paceline.fleet.card import NodeCard
 from paceline.fleet.sources import weights_sources
 from paceline.node import accelerator
-from paceline.node.build import load_runner
 from paceline.node.fetch import Dial, Fetch, fetch_part, in_thread
+from paceline.node.setup import load_runner
 from paceline.parallel.sessions import StageRequest
 from paceline.store.catalog import find_whole, list_models
 from paceline.store.home import Home

@@ -16,7 +16,7 @@ from paceline.backends.heap import give_memory_back
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
-from paceline.node.build import BLOCK_SIZE
+from paceline.node.setup import BLOCK_SIZE
 from paceline.node.shards.leases import Leases
 from paceline.node.shards.limits import FREE_SHARE, HostLimits
 from paceline.node.shards.loading import FindsWeights, FoundWeights, LoadsLayers, in_pipelines_terms, load_in_thread

@@ -15,8 +15,8 @@ from paceline.core.errors import DownloadError, ModelFileError, ModelNotFound
 from paceline.core.manifest import PIECE, ModelPart
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, WeightSource
-from paceline.node.build import stored_format
 from paceline.node.fetch import fetch_model, fetch_part
+from paceline.node.shapes import stored_format
 from paceline.store.catalog import list_models, open_model, resolve
 from paceline.store.home import Home
 from paceline.store.partial import covers, list_parts, open_part

@@ -1,0 +1,164 @@
+"""How a model runs on this machine: which weights, which kernels, how many threads, how much KV; and its layers, loaded so.
+
+Law: what a person asked for holds, or an error says why not. What they left open is decided here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.backends import cpu, table
+from paceline.backends.memory import available_bytes
+from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.table import Kernels
+from paceline.core.clock import Clock
+from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.weights import WeightSource
+from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import DraftingConfig
+from paceline.engine.local import LayerRunner
+from paceline.node import accelerator
+from paceline.node.cores import usable_cores
+from paceline.node.offers import WarmModel
+from paceline.node.settings import NodeSettings
+from paceline.node.shapes import model_shape, stored_format
+from paceline.node.sizing import KvPlan, plan_kv
+from paceline.node.speed import Speed
+from paceline.server.inference import ServedModel, fingerprint_of
+from paceline.store.catalog import OpenedModel, open_model
+from paceline.store.home import Home
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model that is open, and how it is to run."""
+
+    settings: NodeSettings
+    opened: OpenedModel
+    weights: WeightsFormat
+    kernels: Kernels
+    threads: int
+
+    @property
+    def digest(self) -> str:
+        """Of the weights: SHA-256, hex."""
+        return self.opened.weights.digest
+
+    def room(self, layers: LayerRange, *, edges: bool = True, unasked: bool = False) -> KvPlan:
+        """KV for layers that are not loaded yet, by the memory that is free now.
+
+        Args:
+            layers: that are to be loaded.
+            edges: with embedding, norm and head.
+            unasked: leave aside what was asked of context and KV.
+
+        Raises:
+            ConfigError: what was asked contradicts itself or the model.
+            OutOfMemory: it does not fit.
+        """
+        shape, settings = model_shape(self.opened.spec, self.weights), self.settings
+        return plan_kv(
+            self.opened.spec,
+            free_bytes=accelerator.free_cuda_bytes() if self.kernels is Kernels.CUDA else available_bytes(),
+            weights_bytes=shape.edge_bytes * edges + shape.layer_bytes * len(layers),
+            max_running=settings.max_running,
+            block_size=BLOCK_SIZE,
+            context=None if unasked else settings.context,
+            kv_tokens=None if unasked else settings.kv_tokens,
+            layers=layers,
+        )
+
+    def config(self, kv: KvPlan) -> EngineConfig:
+        """Of an engine with that room."""
+        settings = self.settings
+        return EngineConfig(
+            max_context=kv.context,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            prefix_cache=settings.prefix_cache,
+            model_digest=self.digest,
+        )
+
+    def drafting(self, runner: LayerRunner[Any]) -> DraftingConfig | None:
+        """How its engine drafts; None where kernels give other bytes for other batches: a draft would change the answer."""
+        return DraftingConfig(self.settings.draft) if runner.holds_identity else None
+
+    def load(
+        self, layers: LayerRange, n_blocks: int, max_rows: int, progress: LoadProgress | None = None, *, edges: bool = True
+    ) -> LayerRunner[Any]:
+        """Layers, in memory. Blocks.
+
+        Args:
+            layers: which.
+            n_blocks: of KV.
+            max_rows: of a batch.
+            progress: called with (bytes read, bytes to read).
+            edges: with embedding, norm and head.
+
+        Raises:
+            UserError: see `load` of the backends.
+        """
+        options = LoadOptions(
+            layers,
+            self.weights,
+            n_blocks,
+            BLOCK_SIZE,
+            self.threads,
+            max_rows=max_rows,
+            edges=edges,
+            kernel_cache=Home.from_environment().kernels,
+        )
+        return load_runner(self.kernels, self.opened.weights, options, progress)
+
+    def served(self, runner: LayerRunner[Any], kv: KvPlan, clock: Clock) -> ServedModel:
+        """The model as the API shows it, once `runner` has its layers, or the first of them."""
+        opened = self.opened
+        fingerprint = fingerprint_of(self.digest, self.weights, runner.numerics_id)
+        return ServedModel(opened.name, int(clock.wall()), kv.context, opened.tokenizer, fingerprint)
+
+    def warm(self, kv: KvPlan, speed: Speed) -> WarmModel:
+        """The model as this node's card shows it."""
+        source = self.opened.weights
+        size = sum(source.nbytes(name) for name in source.names())
+        return WarmModel(self.opened.name, self.digest, self.weights, self.opened.spec, kv.context, size, speed)
+
+
+def set_up(settings: NodeSettings, clock: Clock, *, spread: bool = False) -> Setup:
+    """Open a model and decide how it runs.
+
+    Args:
+        settings: what the person asked for.
+        clock: what a chat template's `strftime_now` shows.
+        spread: over several machines, of which others may have no GPU: unasked, weights are as the file has them.
+
+    Raises:
+        UserError: something asked for can't be had.
+    """
+    opened = open_model(settings.model, clock=clock)
+    cuda = settings.device in {None, Kernels.CUDA} and accelerator.has_cuda()
+    weights = settings.weights or (WeightsFormat.BF16 if cuda and not spread else stored_format(opened.weights))
+    kernels = table.choose(opened.spec, weights, asked=settings.device, cuda=cuda)
+    return Setup(settings, opened, weights, kernels, settings.threads or usable_cores())
+
+
+def must_compile() -> bool:
+    """Whether the kernels of this version never ran on this machine: the start then takes longer, and should say so."""
+    return cpu.runs_here() and not cpu.compiled(Home.from_environment().kernels)
+
+
+def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:
+    """Load weights into the kernels chosen.
+
+    Raises:
+        UserError: see `load` of the backends.
+    """
+    match kernels:
+        case Kernels.AVX512_BF16:
+            return cpu.load(source, options, progress)
+        case Kernels.TORCH | Kernels.CUDA:
+            from paceline.backends import torch
+
+            return torch.load(source, options, progress, device="cuda" if kernels is Kernels.CUDA else "cpu")
