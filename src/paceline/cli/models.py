@@ -37,7 +37,7 @@ def run_models(*, as_json: bool) -> None:
     if models:
         console.print(table)
     for part in parts:
-        layers = ", ".join(f"{run.start}-{run.stop - 1}" for run in part.layers)
+        layers = ", ".join(map(str, part.layers))
         what = f"layers {layers} of {part.n_layers}, {human(part.nbytes)}" if part.problem is None else f"damaged: {part.problem}"
         console.print(f"{part.name} in part: {what}; pull it to have all of it", markup=False, soft_wrap=True, style="dim")
     unusable = [model for model in models if model.problem is not None]

@@ -29,6 +29,15 @@ class LayerRange:
     def __contains__(self, layer: int) -> bool:
         return self.start <= layer < self.stop
 
+    def __str__(self) -> str:
+        """First and last, as in a shard's id."""
+        return f"{self.start}-{self.stop - 1}"
+
+    @property
+    def words(self) -> str:
+        """The same for a sentence."""
+        return f"{self.start} to {self.stop - 1}"
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:

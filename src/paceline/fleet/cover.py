@@ -7,8 +7,8 @@ nobody's business.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from paceline.core.errors import ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
@@ -37,7 +37,7 @@ class WarmShard:
     @property
     def shard_id(self) -> str:
         """`node/model:first-last`, as metrics and logs name it."""
-        return f"{self.node_id}/{self.model_id}:{span(self.state.layers)}"
+        return f"{self.node_id}/{self.model_id}:{self.state.layers}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,8 @@ class CoverRequest:
     allow_self: bool = True
     """Whether shards of whoever asks count."""
     max_shards: int = 16
-    exclude_nodes: frozenset[NodeId] = frozenset()
-    exclude_shards: frozenset[str] = frozenset()
-    """By `shard_id`."""
+    exclude: frozenset[NodeId] = frozenset()
+    """Nodes that must take no part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +66,6 @@ class CoverPart:
 
     shard: WarmShard
     layers: LayerRange
-
-
-@dataclass(frozen=True, slots=True)
-class Cover:
-    """Shards in the order of their layers, which they cover without gap or overlap."""
-
-    request: CoverRequest
-    parts: tuple[CoverPart, ...]
 
 
 def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:
@@ -90,8 +81,8 @@ def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:
     ]
 
 
-def pick(shards: Iterable[WarmShard], request: CoverRequest) -> Cover:
-    """Cover the layers.
+def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[CoverPart]:
+    """Shards that cover the layers without gap or overlap, in the order of their layers.
 
     Args:
         shards: what there is, in any order, of any model.
@@ -110,35 +101,13 @@ def pick(shards: Iterable[WarmShard], request: CoverRequest) -> Cover:
         parts = _greedy(fewest, request.layers)
     if parts is None or len(parts) > request.max_shards:
         raise _none(request, named, same, free, parts)
-    return Cover(request, tuple(parts))
-
-
-def repick(cover: Cover, shards: Iterable[WarmShard], *, nodes: Collection[NodeId] = (), shard_ids: Collection[str] = ()) -> Cover:
-    """Cover the same layers anew, without these nodes and shards, nor those excluded before.
-
-    Args:
-        cover: the last one.
-        shards: what there is by now.
-        nodes: that failed.
-        shard_ids: that failed, while others on their nodes may do.
-
-    Raises:
-        WeightsMismatch, ShardUnavailable: as `pick`.
-    """
-    before = cover.request
-    without = replace(before, exclude_nodes=before.exclude_nodes.union(nodes), exclude_shards=before.exclude_shards.union(shard_ids))
-    return pick(shards, without)
-
-
-def span(layers: LayerRange) -> str:
-    """Layers as the seed and people write them: first and last."""
-    return f"{layers.start}-{layers.stop - 1}"
+    return parts
 
 
 def _is_allowed(shard: WarmShard, request: CoverRequest) -> bool:
     if shard.node_id == request.own and not request.allow_self:
         return False
-    if shard.node_id in request.exclude_nodes or shard.shard_id in request.exclude_shards:
+    if shard.node_id in request.exclude:
         return False
     return shard.model_id == request.model_id or (shard.digest != "" and shard.digest == request.digest)
 
@@ -173,12 +142,12 @@ def _none(
     model = request.model_id[:200]
     if parts is not None:
         return ShardUnavailable(
-            f"Layers {span(request.layers)} of {model} are loaded on {len(parts)} shards at the least, and a request may use "
+            f"Layers {request.layers} of {model} are loaded on {len(parts)} shards at the least, and a request may use "
             f"{request.max_shards}",
             "Raise max_shards_per_request, or have machines load longer ranges.",
         )
     missing = _uncovered(request.layers, free)
-    layers = ", ".join(span(each) for each in missing)
+    layers = ", ".join(map(str, missing))
     busy = sorted({shard.shard_id for shard in same if not shard.state.streams_free and _touches(shard, missing)})
     if busy:
         return ShardUnavailable(

@@ -96,7 +96,7 @@ def _single(cards: Mapping[NodeId, NodeCard], able: Mapping[NodeId, Machine], li
     if pin.layers is not None and pin.layers != LayerRange(0, machine.shape.n_layers):
         _check_range(pin, machine)
         raise ImpossiblePin(
-            f"{pin.node_id} is pinned to layers {_span(pin.layers)}, and nobody to the rest of {machine.shape.n_layers}", "Pin those too."
+            f"{pin.node_id} is pinned to layers {pin.layers.words}, and nobody to the rest of {machine.shape.n_layers}", "Pin those too."
         )
     reason = choices.unfit(machine, request)
     if reason is not None:
@@ -190,7 +190,7 @@ def _orders(pins: Sequence[Pin], machines: Mapping[NodeId, Machine], n_layers: i
     if end < n_layers:
         gaps.append(LayerRange(end, n_layers))
     if len(gaps) > len(free):
-        raise ImpossiblePin(f"Layers {_span(gaps[-1])} are pinned to nobody", "Pin them, or pin a machine without a range for each gap.")
+        raise ImpossiblePin(f"Layers {gaps[-1].words} are pinned to nobody", "Pin them, or pin a machine without a range for each gap.")
     if len(gaps) < len(free):
         raise ImpossiblePin(f"{free[-1]} is pinned, and no layers are left for it", "Leave layers free, or leave it out.")
     for order in islice(permutations(free), _MOST_ORDERS):
@@ -207,7 +207,7 @@ def _check_range(pin: Pin, machine: Machine) -> None:
     span, n_layers = _layers(pin), machine.shape.n_layers
     if not 0 <= span.start < span.stop <= n_layers:
         raise ImpossiblePin(
-            f"{pin.node_id} is pinned to layers {_span(span)} of a model with {n_layers}", f"Layers are 0 to {n_layers - 1}."
+            f"{pin.node_id} is pinned to layers {span.words} of a model with {n_layers}", f"Layers are 0 to {n_layers - 1}."
         )
 
 
@@ -235,7 +235,3 @@ def _too_little_memory(machines: Mapping[NodeId, Machine], request: PlanRequest,
         "Pin more machines, or other ranges; the first stage also holds embedding and head.",
         constraint=Constraint.MEMORY,
     )
-
-
-def _span(span: LayerRange) -> str:
-    return f"{span.start} to {span.stop - 1}"

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -26,8 +25,7 @@ from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder, build_en
 from paceline.node.pipelines.eyes import FleetEyes
 from paceline.node.serving import FleetServing
 from paceline.node.settings import NodeSettings
-from paceline.node.shards.serving import member_of
-from paceline.node.shards.tensor_ends import NodeTensorEnds
+from paceline.node.shards.tensor_ends import tensor_ends
 from paceline.parallel.sessions import SESSION_ID_BYTES, StageRequest
 from paceline.store.home import Home
 from paceline.transport.shard_client import open_stage
@@ -116,10 +114,8 @@ class BenchNode:
             UserError: it can't be had, and why.
         """
         assert self._whole is not None, "a closed node builds nothing"
-        fleet = self._whole.fleet
-        ends = NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, partial(member_of, fleet))
         try:
-            return build_engine_over(settings, order, self._eyes, ends, self._loop, self._clock)
+            return build_engine_over(settings, order, self._eyes, tensor_ends(self._whole.fleet), self._loop, self._clock)
         except (ExecutorUnavailable, PipelineError) as error:
             raise PlacementError(error.message, error.hint) from error
 

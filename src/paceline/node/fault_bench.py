@@ -189,8 +189,8 @@ def _break(
         min(times),
         sum(map(len, seen.replayed)),
         seen.tokens == right,
-        _said(before),
-        _said(built.executor.stages),
+        ", ".join(map(str, before)),
+        ", ".join(map(str, built.executor.stages)),
     )
 
 
@@ -204,10 +204,6 @@ def _victim(kill: str, stages: Sequence[NodeId]) -> str:
         f"--kill {kill!r} names no machine that can be killed",
         f"stage:1 to stage:{len(stages)}, or one of {', '.join(stages)}. Stage 0 is this process.",
     )
-
-
-def _said(stages: Sequence[Any]) -> str:
-    return ", ".join(f"{stage.layers.start} to {stage.layers.stop - 1} on {stage.node_id}" for stage in stages)
 
 
 def requests(prompts: Sequence[tuple[int, ...]], answer_tokens: int) -> list[GenerationRequest]:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO, Protocol
 
@@ -31,7 +31,7 @@ from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_state import Running, claim_running, forget_running, keep_running
 from paceline.transport.address_book import AddressBook
 from paceline.transport.capability_service import CapabilityServicer
-from paceline.transport.channels import ChannelPool
+from paceline.transport.channels import ChannelPool, Purpose
 from paceline.transport.control_service import ControlServicer, Sight, fleet_id
 from paceline.transport.discovery import Discovery
 from paceline.transport.exchange import Exchanger
@@ -43,6 +43,7 @@ from paceline.transport.rpc_meter import RpcMeter
 from paceline.transport.server import NodeServer
 from paceline.transport.tensor.listener import TensorListener
 from paceline.transport.trust.addresses import join_host
+from paceline.transport.trust.certificates import Member
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.guard import PeerGuard
 from paceline.transport.trust.refusals import Refusals
@@ -263,6 +264,23 @@ class FleetNode:
     def look_again(self) -> None:
         """The portrait has changed: announce it now rather than at the next look."""
         self._changed.set()
+
+    def member(self, node_id: NodeId) -> Member | None:
+        """What a node's certificate says, this node's included; None where it is not known.
+
+        Raises:
+            NotTrusted: it has expired.
+        """
+        return self.identity.member if node_id == self.node_id else self.gossip.opener.member(node_id)
+
+    def channel(self, node_id: NodeId, addresses: Sequence[str]) -> grpc.aio.Channel:
+        """For streams with a node, over the address that serves best.
+
+        Raises:
+            FleetError: its certificate is not known, or not good any more.
+        """
+        member = self.identity.member if node_id == self.node_id else self.gossip.opener.proven(node_id)
+        return self.pool.get(Purpose.STREAM, self.book.order(addresses)[0], member)
 
     # --------------------------------------------------------------------------------------------------------------- for gossip
 

@@ -11,12 +11,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import grpc.aio
-
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, PacelineError
+from paceline.core.errors import PacelineError
 from paceline.core.generation import GenerationRequest
-from paceline.core.ids import NodeId
 from paceline.core.stats import EngineStats
 from paceline.fleet.effects import Effect
 from paceline.node.fleet import FleetNode
@@ -25,7 +22,6 @@ from paceline.node.fleet_routes import Route, Stop, Weights, routes
 from paceline.node.fleet_tokenizers import Described, TokenizerStore
 from paceline.node.forwarded import Forwarded
 from paceline.server.inference import ChunkStream, Progress, ServedModel, fingerprint_of
-from paceline.transport.channels import Purpose
 from paceline.transport.generate_client import RemoteStream
 from paceline.transport.generate_service import LoadedModel
 
@@ -138,22 +134,11 @@ class FleetInference:
         loaded = LoadedModel(name, route.weights.digest, route.weights.format, stop.numerics_id, 0, 0)
 
         def open_remote() -> ChunkStream:
-            channel = self._channel(stop.node_id, stop.addresses)
+            channel = self._fleet.channel(stop.node_id, stop.addresses)
             self._fleet.meter.forwarded += 1
             return RemoteStream(channel, stop.node_id, loaded, request)
 
         return open_remote
-
-    def _channel(self, node_id: NodeId, addresses: tuple[str, ...]) -> grpc.aio.Channel:
-        """The stream channel to a node, over the address that serves best.
-
-        Raises:
-            FleetError: its certificate is not known or not good.
-        """
-        member = self._fleet.gossip.opener.member(node_id)
-        if member is None:
-            raise FleetError(f"Nothing proves who {node_id} is")
-        return self._fleet.pool.get(Purpose.STREAM, self._fleet.book.order(addresses)[0], member)
 
     def _on_retry(self, error: PacelineError) -> None:
         self._fleet.meter.retried += 1
@@ -173,7 +158,7 @@ class FleetInference:
         while (route := self._routes.get(name)) is not None and route.weights == weights:
             for stop in route.stops:
                 try:
-                    described = await self._tokenizers.describe(self._channel(stop.node_id, stop.addresses), stop.node_id, name)
+                    described = await self._tokenizers.describe(self._fleet.channel(stop.node_id, stop.addresses), stop.node_id, name)
                 except PacelineError as error:
                     logger.warning("no tokenizer of %s from %s: %s", name, stop.node_id, error)
                     continue

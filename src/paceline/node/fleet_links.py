@@ -83,10 +83,7 @@ class LinkDriver:
     async def _measure(self, asked: Measure) -> bool:
         """Do what was asked, and hand back what came of it. True where a link shows something new."""
         try:
-            member = self._opener.member(asked.node_id)
-            if member is None:
-                raise FleetError(f"Nothing proves who {asked.node_id} is")
-            channel = self._pool.get(Purpose.MEASURE, asked.address, member)
+            channel = self._pool.get(Purpose.MEASURE, asked.address, self._opener.proven(asked.node_id))
             async with asyncio.timeout(asked.timeout_s):
                 stub = CapabilityServiceStub(channel)
                 await self._call(stub, 0)  # which dials, where that has to be

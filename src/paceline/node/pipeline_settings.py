@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.core.errors import ConfigError
 from paceline.core.trust import Trust
+from paceline.parallel.sessions import ActivationDtype
 from paceline.store.home import Home
 
 CONFIG_FILE = "config.toml"
 TABLE = "pipeline"
 
-_TrustLevel = Annotated[Trust, Field(strict=False)]
-"""Written as text."""
+_WORD: Final = Field(strict=False)
+"""An enumeration, written as text."""
 
 
 class _Table(BaseModel):
@@ -37,7 +38,7 @@ class HostSettings(_Table):
     """MiB for layers and their KV; None: a share of what is measured free."""
     max_concurrent_streams: Annotated[int, Field(ge=1, le=256)] = 4
     """Sessions of a shard. Raising it: more pipelines side by side, each with less KV and less of the machine."""
-    min_caller_trust: _TrustLevel = Trust.MEMBER
+    min_caller_trust: Annotated[Trust, _WORD] = Trust.MEMBER
     """Callers below it are refused: whoever runs layers for them sees their activations, and gives them its time."""
 
 
@@ -55,11 +56,11 @@ class PipelineSettings(_Table):
     """Whether this machine alone goes on with a model of the same digest when no machines cover all layers."""
     fallback_to_local_after_failures: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Ends the search for other machines after so many losses; None: it lasts `search_seconds`."""
-    activation_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    activation_dtype: Annotated[ActivationDtype, _WORD] = ActivationDtype.BF16
     """fp16 and fp32 are outside the promise that bytes are the same everywhere."""
     allow_self_as_shard: bool = True
     max_concurrent_pipelines: Annotated[int, Field(ge=1, le=1024)] = 4
-    min_host_trust: _TrustLevel = Trust.MEMBER
+    min_host_trust: Annotated[Trust, _WORD] = Trust.MEMBER
     """Machines below it hold no layers for this one: they would see its activations."""
     spot_check_every: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """One batch in so many is computed by a second holder of its layers too, and compared; 0: none. Lowering it: tampering is found sooner,
@@ -129,9 +130,6 @@ def allowed(table: type[BaseModel], key: str) -> str:
         return f"{', '.join(others)} or {last}"
     if said["type"] == "boolean":
         return "true or false"
-    kind = "whole number" if said["type"] == "integer" else "number"
-    return (
-        f"a {kind} from {said['minimum']:g} to {said['maximum']:g}"
-        if kind == "number"
-        else f"a {kind} from {said['minimum']} to {said['maximum']}"
-    )
+    if said["type"] == "integer":
+        return f"a whole number from {said['minimum']} to {said['maximum']}"
+    return f"a number from {said['minimum']:g} to {said['maximum']:g}"

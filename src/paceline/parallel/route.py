@@ -23,6 +23,9 @@ class RouteStage:
     shard_id: str
     numerics_id: str
 
+    def __str__(self) -> str:
+        return f"{self.layers.words} on {self.node_id}"
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:

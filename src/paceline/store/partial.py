@@ -121,7 +121,7 @@ def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:
         return whole[1]
     found = _open(home.partial / digest, home) if is_sha256(digest) else None
     if found is None or not found.holds(part):
-        which = f"layers {part.layers.start} to {part.layers.stop - 1} of the model with digest {digest[:12]}"
+        which = f"layers {part.layers.words} of the model with digest {digest[:12]}"
         raise ModelNotFound(f"{which} are not on this machine", "Fetch them from a node that has them")
     return found
 

@@ -70,10 +70,7 @@ class MemoryRoute:
 
     def __init__(self, parts: Sequence[tuple[Machine, LayerRange]]) -> None:
         self.machines = [machine for machine, _ in parts]
-        self.stages = tuple(
-            RouteStage(machine.node_id, layers, f"m:{layers.start}-{layers.stop - 1}", machine.runner.numerics_id)
-            for machine, layers in parts
-        )
+        self.stages = tuple(RouteStage(machine.node_id, layers, f"m:{layers}", machine.runner.numerics_id) for machine, layers in parts)
         self.n_blocks = min(machine.n_blocks for machine in self.machines)
         self._pipes = [MemoryPipe() for _ in range(len(parts) + 1)]
         self.sink, self.source = self._pipes[0], self._pipes[-1]

@@ -89,6 +89,17 @@ class MemberOpener:
         certificate = self._certificates.get(node_id)
         return None if certificate is None else self._root.member(certificate, self._clock.wall())
 
+    def proven(self, node_id: NodeId) -> Member:
+        """The same, of a node that is to be called.
+
+        Raises:
+            FleetError: its certificate is not known, or not good any more.
+        """
+        member = self.member(node_id)
+        if member is None:
+            raise FleetError(f"Nothing proves who {node_id} is")
+        return member
+
 
 def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
     kept[key] = value

@@ -37,7 +37,7 @@ from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
-from paceline.parallel.sessions import ActivationDtype, StageLoading, StageRequest
+from paceline.parallel.sessions import SESSION_ID_BYTES, ActivationDtype, StageLoading, StageRequest
 from paceline.server.inference import ServedModel
 
 TYPICAL_PROMPT = 512
@@ -158,7 +158,7 @@ def build_engine_over(
         allow_self=asked.allow_self_as_shard,
     )
     request = StageRequest(
-        b"\0" * 16,
+        bytes(SESSION_ID_BYTES),
         opened.name,
         digest,
         weights,
@@ -166,7 +166,7 @@ def build_engine_over(
         n_blocks=kv.n_blocks,
         least_blocks=-(-min(kv.context, 256) // BLOCK_SIZE),
         max_rows=max_rows,
-        dtype=ActivationDtype(asked.activation_dtype),
+        dtype=asked.activation_dtype,
         report_s=asked.report_ms / 1000,
     )
     opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop, on_loading)
@@ -195,8 +195,8 @@ def build_engine_over(
         raise
     model = setup.served(head, kv, clock)
     speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
-    stages = ", ".join(f"{stage.layers.start} to {stage.layers.stop - 1} on {stage.node_id}" for stage in executor.stages)
-    here = f"layers 0 to {own.stop - 1} here" if own else "no layers here"
+    stages = ", ".join(map(str, executor.stages))
+    here = f"layers {own.words} here" if own else "no layers here"
     summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {kv.context}, {here}, {stages}"
     engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head))
     return BuiltPipeline(engine, executor, router, model, config, setup.warm(kv, speed), summary)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import PlacementError, ShardUnavailable
+from paceline.core.errors import PlacementError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.trust import Trust
@@ -67,8 +67,12 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
     allowed = allowed_hosts(cards, trust, own, wanted)
     there = {card.node_id for card in allowed} - exclude
     pins = wanted.pins if there.issuperset(pin.node_id for pin in wanted.pins) else ()
-    if not pins and (warm := warm_cover(allowed, own, wanted, exclude)):
-        return warm
+    mismatch: WeightsMismatch | None = None
+    try:
+        if not pins and (warm := warm_cover(allowed, own, wanted, exclude)):
+            return warm
+    except WeightsMismatch as error:  # which others, who load the right ones, are not to be kept from
+        mismatch = error
     request = PlanRequest(
         wanted.digest,
         wanted.weights,
@@ -88,7 +92,7 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
     except PlacementError as error:
         stages = _with_one(allowed, request, trust)
         if not stages:
-            raise ShardUnavailable(error.message, error.hint) from error
+            raise mismatch or ShardUnavailable(error.message, error.hint) from error
     parts = [Part(stage.node_id, stage.layers) for stage in stages[1:]]
     if len(parts) > wanted.max_shards:
         raise ShardUnavailable(
@@ -110,7 +114,11 @@ def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[No
 
 
 def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[Part]:
-    """Shards that are loaded and compute the same bytes; none where they don't cover."""
+    """Shards that are loaded and compute the same bytes; none where they don't cover.
+
+    Raises:
+        WeightsMismatch: they would, but for other weights.
+    """
     request = CoverRequest(
         wanted.model_id,
         wanted.digest,
@@ -120,13 +128,12 @@ def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: 
         own=own,
         allow_self=wanted.allow_self,
         max_shards=wanted.max_shards,
-        exclude_nodes=exclude,
+        exclude=exclude,
     )
     try:
-        cover = pick(warm_shards(cards), request)
+        return [Part(part.shard.node_id, part.layers) for part in pick(warm_shards(cards), request)]
     except ShardUnavailable:
         return []
-    return [Part(part.shard.node_id, part.layers) for part in cover.parts]
 
 
 def allowed_hosts(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId, wanted: Wanted) -> list[NodeCard]:

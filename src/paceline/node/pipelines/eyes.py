@@ -16,7 +16,6 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.effects import Effect
 from paceline.fleet.view import FleetView
 from paceline.node.fleet import FleetNode
-from paceline.transport.channels import Purpose
 
 ANSWER_S = 5.0
 
@@ -58,12 +57,10 @@ class FleetEyes:
         Raises:
             FleetError: it is not in view, or its certificate is not good.
         """
-        live, member = self._fleet.view().get(node_id), self._fleet.gossip.opener.member(node_id)
-        if node_id == self._fleet.node_id:
-            member = self._fleet.identity.member
-        if live is None or member is None or not live.card.addresses:
+        live = self._fleet.view().get(node_id)
+        if live is None or not live.card.addresses:
             raise FleetError(f"{node_id} is not in view any more")
-        return self._fleet.pool.get(Purpose.STREAM, self._fleet.book.order(live.card.addresses)[0], member)
+        return self._fleet.channel(node_id, live.card.addresses)
 
     def wait_for_news(self, seconds: float) -> None:
         """Until something changes in the fleet, but no longer. Not on the event loop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.core.errors import PipelineError
+from paceline.core.errors import PipelineError, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
@@ -49,7 +49,10 @@ class Holders:
         """Others that have the layers loaded; none where they don't cover."""
         wanted = replace(self._wanted, own_layers=layers.start, n_layers=layers.stop)
         allowed = allowed_hosts(self._cards(), self._trust(), self._own, wanted)
-        return warm_cover(allowed, self._own, wanted, self._left_out() | but)
+        try:
+            return warm_cover(allowed, self._own, wanted, self._left_out() | but)
+        except WeightsMismatch:
+            return []
 
 
 def _within(part: Part, layers: LayerRange) -> Part | None:

@@ -24,7 +24,7 @@ from paceline.node.pipelines.fleet_route import FleetRoute
 from paceline.node.shards.ends import TensorEnds, opened_in_thread
 from paceline.parallel.links import ActivationSink
 from paceline.parallel.route import RouteStage
-from paceline.parallel.sessions import NextStage, StageLoading, StageRequest
+from paceline.parallel.sessions import SESSION_ID_BYTES, TICKET_BYTES, NextStage, StageLoading, StageRequest
 from paceline.transport.shard_client import RemoteStage, open_stage, tensor_addresses
 
 CONNECT_S = 5.0
@@ -116,7 +116,9 @@ class Opener:
 
     async def _open(self, part: Part, least_blocks: int | None) -> RemoteStage:
         asked = self._request
-        request = replace(asked, session_id=os.urandom(16), layers=part.layers, least_blocks=least_blocks or asked.least_blocks)
+        request = replace(
+            asked, session_id=os.urandom(SESSION_ID_BYTES), layers=part.layers, least_blocks=least_blocks or asked.least_blocks
+        )
         on_loading = self._on_loading
 
         def loading(news: StageLoading) -> None:
@@ -132,7 +134,7 @@ class Opener:
             FleetError: somebody can't.
         """
         dtype = self._request.dtype
-        ticket = os.urandom(32)
+        ticket = os.urandom(TICKET_BYTES)
         back = NextStage(self._fleet.node_id, tensor_addresses(self._fleet.addresses, self._ends.port), ticket)
         ways = [self._way(session) for session in sessions]
         expected = self._ends.expect(ticket, dtype, self._width)
@@ -151,7 +153,7 @@ class Opener:
             RouteStage(
                 part.node_id,
                 part.layers,
-                f"{self._request.model_id}:{part.layers.start}-{part.layers.stop - 1}",
+                f"{self._request.model_id}:{part.layers}",
                 session.opened.numerics_id,
             )
             for part, session in zip(parts, sessions, strict=True)

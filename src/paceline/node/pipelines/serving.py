@@ -15,8 +15,7 @@ from paceline.node.pipelines.build import PipelineOrder, build_pipeline
 from paceline.node.pipelines.eyes import FleetEyes
 from paceline.node.serving import FleetServing
 from paceline.node.settings import NodeSettings
-from paceline.node.shards.serving import member_of
-from paceline.node.shards.tensor_ends import NodeTensorEnds
+from paceline.node.shards.tensor_ends import tensor_ends
 from paceline.parallel.sessions import StageLoading
 
 
@@ -42,14 +41,12 @@ async def orchestrate(
     Raises:
         UserError: it can't be had, and why.
     """
-    fleet = whole.fleet
-    ends = NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, partial(member_of, fleet))
     build = partial(build_pipeline, meter=whole.pipelines, progress=progress, on_loading=on_loading)
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
-            eyes, loop = FleetEyes(fleet), asyncio.get_running_loop()
-            node = await asyncio.to_thread(partial(build, on_end=give_back), settings, order, eyes, ends, loop, clock)
+            eyes, loop = FleetEyes(whole.fleet), asyncio.get_running_loop()
+            node = await asyncio.to_thread(partial(build, on_end=give_back), settings, order, eyes, tensor_ends(whole.fleet), loop, clock)
         except BaseException:
             give_back()
             raise

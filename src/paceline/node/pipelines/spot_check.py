@@ -253,8 +253,8 @@ def _beginning(batch: StageBatch, most: int) -> slice | None:
 
 
 def _fault(node_id: NodeId, layers: LayerRange, others: str) -> Fault:
-    span = f"{layers.start} to {layers.stop - 1}"
-    return Fault(node_id, ShardCorrupt.code, f"A spot check found that {node_id} computes other bytes for layers {span} than {others}")
+    told = f"A spot check found that {node_id} computes other bytes for layers {layers.words} than {others}"
+    return Fault(node_id, ShardCorrupt.code, told)
 
 
 def _names(parts: Sequence[Part]) -> str:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from paceline.backends.memory import available_bytes
 from paceline.core.clock import Clock
-from paceline.core.errors import BadPipelineRequest
-from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.effects import Effect, Revoked
 from paceline.node import accelerator
@@ -23,7 +20,7 @@ from paceline.node.shards.loading import FleetWeights, FoundWeights, load_layers
 from paceline.node.shards.meter import ShardMeter
 from paceline.node.shards.metrics import ShardMetrics
 from paceline.node.shards.offers import ShardOffers
-from paceline.node.shards.tensor_ends import NodeTensorEnds
+from paceline.node.shards.tensor_ends import tensor_ends
 from paceline.node.shards.warm import WarmShards
 from paceline.node.weights import dial_through
 from paceline.store.home import Home
@@ -89,8 +86,7 @@ class ShardServing:
             clock=clock,
             on_change=self._changed.set,
         )
-        ends = NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, partial(member_of, fleet))
-        self.host = NodeShardHost(warm, ends, hosting.limits, self.meter, clock, hosting.check_caller)
+        self.host = NodeShardHost(warm, tensor_ends(fleet), hosting.limits, self.meter, clock, hosting.check_caller)
         self.metrics = ShardMetrics(self.host, self.meter)
         self._showing: asyncio.Task[None] | None = None
         fleet.listen(self._on_news)
@@ -127,15 +123,3 @@ class ShardServing:
     def _on_news(self, effect: Effect) -> None:
         if isinstance(effect, Revoked):
             self.host.revoked(effect.node_id)
-
-
-def member_of(fleet: FleetNode, node_id: NodeId) -> Member:
-    """What a node's certificate says.
-
-    Raises:
-        BadPipelineRequest: there is no such node in view.
-    """
-    member = fleet.identity.member if node_id == fleet.node_id else fleet.gossip.opener.member(node_id)
-    if member is None:
-        raise BadPipelineRequest(f"There is no node {node_id} in this fleet's view")
-    return member

@@ -69,7 +69,7 @@ class Shard:
     def shard_id(self) -> str:
         """<model>:<first>-<last>."""
         name = self.digest[:12] if self.loaded is None else self.loaded.name
-        return f"{name}:{self.layers.start}-{self.layers.stop - 1}"
+        return f"{name}:{self.layers}"
 
     @property
     def is_idle(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.core.errors import BadPipelineRequest
 from paceline.core.ids import NodeId
+from paceline.node.fleet import FleetNode
 from paceline.node.shards.ends import Dial, Expected
 from paceline.parallel.links import ActivationSink
 from paceline.parallel.sessions import ActivationDtype, NextStage
@@ -47,7 +49,7 @@ class NodeTensorEnds:
         check_callable(member, self._voids)
 
         def go(deadline: float, /) -> ActivationSink:
-            return StreamSink(dial(to.addresses, member, to.ticket, self._identity, self._voids, deadline), dtype.value)
+            return StreamSink(dial(to.addresses, member, to.ticket, self._identity, self._voids, deadline), dtype)
 
         return go
 
@@ -59,7 +61,19 @@ class _Expected:
         self._ticket, self._dtype, self._width = ticket, dtype, width
 
     def accept(self, deadline: float) -> StreamSource:
-        return StreamSource(self._ticket.wait(deadline), self._dtype.value, self._width)
+        return StreamSource(self._ticket.wait(deadline), self._dtype, self._width)
 
     def close(self) -> None:
         self._ticket.cancel()
+
+
+def tensor_ends(fleet: FleetNode) -> NodeTensorEnds:
+    """Those of a node of a fleet."""
+
+    def member_of(node_id: NodeId) -> Member:
+        member = fleet.member(node_id)
+        if member is None:
+            raise BadPipelineRequest(f"There is no node {node_id} in this fleet's view")
+        return member
+
+    return NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, member_of)

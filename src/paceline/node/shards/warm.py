@@ -210,7 +210,7 @@ class WarmShards:
         if loaded is None:
             return
         self._meter.evictions += count
-        logger.info("%s:%d-%d is evicted", loaded.name, shard.layers.start, shard.layers.stop - 1)
+        logger.info("%s:%s is evicted", loaded.name, shard.layers)
         loaded_runner = loaded.runner
         del loaded
         await asyncio.shield(asyncio.to_thread(loaded_runner.close))

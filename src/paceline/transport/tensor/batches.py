@@ -5,7 +5,7 @@ To them activations are bf16 bits (uint16). fp16 and fp32 are ways to write them
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +13,16 @@ import numpy.typing as npt
 from paceline.core.errors import StreamCorrupt
 from paceline.core.ids import NodeId
 from paceline.engine.local import WireBits
+from paceline.parallel.sessions import ActivationDtype
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batch_codec import read_batch, write_batch
 from paceline.transport.tensor.incoming import Array
 from paceline.transport.tensor.streams import TensorReceiver, TensorSender
 
-ActivationType = Literal["bf16", "fp16", "fp32"]
-WIRE: Final[dict[ActivationType, np.dtype[np.generic]]] = {
-    "bf16": np.dtype(np.uint16),
-    "fp16": np.dtype(np.float16),
-    "fp32": np.dtype(np.float32),
+WIRE: Final[dict[ActivationDtype, np.dtype[np.generic]]] = {
+    ActivationDtype.BF16: np.dtype(np.uint16),
+    ActivationDtype.FP16: np.dtype(np.float16),
+    ActivationDtype.FP32: np.dtype(np.float32),
 }
 
 LOOK_S = 0.004
@@ -40,12 +40,12 @@ def to_bf16(x: npt.NDArray[np.float32]) -> WireBits:
     return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def written(x_TD: WireBits, activation_type: ActivationType) -> Array:
+def written(x_TD: WireBits, dtype: ActivationDtype) -> Array:
     """Activations as they go over the wire."""
-    if activation_type == "bf16":
+    if dtype is ActivationDtype.BF16:
         return x_TD
     with np.errstate(over="ignore"):  # what fp16 can't hold becomes infinite, and is found by whoever checks for that
-        return from_bf16(x_TD).astype(WIRE[activation_type], copy=False)
+        return from_bf16(x_TD).astype(WIRE[dtype], copy=False)
 
 
 def read(x_TD: Array) -> WireBits:
@@ -58,15 +58,15 @@ class StreamSink:
 
     Args:
         sender: the stream; closed with this.
-        activation_type: how activations are written.
+        dtype: how activations are written.
     """
 
-    def __init__(self, sender: TensorSender, activation_type: ActivationType = "bf16") -> None:
+    def __init__(self, sender: TensorSender, dtype: ActivationDtype = ActivationDtype.BF16) -> None:
         self._sender = sender
-        self._type: ActivationType = activation_type
+        self._dtype = dtype
 
     def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
-        self._sender.send(write_batch(batch), written(x_TD, self._type), deadline)
+        self._sender.send(write_batch(batch), written(x_TD, self._dtype), deadline)
 
     def close(self) -> None:
         self._sender.close()
@@ -77,17 +77,17 @@ class StreamSource:
 
     Args:
         receiver: the stream; closed with this.
-        activation_type: how activations are written there.
+        dtype: how activations are written there.
         width: of a row; None: not checked.
         look_s: how long to look for a batch before sleeping; about as long as the other stages of a step take.
     """
 
     def __init__(
-        self, receiver: TensorReceiver, activation_type: ActivationType = "bf16", width: int | None = None, look_s: float = LOOK_S
+        self, receiver: TensorReceiver, dtype: ActivationDtype = ActivationDtype.BF16, width: int | None = None, look_s: float = LOOK_S
     ) -> None:
         receiver.look(look_s)
         self._receiver, self._width = receiver, width
-        self._type: ActivationType = activation_type
+        self._dtype = dtype
 
     @property
     def peer(self) -> NodeId:
@@ -97,7 +97,7 @@ class StreamSource:
     def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
         message = self._receiver.receive(deadline)
         x_TD = message.array
-        if x_TD.dtype != WIRE[self._type] or x_TD.ndim != 2 or (self._width is not None and x_TD.shape[1] != self._width):
+        if x_TD.dtype != WIRE[self._dtype] or x_TD.ndim != 2 or (self._width is not None and x_TD.shape[1] != self._width):
             raise self._receiver.refuse(StreamCorrupt(f"{self._receiver.peer} sent {x_TD.dtype} of shape {x_TD.shape} as activations"))
         try:
             batch = read_batch(message.header)

@@ -20,10 +20,10 @@ from struct import Struct
 import numpy as np
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError, TensorTooLarge
+from paceline.parallel.sessions import TICKET_BYTES
 
 MAGIC = b"PLTS\x01"
 """The last byte is the version of all this."""
-TICKET_BYTES = 32
 MAX_CHUNK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 512 << 10
 MAX_TENSOR_BYTES = 64 << 20

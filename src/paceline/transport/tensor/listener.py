@@ -19,9 +19,10 @@ from collections import Counter, OrderedDict
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
 from paceline.core.ids import NodeId
+from paceline.parallel.sessions import TICKET_BYTES
 from paceline.transport.tensor.contexts import server_context
 from paceline.transport.tensor.conversation import Event
-from paceline.transport.tensor.frames import TICKET_BYTES, WELCOME, CloseCode
+from paceline.transport.tensor.frames import WELCOME, CloseCode
 from paceline.transport.tensor.incoming import FROM_SENDER, Incoming
 from paceline.transport.tensor.newcomer import Newcomer, Wants
 from paceline.transport.tensor.pipe import Pipe, tune

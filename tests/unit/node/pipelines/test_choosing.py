@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.errors import ShardUnavailable
+from paceline.core.errors import ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.plan import Pin
 from paceline.node.pipelines.choosing import Part, Wanted, choose
 
@@ -58,3 +58,12 @@ def test_where_nobody_is_left_that_is_said() -> None:
     with pytest.raises(ShardUnavailable) as caught:
         choose(lonely, {}, OWN, PINNED, frozenset({BEE, CAT, DOG}))
     assert "No machine can run m," in caught.value.message, "people know the model by its name, not by its digest"
+
+
+def test_other_weights_that_somebody_runs_are_in_nobodys_way() -> None:
+    shard = replace(OFFER, role=Role.SHARD, weights="int8", warm=True, shard=ShardState(LayerRange(8, 24), 4))
+    cards = [replace(card, models=(OFFER, shard)) if card.node_id == BEE else card for card in CARDS]
+    wanted = replace(PINNED, pins=())
+    assert choose(cards, {}, OWN, wanted, frozenset())[-1].layers.stop == 24
+    with pytest.raises(WeightsMismatch, match="bee/m:8-23"):
+        choose([replace(card, shard_memory_bytes=1) for card in cards], {}, OWN, wanted, frozenset())

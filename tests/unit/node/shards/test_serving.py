@@ -25,8 +25,8 @@ from paceline.node.fleet_settings import FleetSettings, parse_preset
 from paceline.node.serving import FleetServing
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.loading import load_layers
-from paceline.node.shards.serving import Hosting, member_of
-from paceline.node.shards.tensor_ends import NodeTensorEnds
+from paceline.node.shards.serving import Hosting
+from paceline.node.shards.tensor_ends import tensor_ends
 from paceline.parallel.sessions import ActivationDtype, NextStage, StageRequest
 from paceline.parallel.stage import Stage
 from paceline.store.catalog import open_model
@@ -86,13 +86,10 @@ async def test_layers_are_fetched_run_shown_and_counted(sharded: tuple[Home, str
         await until(lambda: any(offer.digest == digest for offer in card_of(host, "user").models))
         assert not card_of(host, "user").serves_shards
         card = card_of(user, "host")
-        member = member_of(user.fleet, NodeId("host"))
-        channel = user.fleet.pool.get(Purpose.STREAM, card.addresses[0], member)
+        channel = user.fleet.channel(NodeId("host"), card.addresses)
         stage = await open_stage(channel, NodeId("host"), request_for(digest, layers))
         assert [part.digest for part in list_parts(new_home("host"))] == [digest]
-        ends = NodeTensorEnds(
-            lambda: user.fleet.tensors, user.fleet.identity, user.fleet.gossip.voids, lambda node: member_of(user.fleet, node)
-        )
+        ends = tensor_ends(user.fleet)
         ticket = secrets.token_bytes(32)
         expected = ends.expect(ticket, ActivationDtype.BF16, 256)
         await stage.connect(NextStage(NodeId("user"), tensor_addresses(user.fleet.addresses, ends.port), ticket))
@@ -134,7 +131,7 @@ async def test_weights_of_another_digest_are_no_match(sharded: tuple[Home, str],
     giver, digest = sharded
     async with nodes(TestFleet(), ("user", new_home("user"), None), ("host", giver, Hosting(threads=1))) as (user, _):
         await until_seen(user.fleet, "user", "host")
-        channel = user.fleet.pool.get(Purpose.STREAM, card_of(user, "host").addresses[0], member_of(user.fleet, NodeId("host")))
+        channel = user.fleet.channel(NodeId("host"), card_of(user, "host").addresses)
         with pytest.raises(WeightsMismatch, match=digest[:12]):
             await open_stage(channel, NodeId("host"), request_for("cd" * 32, LayerRange(0, 1)))
         with pytest.raises(BadPipelineRequest, match="Neither"):
@@ -153,7 +150,7 @@ async def test_who_may_use_shards_is_the_hosts_choice_and_none_are_served_unaske
     made = [("user", Home(tmp_path / "user"), None), ("host", Home(tmp_path / "host"), Hosting(threads=1, check_caller=refuse))]
     async with nodes(TestFleet(), *made) as (user, host):
         await until_seen(user.fleet, "user", "host")
-        channel = user.fleet.pool.get(Purpose.STREAM, host.fleet.addresses[0], member_of(user.fleet, NodeId("host")))
+        channel = user.fleet.channel(NodeId("host"), host.fleet.addresses)
         with pytest.raises(NotTrusted, match="guest"):
             await open_stage(channel, NodeId("host"), request_for("ab" * 32, LayerRange(0, 1)))
         back = host.fleet.pool.get(Purpose.STREAM, user.fleet.addresses[0], user.fleet.identity.member)

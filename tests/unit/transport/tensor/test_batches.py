@@ -8,9 +8,10 @@ from tests.unit.transport.tensor.meeting import Meeting, soon, until_it_breaks
 
 from paceline.core.errors import StreamCorrupt, TensorStreamError
 from paceline.core.ids import BatchId, BlockId, SequenceId
+from paceline.parallel.sessions import ActivationDtype
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batch_codec import read_batch, write_batch
-from paceline.transport.tensor.batches import ActivationType, StreamSink, StreamSource, from_bf16, read, to_bf16, written
+from paceline.transport.tensor.batches import StreamSink, StreamSource, from_bf16, read, to_bf16, written
 
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)
@@ -79,12 +80,12 @@ def test_bf16_is_rounded_to_the_nearest_and_halves_to_even() -> None:
     np.testing.assert_array_equal(to_bf16(((low + high) / 2).astype(np.float32)), below + below % 2)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("bf16", np.uint16), ("fp32", np.float32), ("fp16", np.float16)])
-def test_activations_travel_as_agreed(met: Meeting, kind: ActivationType, dtype: type) -> None:
+@pytest.mark.parametrize("kind", ActivationDtype)
+def test_activations_travel_as_agreed(met: Meeting, kind: ActivationDtype) -> None:
     sender, receiver = met.stream()
     sink, source = StreamSink(sender, kind), StreamSource(receiver, kind, 4)
     x_TD = to_bf16(np.array([[0, 1, -2, 65280], [0.5, 3.25, -1e-3, 7], [-0.0, 1, 2, 3]], np.float32))
-    assert written(x_TD, kind).dtype == dtype
+    assert written(x_TD, kind).dtype == {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32}[kind]
     for _ in range(20):
         sink.send(ONE, x_TD, soon())
         batch, got_TD = source.receive(soon())
@@ -96,8 +97,8 @@ def test_activations_travel_as_agreed(met: Meeting, kind: ActivationType, dtype:
 
 
 def test_fp32_loses_nothing_and_fp16_what_it_cannot_hold() -> None:
-    np.testing.assert_array_equal(read(written(NUMBERS, "fp32")), NUMBERS)
-    assert np.isinf(written(to_bf16(np.array([1e30], np.float32)), "fp16")).all()
+    np.testing.assert_array_equal(read(written(NUMBERS, ActivationDtype.FP32)), NUMBERS)
+    assert np.isinf(written(to_bf16(np.array([1e30], np.float32)), ActivationDtype.FP16)).all()
 
 
 @pytest.mark.parametrize("x", [np.zeros((3, 5), np.uint16), np.zeros(3, np.uint16), np.zeros((3, 4), np.float32)])
