@@ -7,36 +7,35 @@ ends within its bound. What gossip learns goes to disk in threads, one write at 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import IO, Protocol
+from typing import IO
 
 import grpc.aio
 
 from paceline.core.clock import Clock
-from paceline.core.errors import FleetError, MembershipError, StreamClosed, UserError
+from paceline.core.errors import MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
 from paceline.engine.drafts import NGRAM
 from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import Link, NodeCard
-from paceline.fleet.effects import Appeared, Changed, Clashed, Effect, Expired, Left, Restarted, Revoked
+from paceline.fleet.effects import Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.view import FleetView
 from paceline.node.fleet_gossip import GossipDriver
 from paceline.node.fleet_links import LinkDriver
+from paceline.node.fleet_log import log_news
 from paceline.node.fleet_meter import FleetMeter
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_state import Running, claim_running, forget_running, keep_running
+from paceline.node.fleet_upkeep import Portrait, Upkeep
 from paceline.transport.address_book import AddressBook
 from paceline.transport.capability_service import CapabilityServicer
 from paceline.transport.channels import ChannelPool, Purpose
 from paceline.transport.control_service import ControlServicer, Sight, fleet_id
 from paceline.transport.discovery import Discovery
 from paceline.transport.exchange import Exchanger
-from paceline.transport.interfaces import own_hosts
-from paceline.transport.join_host import JoinHost
 from paceline.transport.proposer_desk import ProposerDesk
 from paceline.transport.proposer_service import proposer_service
 from paceline.transport.rpc_meter import RpcMeter
@@ -54,31 +53,13 @@ from paceline.transport.wire.fleet_pb2_grpc import add_CapabilityServiceServicer
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""How often a node looks whether its addresses or its folder have changed."""
-PORTRAIT_S = 60.0
-"""How often it measures itself anew. Raising it: free memory and new models are known later."""
 EXPIRY_NEAR_S = 90 * 86400.0
 """A certificate that ends sooner is told at every start: nothing renews it."""
-MOST_ADDRESSES = 16
-"""Machines with containers have dozens of interfaces; a card lists so many."""
 GOODBYE_S = 0.4
 DRAIN_S = 0.8
 """A stop's bounds: for peers to hear of it, and for their calls to finish. Together they stay under what Ctrl-C may take."""
 
 Service = Callable[[grpc.aio.Server], None]
-
-
-class Portrait(Protocol):
-    """What a machine says of itself, measured."""
-
-    def look(self) -> bool:
-        """Measure. Blocks: it is called in a thread. True where the card changed."""
-        ...
-
-    def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
-        """As of the last look, at once."""
-        ...
 
 
 class FleetNode:
@@ -128,18 +109,11 @@ class FleetNode:
         self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused)
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self._measured)
         self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
+        self._upkeep = Upkeep(settings.host, folder, portrait, self.gossip, self.refusals, clock, self._discovery.moved)
         self._server: NodeServer | None = None
         self._tensors: TensorListener | None = None
         self._lock: IO[bytes] | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._joining: asyncio.Task[None] | None = None
-        """The join port, where the CA is on this machine."""
         self._listeners: list[Callable[[Effect], None]] = []
-        self._addresses: tuple[str, ...] = ()
-        self._port = 0
-        self._changed = asyncio.Event()
-        self._kept: tuple[object, ...] = ()
-        self._looked = float("-inf")
 
     # --------------------------------------------------------------------------------------------------------------- its owner
 
@@ -171,24 +145,21 @@ class FleetNode:
             proposer_service(self.desk, guard.peer),
             *(service(guard) for service in services),
         )
-        self._port = await server.start(self._settings.host, self._settings.port)
+        port = await server.start(self._settings.host, self._settings.port)
         self._server = server
         self._tensors = TensorListener(self.identity, self.gossip.voids, self._clock, self.refusals)
         self._tensors.start(self._settings.host, self._settings.tensor_port)
-        self._look_at_addresses()
-        await asyncio.to_thread(self._portrait.look)
-        self._looked = self._clock.monotonic()
-        local = join_host(self._settings.host or "127.0.0.1", self._port)
+        await self._upkeep.begin(port)
+        local = join_host(self._settings.host or "127.0.0.1", port)
         await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
         bounds = self._settings.preset.bounds
         await self.gossip.start(
             Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock, self._settings.peers)
         )
-        self._watcher = asyncio.create_task(self._watch(), name="fleet-watch")
-        self._watcher.add_done_callback(_tell_failure)
+        self._upkeep.start()
         self._links.start()
         if self._settings.mdns:
-            self._discovery.start(self._addresses)
+            self._discovery.start(self.addresses)
 
     async def stop(self) -> None:
         """Say goodbye, let calls under way finish, and end. Bounded; idempotent."""
@@ -210,14 +181,11 @@ class FleetNode:
         except TimeoutError:
             logger.info("not every peer heard that this node leaves; its card expires by itself")
         await asyncio.gather(server.stop(DRAIN_S), self._discovery.close(), self._links.close())
-        tasks = [task for task in (self._watcher, self._joining) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._upkeep.close()
         await self.gossip.close()
         await self.pool.close()
         try:
-            await self._keep()
+            await self._upkeep.keep()
         except UserError as error:
             logger.warning("what this node learned of its fleet is not kept: %s", error)
         await asyncio.to_thread(forget_running, self._folder)
@@ -231,7 +199,7 @@ class FleetNode:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where this node can be reached."""
-        return self._addresses
+        return self._upkeep.addresses
 
     @property
     def tensors(self) -> TensorListener:
@@ -263,7 +231,7 @@ class FleetNode:
 
     def look_again(self) -> None:
         """The portrait has changed: announce it now rather than at the next look."""
-        self._changed.set()
+        self._upkeep.look_again()
 
     def member(self, node_id: NodeId) -> Member | None:
         """What a node's certificate says, this node's included; None where it is not known.
@@ -286,41 +254,27 @@ class FleetNode:
 
     def card(self) -> NodeCard:
         """What this node says of itself now."""
-        return self._portrait.card(self._addresses, self._links.links)
+        return self._portrait.card(self.addresses, self._links.links)
 
     def news(self, effect: Effect) -> None:
         """Act on what happened, and pass it on."""
+        log_news(effect)
         match effect:
-            case Appeared(card):
-                logger.info("%s is here, at %s", card.node_id, ", ".join(card.addresses))
             case Restarted(card):
-                logger.info("%s started anew", card.node_id)
                 self.pool.drop(card.node_id)
-            case Left(node_id):
-                logger.info("%s left", node_id)
-                self.pool.drop(node_id)
-            case Expired(node_id):
-                logger.warning("%s was not heard of any more", node_id)
+            case Left(node_id) | Expired(node_id):
                 self.pool.drop(node_id)
             case Revoked(node_id, not_after):
-                logger.warning("%s was revoked", node_id)
                 self._guard.revoked(node_id, not_after)
                 if self._tensors is not None:
                     self._tensors.cut(node_id, not_after)
                 self.pool.drop(node_id, issued_to=not_after)
-            case Clashed(node_id, addresses, others):
-                logger.error(
-                    "two running nodes claim the id %s: at %s and at %s; stop one, and join anew there",
-                    node_id,
-                    ", ".join(addresses),
-                    ", ".join(others),
-                )
-            case Changed() | _:
+            case _:
                 pass
         view = self.view()
         if (own := view.get(self.node_id)) is not None:
             self._links.see(own.card, view.cards)
-        self._changed.set()
+        self._upkeep.look_again()
         for listener in self._listeners:
             listener(effect)
 
@@ -339,74 +293,6 @@ class FleetNode:
             if self.gossip.voids(*own):
                 logger.error("this machine (%s) was revoked: no member of its fleet answers it any more. %s", self.node_id, self._anew)
 
-    async def _watch(self) -> None:
-        """Notice what changes beside gossip, and keep what gossip learned."""
-        told: set[str] = set()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._changed.wait()
-            self._changed.clear()
-            troubles: set[str] = set()
-            for step in (self._keep, self._keep_join_port, self._look_again, self.gossip.refresh):
-                try:
-                    await step()
-                except (UserError, FleetError, OSError) as error:
-                    # A full disk or a damaged file is a person's to mend; meanwhile the other steps go on, and this one is tried again.
-                    troubles.add(str(error))
-            for trouble in sorted(troubles - told):
-                logger.warning("this node goes on, but: %s", trouble)
-            told = troubles
-
-    async def _keep_join_port(self) -> None:
-        """From when the CA is on this machine."""
-        if self._joining is None and self._folder.has_authority:
-            self._joining = asyncio.create_task(self._join_host().run(), name="fleet-join-port")
-            self._joining.add_done_callback(_tell_failure)
-
-    async def _look_again(self) -> None:
-        if self._clock.monotonic() - self._looked >= PORTRAIT_S:
-            self._looked = self._clock.monotonic()
-            await asyncio.to_thread(self._portrait.look)
-        self._look_at_addresses()
-
-    def _join_host(self) -> JoinHost:
-        return JoinHost(
-            self._folder,
-            self._clock,
-            self.refusals,
-            peers=lambda: (*self._addresses, *self._folder.peers()),
-            host=self._settings.host,
-            on_revocations=self.gossip.learn,
-            here=lambda: self.view().ids,
-        )
-
-    def _look_at_addresses(self) -> None:
-        hosts = (self._settings.host,) if self._settings.host else own_hosts()[:MOST_ADDRESSES]
-        addresses = tuple(join_host(host, self._port) for host in hosts)
-        if self._addresses not in {(), addresses}:
-            logger.info("this machine is now at %s", ", ".join(addresses))
-            self._discovery.moved(addresses)
-        self._addresses = addresses
-
     def _measured(self, links: tuple[Link, ...]) -> None:
         self.book.prefer(link.address for link in links)
-        self._changed.set()
-
-    async def _keep(self) -> None:
-        """Write what a next run needs: whom to call, and who is revoked."""
-        members = sorted(address for live in self.view().nodes if live.card.node_id != self.node_id for address in live.card.addresses)
-        revocations = tuple(sealed.sealed for sealed in self.gossip.revocations)
-        if (members, revocations) == self._kept:
-            return
-        # Members that are all gone may be back: an address book is never emptied.
-        if members:
-            await asyncio.to_thread(self._folder.keep_peers, members)
-        await asyncio.to_thread(self._folder.keep_revocations, revocations)
-        self._kept = (members, revocations)
-
-
-def _tell_failure(task: asyncio.Task[None]) -> None:
-    """What runs in the background must not end unheard."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s failed", task.get_name(), exc_info=error)
+        self._upkeep.look_again()
