@@ -7,7 +7,6 @@ running.json   process id and port of the node that runs now
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -47,20 +46,14 @@ def claim_running(folder: FleetFolder) -> IO[bytes]:
     Raises:
         MembershipError: another process is, or the folder can't be written.
     """
-    try:
-        lock = (folder.root / ".running").open("ab")
-    except OSError as error:
-        raise MembershipError(f"{folder.root} can't be written: {error.strerror}", "A node keeps what it used up there") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
+    lock = folder.hold(folder.root / ".running")
+    if lock is None:
         running = read_running(folder)
         which = f" (process {running.pid}, at {running.address})" if running is not None else ""
         raise MembershipError(
             f"This machine's node runs already{which}",
             "Stop it first. A second one on one machine needs a PACELINE_HOME and an identity of its own",
-        ) from None
+        )
     return lock
 
 

@@ -7,7 +7,6 @@ runs it notices within a second what other processes wrote there: a new token op
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 from collections.abc import Callable, Iterable
 from typing import IO
@@ -102,17 +101,8 @@ class JoinHost:
             MembershipError: the folder can't be written.
         """
         if self._lock is None:
-            try:
-                lock = self._folder.host_lock_file.open("wb")
-            except OSError as error:
-                raise MembershipError(f"{self._folder.host_lock_file} can't be written: {error.strerror}") from error
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                return False
-            self._lock = lock
-        return True
+            self._lock = self._folder.hold(self._folder.host_lock_file)
+        return self._lock is not None
 
     async def run(self) -> None:
         """Keep the port until cancelled; a port that is taken, or another keeper, is waited for."""

@@ -28,8 +28,8 @@ from paceline.core.ids import BatchId, NodeId
 from paceline.node.shards.ends import TensorEnds, opened_in_thread
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.meter import ShardMeter
-from paceline.node.shards.session import Place, Session, Surroundings
-from paceline.node.shards.shard import Claim, Loaded, Shard
+from paceline.node.shards.session import Session, Surroundings
+from paceline.node.shards.shard import Claim, Shard
 from paceline.node.shards.warm import WarmShards
 from paceline.parallel.sessions import (
     TICKET_BYTES,
@@ -40,7 +40,6 @@ from paceline.parallel.sessions import (
     StageOpened,
     StageRequest,
 )
-from paceline.parallel.stage import Stage
 from paceline.transport.trust.certificates import Member
 
 logger = logging.getLogger(__name__)
@@ -239,22 +238,14 @@ class NodeShardHost:
 
     def _begin(self, shard: Shard, claim: Claim, request: StageRequest, mine: _Open) -> Session:
         """A session on a loaded shard."""
-        loaded = shard.loaded
-        if loaded is None or self._closed:
+        if shard.loaded is None or self._closed:
             raise ShardUnavailable("This machine is stopping")
-        if not shard.suits(request):
-            raise ShardUnavailable(f"{shard.shard_id} was loaded with less room than is asked for")
-        sharers = max(1, shard.max_streams - sum(other.session is not None for other in shard.claims))
-        lease = shard.leases.take(request.n_blocks, request.least_blocks, sharers)
-        if lease is None:
-            raise ShardUnavailable(f"{shard.shard_id} has fewer than {request.least_blocks} KV blocks free")
-        stage = _stage(loaded, request, lease.base, lease.n_blocks)
-        place = Place(shard.shard_id, stage, shard.turns, lease, loaded.spec.hidden)
+        place = shard.place(request)
         loop, ticket = asyncio.get_running_loop(), secrets.token_bytes(TICKET_BYTES)
         try:
-            expected = self._ends.expect(ticket, request.dtype, loaded.spec.hidden)
+            expected = self._ends.expect(ticket, request.dtype, place.width)
         except FleetError as error:
-            shard.leases.give_back(lease)
+            shard.leases.give_back(place.lease)
             raise ShardUnavailable("This machine takes no activations any more") from error
         session: Session
 
@@ -287,18 +278,6 @@ class NodeShardHost:
         while True:
             await asyncio.sleep(min(LOOK_S, self._limits.idle_s))
             await self.warm.evict_idle()
-
-
-def _stage(loaded: Loaded, request: StageRequest, base: int, n_blocks: int) -> Stage:
-    return Stage(
-        loaded.runner,
-        request.layers,
-        base_block=base,
-        n_blocks=n_blocks,
-        max_rows=min(request.max_rows, loaded.max_rows),
-        max_context=loaded.spec.max_context,
-        width=loaded.spec.hidden,
-    )
 
 
 def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:

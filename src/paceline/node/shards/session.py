@@ -163,13 +163,6 @@ class Session:
             self._fault = fault
         self._on_fault()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for its thread, after `stop`. False where that took longer."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-        return thread is None or not thread.is_alive()
-
     def echo(self, batch_id: BatchId, first_row: int, n_rows: int) -> Future[bytes]:
         """Rows of a batch to come.
 

@@ -10,12 +10,14 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.errors import ShardUnavailable
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.engine.local import LayerRunner
 from paceline.node.shards.leases import Leases
-from paceline.node.shards.session import Session
+from paceline.node.shards.session import Place, Session
 from paceline.node.shards.turns import Turns
 from paceline.parallel.sessions import StageRequest
+from paceline.parallel.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +103,28 @@ class Shard:
         """Whether it is large enough for a request that nobody else is in the way of."""
         loaded = self.loaded
         return loaded is None or (loaded.max_rows >= request.max_rows and self.leases.n_blocks >= request.least_blocks)
+
+    def place(self, request: StageRequest) -> Place:
+        """Room for a session, once it is loaded. Its lease is to be given back.
+
+        Raises:
+            ShardUnavailable: there is less than was asked for.
+        """
+        loaded = self.loaded
+        assert loaded is not None, "a shard with a claim is not evicted"
+        if not self.suits(request):
+            raise ShardUnavailable(f"{self.shard_id} was loaded with less room than is asked for")
+        sharers = max(1, self.max_streams - sum(claim.session is not None for claim in self.claims))
+        lease = self.leases.take(request.n_blocks, request.least_blocks, sharers)
+        if lease is None:
+            raise ShardUnavailable(f"{self.shard_id} has fewer than {request.least_blocks} KV blocks free")
+        stage = Stage(
+            loaded.runner,
+            request.layers,
+            base_block=lease.base,
+            n_blocks=lease.n_blocks,
+            max_rows=min(request.max_rows, loaded.max_rows),
+            max_context=loaded.spec.max_context,
+            width=loaded.spec.hidden,
+        )
+        return Place(self.shard_id, stage, self.turns, lease, loaded.spec.hidden)

@@ -17,11 +17,12 @@ import time
 from collections import Counter, OrderedDict
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ConfigError, NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
+from paceline.core.errors import ConfigError, NotTrusted, RevokedNode, StreamClosed, TensorStreamError
 from paceline.core.ids import NodeId
 from paceline.parallel.sessions import TICKET_BYTES
 from paceline.transport.tensor.contexts import server_context
 from paceline.transport.tensor.conversation import Event
+from paceline.transport.tensor.expected import Expected
 from paceline.transport.tensor.frames import WELCOME, CloseCode
 from paceline.transport.tensor.incoming import FROM_SENDER, Incoming
 from paceline.transport.tensor.newcomer import Newcomer, Wants
@@ -38,50 +39,6 @@ JOIN_S = 5.0
 FULL_S = 0.1
 """Pause where the system has no descriptors left."""
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-
-
-class Expected:
-    """A stream that a session waits for."""
-
-    def __init__(self, listener: TensorListener, ticket: bytes) -> None:
-        self._listener, self.ticket = listener, ticket
-        self._changed = threading.Condition()
-        self._receiver: TensorReceiver | None = None
-        self._over = False
-
-    def wait(self, deadline: float) -> TensorReceiver:
-        """The stream, once somebody brings the ticket. It is the caller's then.
-
-        Raises:
-            StreamStalled: nobody has until `deadline`, on the monotonic clock. Waiting again is possible.
-            StreamClosed: it was cancelled, or the listener closed, or whoever came was revoked.
-        """
-        with self._changed:
-            while self._receiver is None and not self._over:
-                if not self._changed.wait(max(0.0, deadline - time.perf_counter())):
-                    raise StreamStalled("Nobody has opened the tensor stream that was waited for")
-            receiver, self._receiver, self._over = self._receiver, None, True
-        if receiver is None:
-            raise StreamClosed("The tensor stream that was waited for will not come")
-        return receiver
-
-    def cancel(self) -> None:
-        """The ticket is good no longer. A stream that nobody has fetched is closed."""
-        self._listener.forget(self)
-        with self._changed:
-            receiver, self._receiver, self._over = self._receiver, None, True
-            self._changed.notify_all()
-        if receiver is not None:
-            receiver.close()
-
-    def deliver(self, receiver: TensorReceiver) -> bool:
-        """By the listener. False: nobody waits any more."""
-        with self._changed:
-            if self._over:
-                return False
-            self._receiver = receiver
-            self._changed.notify_all()
-            return True
 
 
 class TensorListener:
@@ -146,19 +103,13 @@ class TensorListener:
         """
         ticket = os.urandom(TICKET_BYTES) if ticket is None else ticket
         assert len(ticket) == TICKET_BYTES, "a ticket has 32 bytes"
-        expected = Expected(self, ticket)
+        expected = Expected(ticket, self._forget)
         with self._lock:
             if self._closing:
                 raise StreamClosed("The listener for activations is closed")
             assert ticket not in self._expected, "a ticket is drawn once"
             self._expected[ticket] = expected
         return expected
-
-    def forget(self, expected: Expected) -> None:
-        """By `Expected.cancel`."""
-        with self._lock:
-            if self._expected.get(expected.ticket) is expected:
-                del self._expected[expected.ticket]
 
     def cut(self, node_id: NodeId, not_after: int | None = None) -> None:
         """Close a revoked node's streams, from any thread.
@@ -195,6 +146,11 @@ class TensorListener:
             self._wake_out.close()
             if self._listening is not None:
                 self._listening.close()
+
+    def _forget(self, expected: Expected) -> None:
+        with self._lock:
+            if self._expected.get(expected.ticket) is expected:
+                del self._expected[expected.ticket]
 
     def _serve(self) -> None:
         while not self._closing:

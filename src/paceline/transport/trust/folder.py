@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.core.errors import IdentityError, MembershipError
 from paceline.core.files import write_file
@@ -127,6 +127,23 @@ class FleetFolder:
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    def hold(self, file: Path) -> IO[bytes] | None:
+        """Be the one process that holds a lock file, until what is returned is closed; None where another process is.
+
+        Raises:
+            MembershipError: it can't be written.
+        """
+        try:
+            lock = file.open("ab")
+        except OSError as error:
+            raise MembershipError(f"{file} can't be written: {error.strerror}", "PACELINE_HOME names another folder") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return None
+        return lock
 
     def sealed_revocations(self) -> list[bytes]:
         """Serialised SignedRevocations, as they were kept; unchecked."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ParamSpec
 
 import grpc.aio
 
@@ -25,18 +23,6 @@ from paceline.transport.trust.credentials import channel_credentials, server_cre
 from paceline.transport.trust.identity import Identity
 from paceline.transport.weights_servicer import WeightsServicer
 from paceline.transport.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
-
-Given = ParamSpec("Given")
-
-
-def in_loop(test: Callable[Given, Coroutine[None, None, None]]) -> Callable[Given, None]:
-    """A test that runs in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 class WatchedLibrary(Library):

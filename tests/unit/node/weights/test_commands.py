@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import pytest
 from rich.console import Console
+from tests.unit.node.fleet.nodes import in_loop
 from tests.unit.node.weights.members import belongs, member
-from tests.unit.node.weights.nodes import Fleet, in_loop
+from tests.unit.node.weights.nodes import Fleet
 
 from paceline.cli.bring import ensure
 from paceline.cli.pull import run_pull

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.node.weights.nodes import Fleet, cause_of, in_loop, lying_about, staged_files
+from tests.unit.node.fleet.nodes import in_loop
+from tests.unit.node.weights.nodes import Fleet, cause_of, lying_about, staged_files
 
 from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, ModelNotFound, SourceLost, WrongBytes
 from paceline.core.manifest import PIECE, ModelManifest, PieceRun

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.node.weights.nodes import Fleet, in_loop, lying_about, staged_files
+from tests.unit.node.fleet.nodes import in_loop
+from tests.unit.node.weights.nodes import Fleet, lying_about, staged_files
 
 from paceline.backends import torch
 from paceline.backends.options import LoadOptions
