@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from paceline.cli.bench import BUSY
-from paceline.cli.faults import EXIT_INTERRUPTED
-from paceline.cli.interrupts import interrupts_end_now
+from paceline.cli.bench_report import counts, note_load, print_report, table_of, telling
 from paceline.cli.membership import fleet_settings
-from paceline.cli.terminal import Terminal, counted
+from paceline.cli.terminal import counted
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ConfigError
 from paceline.core.ids import NodeId
 from paceline.fleet.plan import Objective, Pin
 from paceline.node.bench_node import BenchNode
@@ -31,8 +24,6 @@ from paceline.node.pipelines.build import PipelineOrder
 from paceline.node.planning import parse_pin
 from paceline.node.settings import NodeSettings
 from paceline.store.home import Home
-
-Tell = Callable[[str], None]
 
 
 def bench_pipeline(
@@ -53,11 +44,11 @@ def bench_pipeline(
     Raises:
         UserError: there is no such pipeline, or the plan makes no sense.
     """
-    plan = PipelineBenchPlan(*lengths, _counts(streams), rounds)
+    plan = PipelineBenchPlan(*lengths, counts("--streams", streams), rounds)
     plan.check()
     asked = tuple(map(parse_pin, pins))
     clock = SystemClock()
-    with _telling() as tell:
+    with telling() as tell:
         if local_nodes == 1:
             fleet = fleet_settings(0, "", peers, preset, mdns=not peers, needed=True)
             assert fleet is not None, "it is needed"
@@ -70,7 +61,7 @@ def bench_pipeline(
                     _allowed(), asked or tuple(Pin(NodeId(name)) for name in local.names), own_layers, Objective.THROUGHPUT
                 )
                 report = run_pipeline_bench(node, settings, order, plan, clock, tell)
-    _print(report, as_json=as_json, show=show_pipeline)
+    print_report(report, show_pipeline, as_json=as_json)
 
 
 def bench_fault(
@@ -81,31 +72,17 @@ def bench_fault(
     Raises:
         UserError: there is no such pipeline, or the plan makes no sense.
     """
-    plan = FaultPlan(kill, at, *lengths, _counts(streams), spare)
+    plan = FaultPlan(kill, at, *lengths, counts("--streams", streams), spare)
     plan.check(local_nodes)
-    with _telling() as tell, _local(local_nodes, settings.threads) as (local, node):
+    with telling() as tell, _local(local_nodes, settings.threads) as (local, node):
         settings = replace(settings, threads=local.threads)
         report = run_fault_bench(node, local, settings, _allowed(), plan, SystemClock(), tell)
-    _print(report, as_json=as_json, show=show_fault)
-
-
-def _counts(streams: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in streams.split(","))
-    except ValueError:
-        raise ConfigError(f"--streams {streams!r} is not a list of numbers", "Write it like 1,16.") from None
+    print_report(report, show_fault, as_json=as_json)
 
 
 def _allowed() -> PipelineSettings:
     """As configured, but for the switch: who asks for a pipeline wants one."""
     return read_pipeline_settings(Home.from_environment()).overridden(enabled=True)
-
-
-@contextmanager
-def _telling() -> Generator[Tell]:
-    console = Terminal(stderr=True)
-    with interrupts_end_now(EXIT_INTERRUPTED), console.status("starting") as status:
-        yield status.update if console.is_terminal else lambda run: console.print(run, markup=False)
 
 
 @contextmanager
@@ -122,32 +99,12 @@ def _local(count: int, threads: int | None) -> Generator[tuple[LocalFleet, Bench
         local.close()
 
 
-def _print(report: Any, *, as_json: bool, show: Callable[[Console, Any], None]) -> None:
-    if as_json:
-        json.dump(report.as_json(), sys.stdout, indent=2)
-        print()
-    else:
-        show(Terminal(), report)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
-
-
-def _note_load(console: Console, load_average: float) -> None:
-    if load_average > BUSY:
-        console.print(f"note: other programs were running (load average {load_average:.1f}): this machine can do better", style="yellow")
-
-
 def show_pipeline(console: Console, report: PipelineReport) -> None:
     """Print a report for a person."""
     console.print(report.summary, markup=False, soft_wrap=True)
     console.print(f"{counted(report.threads, 'thread')} each, {counted(report.plan.rounds, 'round')}", markup=False)
-    _note_load(console, report.load_average)
-    table = _table(
+    note_load(console, report.load_average)
+    table = table_of(
         "at once",
         "pipeline, tokens/s",
         "alone, tokens/s",
@@ -169,7 +126,7 @@ def show_pipeline(console: Console, report: PipelineReport) -> None:
             f"{row.split.transfer_ms:.2f}",
         )
     console.print(table)
-    shares = _table("at once", "machine", "layers", "computing, s", "waiting, s", "of the time, computing")
+    shares = table_of("at once", "machine", "layers", "computing, s", "waiting, s", "of the time, computing")
     for row in report.rows:
         for share in row.split.stages:
             layers = f"{share.first_layer} to {share.last_layer}" if share.last_layer >= share.first_layer else "none"
@@ -187,8 +144,8 @@ def show_pipeline(console: Console, report: PipelineReport) -> None:
 def show_fault(console: Console, report: FaultReport) -> None:
     """Print a report for a person."""
     console.print(f"{report.model}, {counted(report.threads, 'thread')} each, killed at token {report.plan.at}", markup=False)
-    _note_load(console, report.load_average)
-    table = _table("at once", "killed", "gap, s", "prefill, s", "beyond it, s", "replayed tokens", "bytes of one machine")
+    note_load(console, report.load_average)
+    table = table_of("at once", "killed", "gap, s", "prefill, s", "beyond it, s", "replayed tokens", "bytes of one machine")
     for row in report.rows:
         table.add_row(
             str(row.streams),

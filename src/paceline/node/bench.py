@@ -107,16 +107,11 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
     load_average = os.getloadavg()[0]
     tell = on_run or (lambda _: None)
     from paceline.node.build import build_engine
-    from paceline.node.setup import BLOCK_SIZE
 
     tell(f"loading {settings.model}")
     clock = SystemClock()
-    most = max(plan.concurrency)
     longest = max(plan.prompt_tokens + plan.answer_tokens, plan.prefill_tokens + 1)
-    tokens = most * blocks_for(longest, BLOCK_SIZE) * BLOCK_SIZE
-    built = build_engine(
-        replace(settings, prefix_cache=False, max_running=most, kv_tokens=max(tokens, settings.kv_tokens or 0, settings.context or 0))
-    )
+    built = build_engine(with_room(settings, max(plan.concurrency), longest))
     try:
         if longest > built.model.max_context:
             raise ConfigError(
@@ -160,6 +155,16 @@ def check_plan(plan: BenchPlan) -> None:
         raise ConfigError(f"A decode rate can't be had from {plan.answer_tokens} tokens", "Ask for an answer of 2 or more.")
     if not plan.concurrency or min(plan.concurrency) < 1:
         raise ConfigError(f"A concurrency of {min(plan.concurrency, default=0)} can't be measured", "Ask for 1 or more.")
+
+
+def with_room(settings: NodeSettings, sequences: int, longest: int) -> NodeSettings:
+    """For an engine with room for exactly so many sequences of so many tokens."""
+    from paceline.node.setup import BLOCK_SIZE
+
+    tokens = sequences * blocks_for(longest, BLOCK_SIZE) * BLOCK_SIZE
+    return replace(
+        settings, prefix_cache=False, max_running=sequences, kv_tokens=max(tokens, settings.kv_tokens or 0, settings.context or 0)
+    )
 
 
 class PromptMaker:

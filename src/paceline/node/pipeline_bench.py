@@ -9,22 +9,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.model import LayerRange
-from paceline.engine.block_tables import blocks_for
 from paceline.fleet.placement import plan as make_plan
 from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
-from paceline.node.bench import PromptMaker, StepsRequests, drive
+from paceline.node.bench import PromptMaker, StepsRequests, drive, with_room
 from paceline.node.bench_node import BenchNode
 from paceline.node.build import build_engine
 from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder
 from paceline.node.settings import NodeSettings
-from paceline.node.setup import BLOCK_SIZE
 from paceline.node.timing import Spread, Timing
 
 REPORTED_S = 2.0
@@ -51,9 +49,7 @@ class PipelineBenchPlan:
 
     def settings(self, asked: NodeSettings) -> NodeSettings:
         """For an engine with room for exactly this."""
-        most, longest = max(self.streams), self.prompt_tokens + self.answer_tokens
-        tokens = most * blocks_for(longest, BLOCK_SIZE) * BLOCK_SIZE
-        return replace(asked, prefix_cache=False, max_running=most, kv_tokens=max(tokens, asked.kv_tokens or 0, asked.context or 0))
+        return with_room(asked, max(self.streams), self.prompt_tokens + self.answer_tokens)
 
 
 @dataclass(frozen=True, slots=True)
