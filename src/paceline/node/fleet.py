@@ -1,7 +1,7 @@
-"""A node's part in its fleet, put together: identity, gossip, the mTLS port, and what the node remembers between runs.
+"""A node's part in its fleet, put together: identity, gossip, the mTLS port, and what the node keeps of it.
 
 Law: `start` returns once members are answered, or raises and leaves nothing behind; `stop` says goodbye, lets calls under way finish, and
-ends within its bound. What gossip learns goes to disk in threads, one write at a time.
+ends within its bound.
 """
 
 from __future__ import annotations

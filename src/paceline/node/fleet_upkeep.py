@@ -1,6 +1,7 @@
 """What a node notices beside gossip, and what it keeps: its addresses, its portrait, its join port, and whom a next run calls.
 
-Law: a step that fails is a person's to mend. It is told once and tried again, and the others go on.
+Law: a step that fails is a person's to mend. It is told once and tried again, and the others go on. What gossip learns goes to disk in
+threads, one write at a time.
 """
 
 from __future__ import annotations

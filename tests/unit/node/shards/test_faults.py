@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.shards.hosts import SPEC, Bits, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
-from paceline.core.errors import PacelineError, PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
+from paceline.core.errors import PacelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import BatchId, NodeId
 from paceline.node.shards.limits import HostLimits
 from paceline.parallel.stage_batch import StageBatch
@@ -222,14 +221,3 @@ async def test_an_echo_of_a_session_that_ends_is_an_error() -> None:
         await stage.close()
         with pytest.raises(ShardUnavailable, match="ended"):
             await asked
-
-
-@in_loop
-async def test_a_stage_that_says_nothing_is_lost() -> None:
-    net = Net()
-    async with hosting(net, "a") as a, User(net) as user:
-        stage = await user.open(a, replace(wanted(), report_s=60.0))
-        assert stage._silence_s == 480  # pyright: ignore[reportPrivateUsage]
-        await stage.close()
-        loss = await loss_of(stage)
-        assert type(loss.error) is PipelineError
