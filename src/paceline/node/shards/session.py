@@ -97,8 +97,8 @@ class Session:
         self._source: Incoming | None = None
         self._sink: ActivationSink | None = None
         self._to: NodeId | None = None
-        self._stopping = False
-        self._fault: StageFault | None = None
+        self.stopping = False
+        self.fault: StageFault | None = None
         self._latencies = Latencies()
         self._received = self._computed = self._sent = 0
         self._busy_s = 0.0
@@ -116,14 +116,6 @@ class Session:
         """Batches that came and were not computed yet."""
         return max(0, self._received - self._computed)
 
-    @property
-    def fault(self) -> StageFault | None:
-        return self._fault
-
-    @property
-    def stopping(self) -> bool:
-        return self._stopping
-
     def begin(self, to: NodeId, sink: ActivationSink) -> None:
         """Start, with where results go: the session's own from here on.
 
@@ -132,7 +124,7 @@ class Session:
             ShardUnavailable: the system has no thread left.
         """
         with self._lock:
-            if self._stopping or self._thread is not None:
+            if self.stopping or self._thread is not None:
                 sink.close()
                 raise BadPipelineRequest("This session is connected already, or has ended")
             self._sink, self._to = sink, to
@@ -148,7 +140,7 @@ class Session:
     def stop(self) -> None:
         """End it. Returns at once; idempotent."""
         with self._lock:
-            first, self._stopping = not self._stopping, True
+            first, self.stopping = not self.stopping, True
             never_began = self._thread is None
         self._close_ends()
         if first and never_began:
@@ -158,9 +150,9 @@ class Session:
     def fail(self, fault: StageFault) -> None:
         """End it against its caller's will."""
         with self._lock:
-            if self._stopping or self._fault is not None:
+            if self.stopping or self.fault is not None:
                 return
-            self._fault = fault
+            self.fault = fault
         self._on_fault()
 
     def echo(self, batch_id: BatchId, first_row: int, n_rows: int) -> Future[bytes]:
@@ -188,11 +180,11 @@ class Session:
             self._work(to, sink)
         except _Ended as ended:
             error, blames = ended.error, ended.blames
-            if isinstance(error, ShardCorrupt) and not self._stopping:
+            if isinstance(error, ShardCorrupt) and not self.stopping:
                 self._meter.corrupt()
             self.fail(StageFault(error.code, error.message, blames))
         except Exception as error:
-            if not self._stopping:
+            if not self.stopping:
                 logger.exception("a session on %s failed", self.place.shard_id)
             self.fail(StageFault(PipelineError.code, f"The stage failed: {type(error).__name__}", None))
         finally:
@@ -208,7 +200,7 @@ class Session:
         stage, shard_id = self.place.stage, self.place.shard_id
         now, limits, echoes = self._clock.monotonic, self._limits, self._echoes
         slowest_s = 0.0
-        while not self._stopping:
+        while not self.stopping:
             received = self._receive(source)
             if received is None:
                 continue
@@ -243,7 +235,7 @@ class Session:
 
     def _accept(self) -> Incoming | None:
         """The input, however long it takes: whoever opened the session ends it when that is too long."""
-        while not self._stopping:
+        while not self.stopping:
             try:
                 source = self._expected.accept(self._clock.monotonic() + IDLE_S)
             except StreamStalled:
@@ -252,7 +244,7 @@ class Session:
                 raise _Ended(_meaning(error, "The input"), None) from error
             with self._lock:
                 self._source = source
-            if self._stopping:  # which may have been too early to close it
+            if self.stopping:  # which may have been too early to close it
                 source.close()
                 return None
             return source
