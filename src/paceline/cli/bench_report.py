@@ -40,7 +40,7 @@ def counts(option: str, value: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
-        raise ConfigError(f"{option} {value!r} is not a list of numbers", "Write it like 1,16.") from None
+        raise ConfigError(f"{option} {value!r} is not a list of numbers", "Write it like 1,4,16.") from None
 
 
 @contextmanager
