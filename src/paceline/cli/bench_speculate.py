@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 from rich.console import Console
-from rich.table import Table
 
-from paceline.cli.bench import BUSY
-from paceline.cli.faults import EXIT_INTERRUPTED
-from paceline.cli.interrupts import interrupts_end_now
-from paceline.cli.terminal import Terminal, counted
+from paceline.cli.bench_report import counts, note_load, print_report, table_of, telling
+from paceline.cli.terminal import counted
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.node.draft_bench.exercises import Kind
@@ -28,16 +22,10 @@ def bench_speculate(
         ConfigError: the plan makes no sense.
         UserError: the model can't be loaded.
     """
-    plan = DraftBenchPlan(draft, _kinds(kinds), _counts(batches), answer_tokens, rounds)
-    console = Terminal(stderr=True)
-    with interrupts_end_now(EXIT_INTERRUPTED), console.status("starting") as status:
-        tell = status.update if console.is_terminal else lambda run: console.print(run, markup=False)
+    plan = DraftBenchPlan(draft, _kinds(kinds), counts("--streams", batches), answer_tokens, rounds)
+    with telling() as tell:
         report = run_draft_bench(settings, plan, SystemClock(), tell)
-    if as_json:
-        json.dump(report.as_json(), sys.stdout, indent=2)
-        print()
-    else:
-        show(Terminal(), report)
+    print_report(report, show, as_json=as_json)
 
 
 def _kinds(asked: str) -> tuple[Kind, ...]:
@@ -47,13 +35,6 @@ def _kinds(asked: str) -> tuple[Kind, ...]:
         raise ConfigError(f"--kinds {asked!r} names a kind that there is not", f"There are: {', '.join(Kind)}.") from None
 
 
-def _counts(batches: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in batches.split(","))
-    except ValueError:
-        raise ConfigError(f"--streams {batches!r} is not a list of numbers", "Write it like 1,16.") from None
-
-
 def show(console: Console, report: DraftReport) -> None:
     """Print a report for a person."""
     console.print(
@@ -61,16 +42,13 @@ def show(console: Console, report: DraftReport) -> None:
         f"drafts: {report.plan.draft}",
         markup=False,
     )
-    if report.load_average > BUSY:
-        console.print(
-            f"note: other programs were running (load average {report.load_average:.1f}): this machine can do better", style="yellow"
-        )
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in (
+    note_load(console, report.load_average)
+    table = table_of(
         *("text", "answers", "at once", "without, tokens/s", "with, tokens/s", "with / without", "least to most"),
         *("right", "right in a draft", "steps saved", "bytes"),
-    ):
-        table.add_column(heading, justify="left" if heading in {"text", "answers"} else "right")
+    )
+    for column in table.columns[:2]:
+        column.justify = "left"
     for row in report.rows:
         left_out = f" ({row.left_out} loop)" if row.left_out else ""
         table.add_row(

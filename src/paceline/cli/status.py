@@ -128,7 +128,7 @@ def _offer(offer: ModelOffer) -> str:
     if offer.shard is None:
         return f"{offer.model_id} ({offer.weights}{rate})"
     layers, used = offer.shard.layers, f"{offer.shard.streams} of {offer.shard.max_streams} streams"
-    return f"{offer.model_id} layers {layers.start} to {layers.stop - 1} ({offer.weights}, {used})"
+    return f"{offer.model_id} layers {layers.words} ({offer.weights}, {used})"
 
 
 def _links(view: FleetView) -> list[str]:

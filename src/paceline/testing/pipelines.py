@@ -147,7 +147,7 @@ class MemoryRouter:
         for span in self.splits:
             found = next((machine for machine in self._able(span) if machine not in [one for one, _ in chosen]), None)
             if found is None:
-                raise ShardUnavailable(f"No machine has layers {span.start} to {span.stop - 1}")
+                raise ShardUnavailable(f"No machine has layers {span.words}")
             chosen.append((found, span))
         self.routes.append(MemoryRoute(chosen))
         return self.routes[-1]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.text import Tokenizer
-from paceline.engine.block_tables import blocks_for
+from paceline.node.bench import with_room
 from paceline.node.draft_bench.drive import Answers, MeasuredEngine, Tally, answer_all, loops
 from paceline.node.draft_bench.exercises import Kind, load
 from paceline.node.draft_bench.forced import ForcedExecutor, Script
@@ -110,12 +110,10 @@ def prepare(tokenizer: Tokenizer, kind: Kind, batch: int, plan: DraftBenchPlan, 
 
 def settings_for(asked: NodeSettings, tokenizer: Tokenizer, plan: DraftBenchPlan) -> NodeSettings:
     """For an engine with room for exactly this."""
-    most = max(plan.batches)
     works = [work for kind in plan.kinds for forced in (False, True) for work in prepare(tokenizer, kind, 1, plan, forced=forced)]
     # A few more, for the words in which variants differ.
     longest = 16 + max(len(prompt) + tokens for work in works for prompt, tokens in zip(work.prompts, work.max_tokens, strict=True))
-    tokens = most * blocks_for(longest, 16) * 16
-    return replace(asked, prefix_cache=False, max_running=most, kv_tokens=max(tokens, asked.kv_tokens or 0, asked.context or 0))
+    return with_room(asked, max(plan.batches), longest)
 
 
 def without_loops(works: Sequence[Work], looks: Sequence[Answers]) -> tuple[list[Work], list[Answers], int]:

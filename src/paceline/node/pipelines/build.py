@@ -216,7 +216,7 @@ def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
     for pin in order.pins:
         if pin.layers is not None and not pin.layers.start < pin.layers.stop <= n_layers:
             raise ConfigError(
-                f"--pin gives {pin.node_id} layers {pin.layers.start} to {pin.layers.stop - 1}, and {model} has {n_layers}",
+                f"--pin gives {pin.node_id} layers {pin.layers.words}, and {model} has {n_layers}",
                 f"Layers are 0 to {n_layers - 1}.",
             )
 
