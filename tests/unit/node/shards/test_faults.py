@@ -129,7 +129,7 @@ async def _push(sink: object, stage: RemoteStage, first: int) -> None:
     for batch_id in range(first, first + 400):
         if stage.lost.done():
             return
-        batch = batch_of(batch_id, sequence=1, first=0, blocks=(0,) if batch_id == 1 else ())
+        batch = batch_of(batch_id)
         try:
             await in_thread(sink.send, batch, rows_of(4), soon())  # type: ignore[attr-defined]
         except PacelineError:
