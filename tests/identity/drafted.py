@@ -26,8 +26,8 @@ from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer
 from paceline.engine.proposers.session import DraftSession, SessionProposer
-from paceline.node.build import load_runner
 from paceline.node.draft_bench.exercises import Kind, load
+from paceline.node.setup import load_runner
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.store.catalog import open_model
