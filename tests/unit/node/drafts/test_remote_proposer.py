@@ -12,8 +12,7 @@ from tests.unit.node.drafts.proposers import Breaks, Hangs, Scripted, TooLong
 from tests.unit.node.fleet.nodes import in_loop, make_node, running
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded, RemoteProposerError
-from paceline.engine.drafts import BlockProposal, Proposer
-from paceline.engine.proposers.ngram import NGRAM
+from paceline.engine.drafts import NGRAM, BlockProposal, Proposer
 from paceline.node.fleet import FleetNode
 from paceline.testing.fleets import TestFleet
 from paceline.transport import proposer_desk
