@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_STARTS = (1, 2, 3, 4, 6, 9, 14)
+_STARTS = (0, 1, 2, 3, 4, 6, 9, 14)
 """Shortest run of each group whose rate is counted together."""
-_GROUP = tuple(sum(run >= start for start in _STARTS) - 1 if run else 0 for run in range(_STARTS[-1] + 1))
-ASSUMED = (0.1, 0.25, 0.45, 0.6, 0.75, 0.88, 0.94)
+_GROUP = tuple(sum(run >= start for start in _STARTS) - 1 for run in range(_STARTS[-1] + 1))
+ASSUMED = (0.1, 0.1, 0.25, 0.45, 0.6, 0.75, 0.88, 0.94)
 OWN_GAIN = 1 / 8
 """Raising it: a sequence's rates follow its text faster, and chance."""
 COMMON_GAIN = 1 / 64
+LONG = 16
+"""A draft that came true for so long counts as no longer."""
 MARGIN = 1.06
 """What a draft must promise beside none. Raising it: fewer drafts that lose by chance, and fewer that win a little."""
 WORTH_A_ROW = 0.3
@@ -30,7 +32,7 @@ UNLIKELY = 0.03
 class Acceptance:
     """Shares of drafted tokens that came true, by run."""
 
-    __slots__ = ("_common", "rates")
+    __slots__ = ("_common", "fresh", "rates")
 
     def __init__(self, common: Acceptance | None = None) -> None:
         """Begin with what is known.
@@ -40,6 +42,8 @@ class Acceptance:
         """
         self._common = common
         self.rates = list(ASSUMED if common is None else common.rates)
+        self.fresh = 1.0 if common is None else common.fresh
+        """How many tokens of a new draft come true before the first that does not."""
 
     def learn(self, run: int, came_true: bool) -> None:
         """A token with such a run behind it came true, or did not."""
@@ -48,6 +52,12 @@ class Acceptance:
         self.rates[group] += (hit - self.rates[group]) * (COMMON_GAIN if self._common is None else OWN_GAIN)
         if self._common is not None:
             self._common.learn(run, came_true)
+
+    def learn_fresh(self, came_true: int) -> None:
+        """A draft ended after so many tokens that came true."""
+        self.fresh += (min(came_true, LONG) - self.fresh) * (COMMON_GAIN if self._common is None else OWN_GAIN)
+        if self._common is not None:
+            self._common.learn_fresh(came_true)
 
     def chances(self, run: int, n: int) -> list[float]:
         """Of each of the next n tokens of a draft, given that those before it come true."""
@@ -63,15 +73,6 @@ def likely_length(chances: Sequence[float]) -> int:
         if likely < WORTH_ASKING:
             return max(2, n)
     return len(chances)
-
-
-def expected(chances: Sequence[float]) -> float:
-    """How many tokens of a draft will come true."""
-    likely, total = 1.0, 0.0
-    for chance in chances:
-        likely *= chance
-        total += likely
-    return total
 
 
 def length_ahead(certain: float, chances: Sequence[float], seconds: Callable[[int], float]) -> int:

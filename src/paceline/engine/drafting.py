@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, prod
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import BatchId
 from paceline.core.shown import printable
-from paceline.engine.acceptance import Acceptance, expected, length_ahead, lengths, likely_length
+from paceline.engine.acceptance import Acceptance, length_ahead, lengths, likely_length
 from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF, DraftAnswer, DraftAsk, DraftSource
 from paceline.engine.executor import StepBatch
 from paceline.engine.prompt_lookup import NGramIndex
@@ -30,6 +30,8 @@ TAPE = 64
 """Tokens looked up at once."""
 PATIENCE = 1.5
 """Times the usual wait for an answer. Raising it: a late one is waited for longer, for nothing if it does not come."""
+WORTH_A_WAIT = 0.5
+"""Of a step's time: how long an answer may take to be waited for. Raising it: more is won where it is right, and lost where it is wrong."""
 INDEXED = 4096
 """Tokens of prompts that are indexed in one step; about a millisecond."""
 
@@ -61,6 +63,9 @@ class _Tape:
     """Position of the first."""
     run: int
     """See `acceptance`."""
+    came_true: int = 0
+    resumes: bool = False
+    """It was wrong, and goes on behind the wrong token: for want of a better one, which takes its place."""
 
 
 @dataclass(slots=True)
@@ -160,8 +165,10 @@ class Drafting:
         self._index()
         self._hear()
         found = [self._best(seq) for seq in sequences]
-        if len(sequences) == 1 and found[0] is None and self._wait_for(sequences[0]):
-            found = [self._best(sequences[0])]
+        if len(sequences) == 1 and self._lacks(sequences[0], found[0]):
+            self._ask_all(sequences[0])
+            if self._wait_for(sequences[0]):
+                found = [self._best(sequences[0])]
         chances: list[Sequence[float]] = []
         for seq, maker in zip(sequences, found, strict=True):
             chances.append(() if maker is None else self._chances(seq, maker))
@@ -229,14 +236,22 @@ class Drafting:
             rates.learn(tape.run, right)
             if not right:
                 del drafts.tapes[maker]
+                if not tape.resumes:
+                    rates.learn_fresh(tape.came_true)
                 asked = drafts.asked.get(maker)
-                if asked is not None and position < asked.told:
-                    # What it was asked to go on behind is wrong.
-                    asked.right, asked.since = min(asked.right, position), None
+                if asked is not None:
+                    if position < asked.told:
+                        # What it was asked to go on behind is wrong.
+                        asked.right, asked.since = min(asked.right, position), None
+                    if tape.came_true and place + 1 < len(tape.ids):
+                        # One token replaced by another: until the source has said more, this is the best guess.
+                        drafts.tapes[maker] = _Tape(tape.ids[place + 1 :], position + 1, 0, resumes=True)
                 return
             tape.run += 1
+            tape.came_true += 1
         if tape.start + len(tape.ids) <= len(tokens):
             del drafts.tapes[maker]
+            rates.learn_fresh(tape.came_true)
 
     def _best(self, seq: SequenceState) -> str | None:
         """Who is likeliest to know the next token."""
@@ -266,9 +281,7 @@ class Drafting:
             start = len(seq.tokens) + len(seq.guess) - tape.start
             draft = tape.ids[start : start + n]
             drafts.maker = maker
-        verified = len(seq.guess) + len(draft)
-        for asked in drafts.asked:
-            self._ask(seq, drafts, asked, verified if asked == drafts.maker else 0)
+        self._ask_all(seq, len(seq.guess) + len(draft))
         return draft
 
     def _look_up(self, seq: SequenceState, drafts: _Drafts, index: NGramIndex) -> None:
@@ -291,6 +304,18 @@ class Drafting:
 
     # -------------------------------------------------------------------------------------------------------------------- sources
 
+    def _ask_all(self, seq: SequenceState, verified: int = 0) -> None:
+        """See `_ask`.
+
+        Args:
+            seq: whose tokens.
+            verified: how many guesses, by whoever makes them now, are being verified.
+        """
+        drafts = self._of.get(seq)
+        if drafts is not None:
+            for maker in drafts.asked:
+                self._ask(seq, drafts, maker, verified if maker == drafts.maker else 0)
+
     def _ask(self, seq: SequenceState, drafts: _Drafts, maker: str, verified: int) -> None:
         """Have a source go on behind what it guessed, on the guess that all of that comes true, where little of it is left.
 
@@ -304,15 +329,24 @@ class Drafting:
         if asked.since is not None or source.expected_s is None:
             return
         known = len(seq.tokens)
+        if tape is not None and tape.resumes:
+            tape, verified = None, 0
         guessed = () if tape is None else tape.ids[known - tape.start :]
-        run = 0 if tape is None else tape.run + len(guessed)
-        length = likely_length(drafts.rates[maker].chances(run, self._config.longest + 1))
-        if len(guessed) - verified >= length:
+        wanted = self._wanted(drafts.rates[maker], tape, len(guessed), verified, source.expected_s)
+        if len(guessed) - verified >= wanted:
             return
         right = min(asked.right, known)
         asked.told = asked.right = known + len(guessed)
         asked.since = self._clock.monotonic()
-        source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], length))
+        source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], max(wanted, source.block)))
+
+    def _wanted(self, rates: Acceptance, tape: _Tape | None, guessed: int, verified: int, usual_s: float) -> int:
+        """Tokens that should lie ready: those likely to be used in a step, and those used up until more come."""
+        if tape is None:
+            return min(2 + round(2 * rates.fresh), self._config.longest + 1)
+        likely = likely_length(rates.chances(tape.run + guessed, self._config.longest + 1))
+        steps = usual_s / self._costs.seconds(1 + verified) if self._costs.known else 1.0
+        return min(likely + ceil(steps) * (1 + verified), TAPE)
 
     def _hear(self, waiting: str | None = None, wait_s: float = 0.0) -> None:
         """Take what sources answered, and wait for one of them."""
@@ -330,25 +364,28 @@ class Drafting:
         if not ids or not all(0 <= token < self._vocabulary for token in ids):
             return
         old = drafts.tapes.get(maker)
-        if old is not None:
+        if old is not None and not old.resumes:
             drafts.tapes[maker] = _Tape([*old.ids, *ids], old.start, old.run)
         else:
-            tape = drafts.tapes[maker] = _Tape(ids, answer.position, 0)
+            tape = drafts.tapes[maker] = _Tape(ids, answer.position, 1)
             self._compare(drafts, maker, tape, seq.tokens, answer.position)
 
+    def _lacks(self, seq: SequenceState, maker: str | None) -> bool:
+        """Whether nobody has a good guess for a sequence."""
+        drafts = self._of.get(seq)
+        return drafts is not None and (maker is None or drafts.tapes[maker].resumes)
+
     def _wait_for(self, seq: SequenceState) -> bool:
-        """Wait for a draft that is under way, where that promises more than a step without it. Whether it did."""
+        """Wait for a draft that is due sooner than a step without it would take; later ones are as good behind that step. Whether it did."""
         drafts = self._of.get(seq)
         if drafts is None or not self._costs.known:
             return False
-        length = self._config.longest // 2
         for maker, asked in drafts.asked.items():
             usual_s = self._config.sources[maker].expected_s
             if asked.since is None or usual_s is None:
                 continue
-            left_s = asked.since + PATIENCE * usual_s - self._clock.monotonic()
-            tokens = 1 + expected(drafts.rates[maker].chances(0, length))
-            if left_s > 0 and tokens / (left_s + self._costs.seconds(1 + length)) > 1 / self._costs.seconds(1):
-                self._hear(maker, left_s)
+            late_s = asked.since + PATIENCE * usual_s - self._clock.monotonic()
+            if late_s > 0 and usual_s < WORTH_A_WAIT * min(1.0, drafts.rates[maker].fresh) * self._costs.seconds(1):
+                self._hear(maker, late_s)
                 return True
         return False

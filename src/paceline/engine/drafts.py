@@ -82,6 +82,11 @@ class DraftSource(Protocol):
         """How long an answer takes, as measured; None: none are to be had at present, so nobody need ask."""
         ...
 
+    @property
+    def block(self) -> int:
+        """Tokens that take it hardly longer than one."""
+        ...
+
     def ask(self, ask: DraftAsk) -> None: ...
 
     def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:

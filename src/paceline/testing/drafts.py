@@ -23,6 +23,7 @@ class UnsteadySource:
         self.expected_s: float | None = 0.001
         self.told: dict[SequenceId, list[int]] = {}
         self.asks = 0
+        self.block = 8
         self._truth, self._chance, self._vocabulary = truth, chance, vocabulary
         self._due: deque[tuple[DraftAsk, int]] = deque()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.acceptance import MARGIN, UNLIKELY, Acceptance, expected, length_ahead, lengths
+from paceline.engine.acceptance import MARGIN, UNLIKELY, Acceptance, length_ahead, lengths
 from paceline.engine.step_costs import HALF_LIFE, WILD, StepCosts
 
 some_chances = st.lists(st.floats(0, 1), max_size=6)
@@ -107,6 +107,10 @@ class TestStepCosts:
         costs = StepCosts()
         costs.took(rows, seconds)
         assert not costs.known
+
+
+def expected(chances: Sequence[float]) -> float:
+    return sum(_prod(chances[: n + 1]) for n in range(len(chances)))
 
 
 def _prod(chances: Sequence[float]) -> float:

@@ -27,6 +27,7 @@ class Knowing:
         self.wrong = range(0)
         """Positions at which it says something else."""
         self.expected_s: float | None = 0.001
+        self.block = 16
         self.told: dict[SequenceId, list[int]] = {}
         self.forgotten: list[SequenceId] = []
         self._answers: list[DraftAnswer] = []
