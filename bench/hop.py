@@ -3,9 +3,10 @@
     python bench/hop.py [--batches 2000] [--rounds 5] [--cores 0,1] [--json hop.json]
 
 Two processes, each pinned to a core of its own, mutual TLS over loopback, a StageBatch and its activations. One way is half a round trip less
-what each side spent busy on purpose: 0 ms measures the path alone; 1 ms is nearer to a stage, whose processor has other things in its
-caches by then and whose core may have gone to sleep. The same batches go over a plain grpc.aio bidirectional stream, a block of
-one after a block of the other, so that both see the same machine. `looking`: a reader looks for some ms before it sleeps, as stages do. At the end: what compressing activations would take and save.
+what the far side spent at work of its own: none measures the path alone; 1 ms of Python lets the other's core go to sleep; reading 40 MB is
+nearest to a stage, whose weights leave nothing else in the caches. The same batches go over a plain grpc.aio bidirectional stream, a block of
+one after a block of the other, so that both see the same machine. `looking`: a reader looks for some ms before it sleeps. `ready`: as stages
+do, it rehearses meanwhile, and a sender prepares its message before the work. At the end: what compressing activations would take and save.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ import numpy as np
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
+from paceline.engine.local import WireBits
+from paceline.parallel.checks import check_activations
 from paceline.parallel.stage_batch import StageBatch
 from paceline.testing.fleets import TestFleet
 from paceline.transport.tensor.batch_codec import read_batch, write_batch
@@ -47,7 +50,8 @@ METHOD = "/bench.Hop/Stream"
 PATIENCE_S = 20.0
 SIZES = ((1, 1.0), (16, 1.0), (512, 0.1))
 """Rows, and which part of the batches are run of that size."""
-BUSY_MS = (0.0, 1.0)
+WORK = {"none": (0, 0), "1 ms": (1000, 0), "40 MB": (0, 40)}
+"""What each side does before it sends: microseconds of Python, megabytes read."""
 WARM = 20
 OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
@@ -80,22 +84,51 @@ def activations(rows: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
     return to_bf16((rng.normal(0, 1, (rows, WIDTH)) * scale).astype(np.float32))
 
 
-def spin(seconds: float) -> None:
-    until = clock() + seconds
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the far side is to do with a batch. They ride in a column that it has no use for."""
+
+    busy_us: int
+    megabytes: int
+    look_us: int
+    ready: int
+
+    def on(self, batch: StageBatch) -> StageBatch:
+        return replace(batch, released=[SequenceId(each) for each in (self.busy_us, self.megabytes, self.look_us, self.ready)])
+
+    @staticmethod
+    def of(batch: StageBatch) -> Orders:
+        return Orders(*batch.released)
+
+
+MEMORY = np.ones(max(megabytes for _, megabytes in WORK.values()) << 17)
+
+
+def work(orders: Orders) -> float:
+    """Seconds that it took."""
+    began = clock()
+    until = began + orders.busy_us / 1e6
     while clock() < until:
         pass
+    if orders.megabytes:
+        MEMORY[: orders.megabytes << 17].max()
+    return clock() - began
+
+
+def rehearse(batch: StageBatch, x_TD: WireBits) -> None:
+    check_activations(x_TD, batch.n_rows, WIDTH)
 
 
 # ---------------------------------------------------------------------------------------------------- the far process
 
 
-def far(core: int, identity_pem: bytes, pipe: Connection) -> None:
-    """Gives back what it gets, after being busy for as long as the batch's id says, in microseconds."""
+def far(core: int, identity_pem: bytes, pipe: Connection, took: Any) -> None:
+    """Gives back what it gets, after the work that is ordered with it; `took` says how many seconds that was."""
     os.sched_setaffinity(0, {core})
-    asyncio.run(_far(Identity.from_pem(identity_pem), pipe))
+    asyncio.run(_far(Identity.from_pem(identity_pem), pipe, took))
 
 
-async def _far(identity: Identity, pipe: Connection) -> None:
+async def _far(identity: Identity, pipe: Connection, took: Any) -> None:
     listener = TensorListener(identity, never, SystemClock(), Refusals())
     port = listener.start("127.0.0.1")
     expected = listener.expect()
@@ -106,7 +139,7 @@ async def _far(identity: Identity, pipe: Connection) -> None:
             n = int.from_bytes(message[:4], "big")
             x_TD = np.frombuffer(message, np.uint16, offset=4 + n).reshape(-1, WIDTH)
             batch = read_batch(message[4 : 4 + n])
-            spin(batch.released[0] / 1e6)
+            took.value = work(Orders.of(batch))
             yield pack(batch, x_TD)
 
     handler = grpc.stream_stream_rpc_method_handler(echo)
@@ -121,12 +154,16 @@ async def _far(identity: Identity, pipe: Connection) -> None:
     source = StreamSource(receiver)
 
     def echo_tensors() -> None:
+        orders = Orders(0, 0, 0, 0)
         while True:
-            batch, x_TD = source.receive(clock() + 600)
+            batch, x_TD = source.receive(clock() + 600, rehearse if orders.ready else None)
             if not batch.sequences:
                 return
-            receiver.look(batch.released[1] / 1e6)
-            spin(batch.released[0] / 1e6)
+            orders = Orders.of(batch)
+            receiver.look(orders.look_us / 1e6)
+            if orders.ready:
+                sink.prepare(batch, WIDTH)
+            took.value = work(orders)
             sink.send(batch, x_TD, clock() + PATIENCE_S)
             source.acknowledge()
 
@@ -154,7 +191,7 @@ class Row:
     over: str
     rows: int
     bytes: int
-    busy_ms: float
+    work: str
     p50_ms: float
     p95_ms: float
     megabytes_s: float
@@ -166,46 +203,51 @@ class Near:
     def __init__(self, sink: StreamSink, receiver: TensorReceiver, call: Any) -> None:
         self._sink, self._source, self._receiver, self._call = sink, StreamSource(receiver), receiver, call
 
-    async def over_sockets(self, batch: StageBatch, x_TD: Any) -> None:
-        self._receiver.look(batch.released[1] / 1e6)
+    async def over_sockets(self, batch: StageBatch, x_TD: Any) -> float:
+        orders = Orders.of(batch)
+        self._receiver.look(orders.look_us / 1e6)
+        if orders.ready:
+            self._sink.prepare(batch, WIDTH)
+        work(orders)
+        began = clock()
         self._sink.send(batch, x_TD, clock() + PATIENCE_S)
-        self._source.receive(clock() + PATIENCE_S)
+        self._source.receive(clock() + PATIENCE_S, rehearse if orders.ready else None)
+        seconds = clock() - began
         self._source.acknowledge()
+        return seconds
 
-    async def over_grpc(self, batch: StageBatch, x_TD: Any) -> None:
+    async def over_grpc(self, batch: StageBatch, x_TD: Any) -> float:
+        work(Orders.of(batch))
+        began = clock()
         await self._call.write(pack(batch, x_TD))
         message = await self._call.read()
         n = int.from_bytes(message[:4], "big")
         read_batch(message[4 : 4 + n])
+        return clock() - began
 
 
-async def block(hop: Callable[[StageBatch, Any], Awaitable[None]], batch: StageBatch, x_TD: Any, busy_s: float, times: int) -> list[float]:
+async def block(hop: Callable[[StageBatch, Any], Awaitable[float]], batch: StageBatch, x_TD: Any, took: Any, times: int) -> list[float]:
     """One-way times in ms."""
-    taken: list[float] = []
-    for _ in range(times + WARM):
-        spin(busy_s)
-        began = clock()
-        await hop(batch, x_TD)
-        taken.append((clock() - began - busy_s) / 2 * 1e3)
-    return taken[WARM:]
+    return [(await hop(batch, x_TD) - took.value) / 2 * 1e3 for _ in range(times + WARM)][WARM:]
 
 
-def row(over: str, rows: int, n_bytes: int, busy_ms: float, taken: list[float]) -> Row:
+def row(over: str, rows: int, n_bytes: int, before: str, taken: list[float]) -> Row:
     ordered = sorted(taken)
     p50 = statistics.median(ordered)
-    return Row(over, rows, n_bytes, busy_ms, round(p50, 4), round(ordered[int(len(ordered) * 0.95)], 4), round(n_bytes / p50 / 1e3, 1))
+    return Row(over, rows, n_bytes, before, round(p50, 4), round(ordered[int(len(ordered) * 0.95)], 4), round(n_bytes / p50 / 1e3, 1))
 
 
-async def compare(near: Near, batches: int, rounds: int) -> list[Row]:
+async def compare(near: Near, took: Any, batches: int, rounds: int) -> list[Row]:
     result: list[Row] = []
     for rows, part in SIZES:
         x_TD = activations(rows)
-        for busy_ms in BUSY_MS:
-            plain = batch_of(rows)
-            # What the far side is to do rides in a column that it has no use for.
-            sleeping = replace(plain, released=[SequenceId(int(busy_ms * 1000)), SequenceId(0)])
-            looking = replace(plain, released=[SequenceId(int(busy_ms * 1000)), SequenceId(int(LOOK_S * 1e6))])
+        for name, (busy_us, megabytes) in WORK.items():
+            plain, look_us = batch_of(rows), int(LOOK_S * 1e6)
+            sleeping = Orders(busy_us, megabytes, 0, 0).on(plain)
+            looking = Orders(busy_us, megabytes, look_us, 0).on(plain)
+            ready = Orders(busy_us, megabytes, look_us, 1).on(plain)
             ways = {
+                "TLS, ready": (near.over_sockets, ready),
                 "TLS, looking": (near.over_sockets, looking),
                 "TLS, sleeping": (near.over_sockets, sleeping),
                 "grpc.aio": (near.over_grpc, sleeping),
@@ -213,8 +255,8 @@ async def compare(near: Near, batches: int, rounds: int) -> list[Row]:
             taken: dict[str, list[float]] = {over: [] for over in ways}
             for _ in range(rounds):
                 for over, (hop, batch) in ways.items():
-                    taken[over] += await block(hop, batch, x_TD, busy_ms / 1e3, max(20, int(batches * part / rounds)))
-            result += [row(over, rows, x_TD.nbytes, busy_ms, times) for over, times in taken.items()]
+                    taken[over] += await block(hop, batch, x_TD, took, max(20, int(batches * part / rounds)))
+            result += [row(over, rows, x_TD.nbytes, name, times) for over, times in taken.items()]
     return result
 
 
@@ -256,7 +298,8 @@ async def measure(batches: int, rounds: int, cores: tuple[int, int]) -> list[Row
     fleet = TestFleet()
     own, other = fleet.member("near"), fleet.member("far")
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=far, args=(cores[1], other.to_pem(), there))
+    took = multiprocessing.get_context("spawn").Value("d", lock=False)
+    process = multiprocessing.get_context("spawn").Process(target=far, args=(cores[1], other.to_pem(), there, took))
     process.start()
     listener = TensorListener(own, never, SystemClock(), Refusals())
     port = listener.start("127.0.0.1")
@@ -268,7 +311,7 @@ async def measure(batches: int, rounds: int, cores: tuple[int, int]) -> list[Row
     options = [*OPTIONS, ("grpc.ssl_target_name_override", other.member.tls_name)]
     async with grpc.aio.secure_channel(f"127.0.0.1:{grpc_port}", channel_credentials(own), options) as channel:
         call = channel.stream_stream(METHOD)()
-        rows = await compare(Near(sink, receiver, call), batches, rounds)
+        rows = await compare(Near(sink, receiver, call), took, batches, rounds)
         call.cancel()
     sink.send(StageBatch(BatchId(0), [], [], [], [], [], []), np.empty((0, WIDTH), np.uint16), clock() + PATIENCE_S)
     here.send(None)
@@ -288,9 +331,9 @@ def main() -> None:
     near_core, far_core = (int(core) for core in chosen.cores.split(","))
     os.sched_setaffinity(0, {near_core})
     rows = asyncio.run(measure(chosen.batches, chosen.rounds, (near_core, far_core)))
-    print(f"{'over':<13} {'rows':>5} {'bytes':>8} {'busy ms':>8} {'p50 ms':>8} {'p95 ms':>8} {'MB/s':>8}")
+    print(f"{'over':<13} {'rows':>5} {'bytes':>8} {'work':>8} {'p50 ms':>8} {'p95 ms':>8} {'MB/s':>8}")
     for one in rows:
-        print(f"{one.over:<13} {one.rows:>5} {one.bytes:>8} {one.busy_ms:>8} {one.p50_ms:>8.4f} {one.p95_ms:>8.4f} {one.megabytes_s:>8.1f}")
+        print(f"{one.over:<13} {one.rows:>5} {one.bytes:>8} {one.work:>8} {one.p50_ms:>8.4f} {one.p95_ms:>8.4f} {one.megabytes_s:>8.1f}")
     squeezed = compression()
     for one in squeezed:
         print(f"{one.with_}: {one.rows} rows shrink {one.ratio}-fold, there and back in {one.ms:.3f} ms")

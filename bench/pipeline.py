@@ -31,7 +31,7 @@ from paceline.engine.local import LocalExecutor
 from paceline.node.bench import PromptMaker, drive
 from paceline.node.setup import load_runner
 from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.links import ActivationSink, ActivationSource
+from paceline.parallel.links import ActivationSink, ActivationSource, Rehearse
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.route import Fault, RouteStage
 from paceline.parallel.stage import Stage
@@ -85,7 +85,8 @@ def stage_process(core: int, cut: int, identity_pem: bytes, other_certificate: b
     sink = StreamSink(dial([f"127.0.0.1:{back_port}"], member, back_ticket, identity, never, time.perf_counter() + PATIENCE_S))
     source = StreamSource(expected.wait(time.perf_counter() + PATIENCE_S))
     while True:
-        batch, x_TD = source.receive(time.perf_counter() + PATIENCE_S)
+        batch, x_TD = source.receive(time.perf_counter() + PATIENCE_S, stage.rehearse)
+        sink.prepare(batch, x_TD.shape[1])
         sink.send(batch, stage.run(batch, x_TD), time.perf_counter() + PATIENCE_S)
         source.acknowledge()
 
@@ -139,9 +140,9 @@ def connect(cut: int, n_layers: int, core: int) -> tuple[TwoProcesses, multiproc
 class Acknowledged(StreamSource):
     """Says with each `receive` that the batch before is done with."""
 
-    def receive(self, deadline: float) -> Any:
+    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> Any:
         self.acknowledge()
-        return super().receive(deadline)
+        return super().receive(deadline, rehearse)
 
 
 def main() -> None:

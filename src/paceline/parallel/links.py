@@ -5,14 +5,31 @@ Shapes: T rows of a batch, D hidden. Activations are bits of bf16, whatever they
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from paceline.engine.local import WireBits
 from paceline.parallel.stage_batch import StageBatch
 
+Rehearse = Callable[[StageBatch, WireBits], None]
+"""Goes a batch's way, as far as that changes nothing, so that what the next one needs is at hand: a kernel that reads weights of many MB
+leaves no code and no data in the caches. Takes some tens of microseconds; the batch is like the last one, its activations are zeros."""
+
 
 class ActivationSink(Protocol):
     """Takes batches, in order. For one thread."""
+
+    def prepare(self, batch: StageBatch, width: int) -> None:
+        """Do for `send` what can be done before the activations are there. Never waits. Batches may be sent without.
+
+        Args:
+            batch: what is sent next.
+            width: of its rows.
+
+        Raises:
+            TensorStreamError: the stream is broken.
+        """
+        ...
 
     def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
         """Hand a batch on; returns once it is on its way.
@@ -36,8 +53,12 @@ class ActivationSink(Protocol):
 class ActivationSource(Protocol):
     """Gives batches, in order. For one thread."""
 
-    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
+    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
         """The next batch. The array is good until the next call.
+
+        Args:
+            deadline: on the monotonic clock.
+            rehearse: may be called while nothing comes.
 
         Raises:
             StreamStalled: none came, or one began and did not end, until `deadline` on the monotonic clock.

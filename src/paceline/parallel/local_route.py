@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.core.ids import NodeId
 from paceline.engine.local import LayerRunner, WireBits
-from paceline.parallel.links import ActivationSink, ActivationSource
+from paceline.parallel.links import ActivationSink, ActivationSource, Rehearse
 from paceline.parallel.route import Fault, RouteStage
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch
@@ -41,14 +41,17 @@ class LocalRoute:
         self._waiting: deque[tuple[StageBatch, WireBits]] = deque()
         self._closed = False
 
+    def prepare(self, batch: StageBatch, width: int) -> None:
+        """There is nothing to prepare."""
+
     def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
         """Keep it until it is asked for."""
         del deadline
         self._waiting.append((batch, np.array(x_TD)))
 
-    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
+    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
         """Run the oldest."""
-        del deadline  # kernels in this thread can't be given up half way
+        del deadline, rehearse  # kernels in this thread can't be given up half way
         batch, x_TD = self._waiting.popleft()
         return batch, self._stage.run(batch, x_TD)
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from paceline.core.errors import (
 from paceline.core.generation import Notice
 from paceline.core.ids import BatchId
 from paceline.engine.executor import StepBatch, StepOutput
-from paceline.engine.local import Int32, LayerRunner, logits_rows, token_ids
+from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
 from paceline.parallel.checks import check_activations
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.inspector import Inspector
@@ -155,8 +156,12 @@ class PipelineExecutor:
     def submit(self, batch: StepBatch) -> None:
         route, times, clock = self._in_use(), self.times, self._clock
         began = clock.monotonic()
-        stage_batch = without_tokens(batch)
+        stage_batch, rows_R = without_tokens(batch), logits_rows(batch)
         x_TD = self._head.embed(token_ids(batch))
+        try:
+            route.sink.prepare(stage_batch, self._width)
+        except TensorStreamError as error:
+            raise self._lost(error) from error
         if self._own is not None:
             x_TD = self._own.run_activations(stage_batch, x_TD)
         bits_TD = self._head.to_wire(x_TD)
@@ -169,14 +174,14 @@ class PipelineExecutor:
         except TensorStreamError as error:
             raise self._lost(error) from error
         times.sending_s += clock.monotonic() - now
-        self._pending.append(_InFlight(stage_batch, logits_rows(batch), now))
+        self._pending.append(_InFlight(stage_batch, rows_R, now))
 
     def collect(self, deadline: float) -> StepOutput:
         route, oldest = self._in_use(), self._pending[0]
         began = self._clock.monotonic()
         bound = min(deadline, began + self._allowed_s())
         try:
-            answered, bits_TD = route.source.receive(bound)
+            answered, bits_TD = route.source.receive(bound, self._rehearse)
             self._check(oldest.batch, answered, bits_TD)
         except (TensorStreamError, ShardCorrupt) as error:
             raise self._lost(error) from error
@@ -268,6 +273,13 @@ class PipelineExecutor:
         if fault is not None:
             raise self._lost(None)
         return route
+
+    def _rehearse(self, batch: StageBatch, bits_TD: WireBits) -> None:
+        """What `collect` does with a batch that came."""
+        oldest = self._pending[0]
+        with suppress(ShardCorrupt):  # it is like the last one, which may have been another
+            self._check(oldest.batch, replace(batch, batch_id=oldest.batch.batch_id), bits_TD)
+            self._head.rehearse_logits(bits_TD, oldest.rows_R)
 
     def _check(self, sent: StageBatch, answered: StageBatch, bits_TD: Any) -> None:
         if answered.batch_id != sent.batch_id:

@@ -9,10 +9,11 @@ Shapes: T rows, D hidden, S sequences.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
-from paceline.core.errors import BadPipelineRequest
+from paceline.core.errors import BadPipelineRequest, ShardCorrupt
 from paceline.core.ids import SequenceId
 from paceline.core.model import LayerRange
 from paceline.engine.block_tables import BlockTables, blocks_for
@@ -58,11 +59,28 @@ class Stage:
         """
         runner = self._runner
         check_activations(x_TD, len(x_TD), self._width)
-        return runner.to_wire(self.run_activations(batch, runner.from_wire(x_TD)))
+        self._check(batch, len(x_TD))
+        tables_SB = self._gain(batch)
+        # Noted before the kernels run, because the next stage waits for what follows them.
+        self._note_written(batch, tables_SB)
+        return runner.to_wire(self._compute(batch, tables_SB, runner.from_wire(x_TD)))
+
+    def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
+        """`parallel.links.Rehearse`, of a batch like one that was run."""
+        if not all(map(self._tables.length, batch.sequences)):
+            return
+        with suppress(BadPipelineRequest, ShardCorrupt):
+            check_activations(x_TD, len(x_TD), self._width)
+            self._check(batch, len(x_TD))
+            plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, self._tables.of(batch.sequences))
+            self._runner.rehearse_layers(x_TD, plan, self._layers)
 
     def run_activations(self, batch: StageBatch, x_TD: Any) -> Any:
-        """`run`, for a runner's own activations: the orchestrator's stage."""
-        self._check(batch, len(x_TD))
+        """`run`, for a runner's own activations and batches that need no check: the orchestrator's stage."""
+        return self._compute(batch, self._gain(batch), x_TD)
+
+    def _gain(self, batch: StageBatch) -> Int32:
+        """Tables of a batch's sequences, with what they gain."""
         tables, base = self._tables, self._base
         if batch.released:
             tables.forget(batch.released)
@@ -73,11 +91,11 @@ class Stage:
         for sequence, first, count in zip(batch.sequences, batch.first_positions, batch.block_counts, strict=True):
             tables.put(sequence, blocks_for(first, block_size), [base + block for block in batch.blocks[at : at + count]])
             at += count
-        tables_SB = tables.of(batch.sequences)
+        return tables.of(batch.sequences)
+
+    def _compute(self, batch: StageBatch, tables_SB: Int32, x_TD: Any) -> Any:
         plan = row_plan(batch.row_counts, batch.first_positions, batch.paths, tables_SB)
-        out_TD = self._runner.run_layers(x_TD, plan, self._layers)
-        self._note_written(batch, tables_SB)
-        return out_TD
+        return self._runner.run_layers(x_TD, plan, self._layers)
 
     def _note_written(self, batch: StageBatch, tables_SB: Int32) -> None:
         block_size, reach = self._runner.block_size, self._reach

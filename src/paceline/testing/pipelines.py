@@ -17,6 +17,7 @@ from paceline.core.errors import PacelineError, ShardUnavailable, StreamClosed, 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import LayerRunner, WireBits
+from paceline.parallel.links import Rehearse
 from paceline.parallel.route import Fault, RouteStage
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch
@@ -31,6 +32,10 @@ class MemoryPipe:
     def __init__(self) -> None:
         self._items: queue.Queue[Item | None] = queue.Queue()
         self._closed = False
+        self._last: Item | None = None
+
+    def prepare(self, batch: StageBatch, width: int) -> None:
+        """There is nothing to prepare."""
 
     def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
         del deadline
@@ -38,13 +43,16 @@ class MemoryPipe:
             raise StreamClosed("the pipe is closed")
         self._items.put((batch, np.array(x_TD)))
 
-    def receive(self, deadline: float) -> Item:
+    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> Item:
+        if self._last is not None and rehearse is not None:
+            rehearse(self._last[0], np.zeros_like(self._last[1]))
         try:
             item = self._items.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise StreamStalled("nothing came") from None
         if item is None or self._closed:
             raise StreamClosed("the pipe is closed")
+        self._last = item
         return item
 
     def close(self) -> None:
@@ -102,9 +110,14 @@ class MemoryRoute:
             machine.runner, layers, base_block=0, n_blocks=machine.n_blocks, max_rows=1024, max_context=1 << 20, width=machine.width
         )
         source, sink = self._pipes[place], self._pipes[place + 1]
+
+        def rehearse(batch: StageBatch, x_TD: WireBits) -> None:
+            with machine.lock:
+                stage.rehearse(batch, x_TD)
+
         while True:
             try:
-                batch, x_TD = source.receive(time.monotonic() + 3600)
+                batch, x_TD = source.receive(time.monotonic() + 3600, rehearse)
                 if machine.dies_at is not None:
                     machine.dies_at -= 1
                     machine.alive = machine.dies_at > 0

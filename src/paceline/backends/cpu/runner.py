@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import step
-from paceline.backends.cpu.aligned import aligned
+from paceline.backends.cpu.aligned import CACHE_LINE, aligned
 from paceline.backends.cpu.attention import BLOCK
 from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.gemm import INT4
@@ -23,6 +23,9 @@ from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.rope import rope_tables
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.local import Int32, RowPlan
+
+NEAR_BYTES = 512 << 10
+"""Of the weights, read by a thread that waits: half of a second-level cache."""
 
 Bf16 = npt.NDArray[np.uint16]
 
@@ -64,6 +67,7 @@ class CpuRunner:
         self._max_context = min(spec.max_context, n_blocks * BLOCK)
         self._max_blocks = math.ceil(self._max_context / BLOCK)
         self._max_rows = max_rows
+        self._weights = model.arrays[0].view(np.uint8)
         self._logits = np.empty((0, model.padded_vocab), np.float32)
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(step.N_BATCH, np.int64)
@@ -150,15 +154,41 @@ class CpuRunner:
         return out
 
     def run_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange | None = None) -> Bf16:
-        arrays, batch, rows = self._arrays, self._batch, len(x_TD)
+        rows = len(x_TD)
         part = self.layers if part is None else part
         if part.start < self.layers.start or part.stop > self.layers.stop:
             raise ValueError(f"layers {part}; this runner holds {self.layers}")
         if rows > self._max_rows:
             raise ValueError(f"a batch of {rows} rows; this runner takes {self._max_rows}")
-        n_sequences, width = plan.tables_SB.shape
-        if n_sequences == 0 or not part:
+        if len(plan.tables_SB) == 0 or not part:
             return x_TD
+        self._describe(x_TD, plan, part.start, part.stop)
+        self._team.run_layers()
+        return self._arrays.x_bf16[:rows]
+
+    def rehearse_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange) -> None:
+        # A step of no layers: all that is touched is written anew by the next.
+        self._describe(x_TD, plan, part.start, part.start)
+        self._team.run_layers()
+        self._bring_near(self._model.addresses[part.start - self.layers.start, step.QKV])
+
+    def rehearse_logits(self, x_TD: Bf16, rows_R: Int32) -> None:
+        # Of no rows, likewise.
+        self._arrays.x_bf16[: len(x_TD)] = x_TD
+        self._arrays.head_rows[: len(rows_R)] = rows_R
+        self._batch[step.LOGIT_ROWS] = 0
+        self._team.run_head()
+        self._bring_near(self._edges[step.HEAD])
+
+    def _bring_near(self, address: np.int64) -> None:
+        """Read the first weights of what comes next, as far as the second-level cache holds them."""
+        start = int(address) - self._weights.ctypes.data
+        self._weights[start : start + NEAR_BYTES : CACHE_LINE].max()
+
+    def _describe(self, x_TD: Bf16, plan: RowPlan, first_layer: int, stop_layer: int) -> None:
+        """Put a batch where the kernels read it."""
+        arrays, batch, rows = self._arrays, self._batch, len(x_TD)
+        n_sequences, width = plan.tables_SB.shape
         arrays.tables[:n_sequences, :width] = plan.tables_SB
         tiles = 0
         if rows == n_sequences:
@@ -179,9 +209,7 @@ class CpuRunner:
                 tiles += len(starts)
         arrays.x_bf16[:rows] = x_TD
         batch[step.ROWS], batch[step.N_TILES], batch[step.TABLE_STRIDE] = rows, tiles, arrays.tables.strides[0]
-        batch[step.FIRST_LAYER], batch[step.STOP_LAYER] = part.start - self.layers.start, part.stop - self.layers.start
-        self._team.run_layers()
-        return arrays.x_bf16[:rows]
+        batch[step.FIRST_LAYER], batch[step.STOP_LAYER] = first_layer - self.layers.start, stop_layer - self.layers.start
 
     def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
         arrays, n = self._arrays, len(rows_R)

@@ -85,6 +85,12 @@ class CudaRunner:
             return np.zeros((0, self._model.spec.vocab), np.float32)
         return edges.head(edges.norm(x_TD[self._index(rows_R)]), Path.PROMPT).float().cpu().numpy()
 
+    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
+        """Nothing: a GPU keeps its own caches."""
+
+    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
+        """Nothing, likewise."""
+
     def close(self) -> None:
         """Free weights, KV and graphs. Idempotent."""
         spec = self._model.spec

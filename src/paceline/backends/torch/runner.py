@@ -115,6 +115,12 @@ class TorchRunner:
     def from_wire(self, x_TD: WireBits) -> Tensor:
         return from_bits(x_TD)
 
+    def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
+        """Nothing: torch's own time is longer by far."""
+
+    def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
+        """Nothing, likewise."""
+
     def close(self) -> None:
         """Free weights and KV. Idempotent."""
         self._model = Model(self._model.spec, LayerRange(0, 0), (), None, self._model.one_path)

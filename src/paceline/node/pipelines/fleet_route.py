@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 
 from paceline.engine.local import WireBits
 from paceline.node.shards.ends import Incoming
-from paceline.parallel.links import ActivationSink, ActivationSource
+from paceline.parallel.links import ActivationSink, ActivationSource, Rehearse
 from paceline.parallel.route import Fault, RouteStage
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.shard_client import RemoteStage, StageLoss
@@ -106,9 +106,9 @@ class _Acknowledging:
     def __init__(self, incoming: Incoming) -> None:
         self._incoming = incoming
 
-    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
+    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
         self._incoming.acknowledge()
-        return self._incoming.receive(deadline)
+        return self._incoming.receive(deadline, rehearse)
 
     def close(self) -> None:
         self._incoming.close()

@@ -48,6 +48,7 @@ class RunsBatches(Protocol):
     """`parallel.stage.Stage`."""
 
     def run(self, batch: StageBatch, x_TD: WireBits) -> WireBits: ...
+    def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,10 @@ class Session:
             self._received += 1
             echoes.came(batch.batch_id, x_TD)
             try:
+                sink.prepare(batch, x_TD.shape[1])
+            except FleetError as error:
+                raise _Ended(_meaning(error, "The output"), to) from error
+            try:
                 with self.place.turns.take(limits.turn_s):
                     began = now()
                     out_TD = stage.run(batch, x_TD).copy()  # the runner's buffer is another session's next
@@ -255,7 +260,7 @@ class Session:
         now = self._clock.monotonic
         try:
             try:
-                return source.receive(now() + IDLE_S)
+                return source.receive(now() + IDLE_S, self._rehearse)
             except StreamIdle:
                 return None
             except StreamStalled:
@@ -263,6 +268,12 @@ class Session:
                 return source.receive(now() + self._limits.stall_s)
         except FleetError as error:
             raise _Ended(_meaning(error, "The input"), source.peer) from error
+
+    def _rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
+        """While nothing comes, and nobody else computes here."""
+        with self.place.turns.take_free() as mine:
+            if mine:
+                self.place.stage.rehearse(batch, x_TD)
 
     def _close_ends(self) -> None:
         with self._lock:

@@ -38,6 +38,18 @@ class Turns:
         finally:
             self._pass_on()
 
+    @contextmanager
+    def take_free(self) -> Generator[bool]:
+        """Have the turn for as long as the block runs, if nobody has it now. Says whether."""
+        with self._lock:
+            mine = not self._taken
+            self._taken = True
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._pass_on()
+
     def _wait(self, bound_s: float) -> None:
         with self._lock:
             if not self._taken:

@@ -13,10 +13,11 @@ import numpy.typing as npt
 from paceline.core.errors import StreamCorrupt
 from paceline.core.ids import NodeId
 from paceline.engine.local import WireBits
+from paceline.parallel.links import Rehearse
 from paceline.parallel.sessions import ActivationDtype
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batch_codec import read_batch, write_batch
-from paceline.transport.tensor.incoming import Array
+from paceline.transport.tensor.incoming import Array, Message
 from paceline.transport.tensor.streams import TensorReceiver, TensorSender
 
 WIRE: Final[dict[ActivationDtype, np.dtype[np.generic]]] = {
@@ -64,9 +65,17 @@ class StreamSink:
     def __init__(self, sender: TensorSender, dtype: ActivationDtype = ActivationDtype.BF16) -> None:
         self._sender = sender
         self._dtype = dtype
+        self._prepared: StageBatch | None = None
+
+    def prepare(self, batch: StageBatch, width: int) -> None:
+        self._sender.prepare(write_batch(batch), WIRE[self._dtype], (batch.n_rows, width))
+        self._prepared = batch
 
     def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
-        self._sender.send(write_batch(batch), written(x_TD, self._dtype), deadline)
+        array = written(x_TD, self._dtype)
+        if batch is not self._prepared or not self._sender.send_prepared(array, deadline):
+            self._sender.send(write_batch(batch), array, deadline)
+        self._prepared = None
 
     def close(self) -> None:
         self._sender.close()
@@ -94,8 +103,11 @@ class StreamSource:
         """Who sends."""
         return self._receiver.peer
 
-    def receive(self, deadline: float) -> tuple[StageBatch, WireBits]:
-        message = self._receiver.receive(deadline)
+    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
+        again = None if rehearse is None else lambda message: rehearse(*self._batch(message))
+        return self._batch(self._receiver.receive(deadline, again))
+
+    def _batch(self, message: Message) -> tuple[StageBatch, WireBits]:
         x_TD = message.array
         if x_TD.dtype != WIRE[self._dtype] or x_TD.ndim != 2 or (self._width is not None and x_TD.shape[1] != self._width):
             raise self._receiver.refuse(StreamCorrupt(f"{self._receiver.peer} sent {x_TD.dtype} of shape {x_TD.shape} as activations"))

@@ -38,6 +38,7 @@ SEQ = Struct("!I")
 SHAPES = tuple(Struct(f"!{n}I") for n in range(MAX_DIMENSIONS + 1))
 _TENSOR_START = tuple(Struct(f"!BIIIQBB{n}I") for n in range(MAX_DIMENSIONS + 1))
 _CHUNK_START = Struct("!BII")
+MAX_START_BYTES = max(start.size for start in _TENSOR_START)
 
 
 class Kind(IntEnum):

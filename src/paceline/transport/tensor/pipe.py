@@ -1,20 +1,24 @@
 """A TLS socket with deadlines. One thread reads and writes it, inside `with`; any thread may close it, which wakes that one.
 
-Timeouts are the kernel's and Python's business: they are set only where the one in force is off by more than a tenth, so that a message
-costs no system call beyond its own.
+The socket never blocks: a read or a write is tried, and only what can't be done yet is waited for, so that a message costs no system call
+beyond its own.
 
 A thread that sleeps until something comes wakes late, on a core that has gone cold. So a reader may look for a while first, which halves
 the way of a small message and more; but only on a core that nobody else wants: who is interrupted at it does without for a second.
+Meanwhile it may rehearse what it will do with what comes, at first soon again, then less and less often: what is in the core's own caches stays
+there, and who comes during a rehearsal waits for its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 
 from paceline.core.errors import StreamClosed, StreamStalled
 from paceline.core.ids import NodeId
@@ -28,6 +32,9 @@ NOTICEABLE_S = 200e-6
 """Of shorter waits one can't tell whether they were interrupted."""
 NOT_WANTED_S = 1.0
 """How long nobody looks where somebody else wanted the core."""
+
+FIRST_PAUSE_S = 100e-6
+"""Between the first two rehearsals; each pause is twice the one before."""
 
 _OPTIONS = (
     # Linux
@@ -57,25 +64,34 @@ def cut(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
+_NOT_YET = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
+
+
+def _ready(sock: socket.socket, seconds: float, *, writing: bool) -> bool:
+    """Whether a socket gets ready within so long. A system without `poll` has `select` for any number of sockets."""
+    if not hasattr(select, "poll"):
+        return any(select.select(() if writing else (sock,), (sock,) if writing else (), (), seconds))
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT if writing else select.POLLIN)
+    return bool(poll.poll(math.ceil(1000 * seconds)))
+
+
 class Pipe:
     """One connection, its handshake done.
 
     Args:
-        sock: with a timeout or none; this sets its own.
+        sock: becomes non-blocking.
         peer: who is at the far end.
     """
 
     def __init__(self, sock: ssl.SSLSocket, peer: NodeId) -> None:
         self.peer = peer
+        sock.setblocking(False)
         self._sock = sock
-        self._patience = -1.0
         self._using = threading.Lock()
         self.look_s = 0.0
         """How long a reader looks before it sleeps."""
         self._looks_from = 0.0
-        self._poll = select.poll() if hasattr(select, "poll") else None
-        if self._poll is not None:
-            self._poll.register(sock, select.POLLIN)
         self._closed = False
 
     @property
@@ -97,61 +113,42 @@ class Pipe:
 
         Args:
             data: what to send.
-            deadline: None: as patient as the last wait was.
+            deadline: None: soon.
 
         Raises:
             StreamStalled: the other side takes nothing, or too little.
             StreamClosed: it went away.
         """
+        at, n = self._write(data), len(data)
+        if at == n:
+            return
         if deadline is None:
-            deadline = time.perf_counter() + (self._patience if self._patience > 0 else CLOSE_WAIT_S)
-        self._wait_until(deadline)
-        sock = self._sock
-        try:
-            at = sock.send(data)
-            if at < len(data):
-                view = memoryview(data)
-                while at < len(view):
-                    # What was taken of it so far is one record, so this looks at the clock every 16 KB.
-                    self._wait_until(deadline)
-                    at += sock.send(view[at:])
-        except TimeoutError as error:
-            raise self._stalled("takes nothing") from error
-        except (OSError, ValueError) as error:
-            raise self._gone(error) from error
+            deadline = time.perf_counter() + CLOSE_WAIT_S
+        view = memoryview(data)
+        while at < n:
+            # What was taken of it so far is some records, so this looks at the clock every 16 KB.
+            sent = self._write(view[at:])
+            at += sent
+            if at < n and (not sent or time.perf_counter() >= deadline):
+                self._wait(deadline, "takes nothing", writing=True)
 
-    def receive(self, into: memoryview, deadline: float) -> int:
+    def receive(self, into: memoryview, deadline: float, rehearse: Callable[[], None] | None = None) -> int:
         """At least a byte; as many as there are, up to a record.
+
+        Args:
+            into: where they go.
+            deadline: on the monotonic clock.
+            rehearse: called while this looks. Takes some tens of microseconds, and changes nothing.
 
         Raises:
             StreamStalled: nothing came.
             StreamClosed: the other side went away.
         """
-        self._wait_until(deadline)
-        try:
-            if self.look_s and not self._sock.pending():
-                self._look(deadline)
-            n = self._sock.recv_into(into)
-        except TimeoutError as error:
-            raise self._stalled("sends nothing") from error
-        except (OSError, ValueError) as error:
-            raise self._gone(error) from error
-        if not n:
-            raise self._gone()
+        n = self._look(into, deadline, rehearse) if self.look_s else self.receive_now(into)
+        while not n:
+            self._wait(deadline, "sends nothing", writing=False)
+            n = self.receive_now(into)
         return n
-
-    def _look(self, deadline: float) -> None:
-        """Until something comes, for a while, if the core is this thread's."""
-        began = time.perf_counter()
-        if self._poll is None or began < self._looks_from:
-            return
-        until, computed = min(began + self.look_s, deadline), time.thread_time()
-        now = began
-        while not self._poll.poll(0) and now < until:
-            now = time.perf_counter()
-        took = time.perf_counter() - began
-        if took > NOTICEABLE_S and time.thread_time() - computed < 0.7 * took:
-            self._looks_from = began + took + NOT_WANTED_S
 
     def receive_now(self, into: memoryview) -> int:
         """What is there; 0: nothing.
@@ -159,10 +156,9 @@ class Pipe:
         Raises:
             StreamClosed: the other side went away.
         """
-        self._set(0.0)
         try:
             n = self._sock.recv_into(into)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+        except _NOT_YET:
             return 0
         except (OSError, ValueError) as error:
             raise self._gone(error) from error
@@ -170,11 +166,36 @@ class Pipe:
             raise self._gone()
         return n
 
-    def send_now(self, data: bytes) -> None:
-        """Some last words, if they can be sent without waiting."""
-        with contextlib.suppress(OSError, ValueError):
-            self._set(0.0)
-            self._sock.send(data)
+    def _look(self, into: memoryview, deadline: float, rehearse: Callable[[], None] | None) -> int:
+        """Read until something comes, for a while, if the core is this thread's."""
+        n, now = self.receive_now(into), time.perf_counter()
+        if n or now < self._looks_from:
+            return n
+        began, computed, pause, again = now, time.thread_time(), FIRST_PAUSE_S, now
+        until = min(began + self.look_s, deadline)
+        while not n and now < until:
+            if rehearse is not None and now >= again:
+                rehearse()
+                again, pause = time.perf_counter() + pause, 2 * pause
+            n, now = self.receive_now(into), time.perf_counter()
+        took = now - began
+        if took > NOTICEABLE_S and time.thread_time() - computed < 0.7 * took:
+            self._looks_from = now + NOT_WANTED_S
+        return n
+
+    def _write(self, data: memoryview | bytes) -> int:
+        try:
+            return self._sock.send(data)
+        except _NOT_YET:
+            return 0
+        except (OSError, ValueError) as error:
+            raise self._gone(error) from error
+
+    def _wait(self, deadline: float, what: str, *, writing: bool) -> None:
+        """Until more can be sent, or there may be something to read."""
+        remaining = deadline - time.perf_counter()
+        if remaining <= 0 or not _ready(self._sock, remaining, writing=writing):
+            raise StreamStalled(f"{self.peer} {what} on a tensor stream")
 
     def close(self, last_words: bytes = b"") -> None:
         """Idempotent, from any thread.
@@ -187,26 +208,12 @@ class Pipe:
         free = self._using.acquire(blocking=False)
         self._closed = True
         if free and last_words:
-            self.send_now(last_words)
+            with contextlib.suppress(StreamClosed):
+                self._write(last_words)
         cut(self._sock)
         if free or self._using.acquire(timeout=CLOSE_WAIT_S):
             self._sock.close()
             self._using.release()
-
-    def _wait_until(self, deadline: float) -> None:
-        remaining = deadline - time.perf_counter()
-        if abs(remaining - self._patience) > 0.1 * remaining:
-            if remaining <= 0:
-                raise self._stalled("has no time left")
-            self._set(remaining)
-
-    def _set(self, patience_s: float) -> None:
-        if patience_s != self._patience:
-            self._sock.settimeout(patience_s)
-            self._patience = patience_s
-
-    def _stalled(self, what: str) -> StreamStalled:
-        return StreamStalled(f"{self.peer} {what} on a tensor stream")
 
     def _gone(self, error: Exception | None = None) -> StreamClosed:
         if self._closed:

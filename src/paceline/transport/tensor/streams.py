@@ -7,6 +7,7 @@ passed on; the sender looks for them when half the window is used, and waits for
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from paceline.transport.tensor.frames import (
     MAX_CHUNK_BYTES,
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
+    MAX_START_BYTES,
     MAX_TENSOR_BYTES,
     WINDOW,
     CloseCode,
@@ -31,6 +33,7 @@ from paceline.transport.tensor.frames import (
 )
 from paceline.transport.tensor.incoming import FROM_RECEIVER, Array, Closed, Incoming, Message
 from paceline.transport.tensor.pipe import Pipe
+from paceline.transport.tensor.rehearsal import Rehearsal
 
 HALF = WINDOW // 2
 JOINED_BYTES = 48 << 10
@@ -75,6 +78,9 @@ class TensorSender(_End):
         conversation = Conversation()
         super().__init__(pipe, conversation, Incoming(conversation, FROM_RECEIVER, 4096), on_close)
         self._joined = bytearray(JOINED_BYTES)
+        self._ready_for: tuple[np.dtype[np.generic], tuple[int, ...]] | None = None
+        """Of what tensor the start lies in `_joined`."""
+        self._ready_bytes = 0
 
     def greet(self, ticket: bytes, deadline: float) -> None:
         """Say which ticket this is, and wait until it is taken.
@@ -90,6 +96,45 @@ class TensorSender(_End):
         except TensorStreamError as error:
             self._fail(error)
             raise
+
+    def prepare(self, header: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
+        """Write what comes before a tensor, so that `send_prepared` has only its data to add. Does nothing where the tensor is not small, and
+        where it would have to wait.
+
+        Raises:
+            TensorStreamError: the stream is broken.
+        """
+        self._ready_for = None
+        code, total = CODES.get(dtype), prod(shape) * dtype.itemsize
+        if code is None or len(shape) > MAX_DIMENSIONS or len(header) + total + MAX_START_BYTES > JOINED_BYTES:
+            return
+        if self._conversation.unacknowledged >= HALF:
+            try:
+                with self._pipe:
+                    while self._hear_now():
+                        pass
+            except TensorStreamError as error:
+                raise self._broken(error) from error
+            if self._conversation.unacknowledged >= WINDOW:
+                return
+        start = tensor_start(self._conversation.next_seq, len(header), total, code, shape, total) + header
+        self._joined[: len(start)] = start
+        self._ready_for, self._ready_bytes = (dtype, shape), len(start)
+
+    def send_prepared(self, array: Array, deadline: float) -> bool:
+        """Send the tensor that was prepared. False: none like this was. Raises as `send` does."""
+        if (array.dtype, array.shape) != self._ready_for:
+            return False
+        self._ready_for = None
+        at, total = self._ready_bytes, array.nbytes
+        self._joined[at : at + total] = array.tobytes()
+        try:
+            with self._pipe:
+                self._pipe.send(memoryview(self._joined)[: at + total], deadline)
+                self._conversation.tensor(self._conversation.next_seq, total, total)
+        except TensorStreamError as error:
+            raise self._broken(error) from error
+        return True
 
     def send(self, header: bytes, array: Array, deadline: float) -> None:
         """A tensor, and what is to be known of it. Returns once the system has it; `array` may be reused then.
@@ -113,6 +158,7 @@ class TensorSender(_End):
             raise TensorTooLarge(
                 f"A tensor of {total} bytes with a header of {n_header}; {MAX_TENSOR_BYTES} and {MAX_HEADER_BYTES} are taken"
             )
+        self._ready_for = None
         data = (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B") if total else memoryview(b"")
         conversation = self._conversation
         try:
@@ -128,9 +174,7 @@ class TensorSender(_End):
                     self._put(chunk_start(seq, n), data[at : at + n], deadline)
                     at += n
         except TensorStreamError as error:
-            told = self._told(error)
-            self._fail(told)
-            raise told from error
+            raise self._broken(error) from error
 
     def _put(self, start: bytes, data: memoryview, deadline: float) -> None:
         """A frame: its start and its data, in one write where that is cheap."""
@@ -172,6 +216,12 @@ class TensorSender(_End):
             raise error_of(event.code, event.message, self.peer)
         return event is not None
 
+    def _broken(self, error: TensorStreamError) -> TensorStreamError:
+        """Close, for an error or for what the other side gave as its reason, which is returned."""
+        told = self._told(error)
+        self._fail(told)
+        return told
+
     def _told(self, error: TensorStreamError) -> TensorStreamError:
         """What the other side gave as its reason, where a write failed; else the error itself."""
         if self.closed or self._conversation.over:
@@ -188,11 +238,16 @@ class TensorSender(_End):
 class TensorReceiver(_End):
     """Receives tensors. The listener makes it, from a connection that has been greeted."""
 
-    def receive(self, deadline: float) -> Message:
+    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
+        super().__init__(pipe, conversation, incoming, on_close)
+        self._rehearsal = Rehearsal()
+
+    def receive(self, deadline: float, rehearse: Callable[[Message], None] | None = None) -> Message:
         """The next tensor. Its array is good until the next call.
 
         Args:
             deadline: on the monotonic clock.
+            rehearse: called now and then while this looks, with a message like the last one, of zeros.
 
         Raises:
             StreamIdle: none has begun to come.
@@ -201,7 +256,7 @@ class TensorReceiver(_End):
         """
         try:
             with self._pipe:
-                event = self._next(deadline)
+                event = self._next(deadline, self._rehearsing(rehearse) if rehearse else None)
         except StreamStalled as error:
             if self._incoming.empty and self._conversation.between:
                 raise StreamIdle(error.message) from error
@@ -213,6 +268,7 @@ class TensorReceiver(_End):
             error = error_of(event.code, event.message, self.peer)
             self._fail(error)
             raise error
+        self._rehearsal.came(event)
         return event
 
     def look(self, seconds: float) -> None:
@@ -238,7 +294,17 @@ class TensorReceiver(_End):
                 self._fail(error)
                 raise
 
-    def _next(self, deadline: float) -> Message | Closed:
+    def _rehearsing(self, rehearse: Callable[[Message], None]) -> Callable[[], None]:
+        """Read a message like the last one, and do with it what is done with the next."""
+
+        def again() -> None:
+            message = self._rehearsal.again()
+            if message is not None:
+                rehearse(message)
+
+        return again
+
+    def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> Message | Closed:
         incoming, pipe, conversation = self._incoming, self._pipe, self._conversation
         if conversation.unacknowledged > HALF + HALF // 2:
             # Nobody acknowledges; but asking for more says as much.
@@ -246,7 +312,7 @@ class TensorReceiver(_End):
         while True:
             event = incoming.next()
             if event is None:
-                incoming.filled(pipe.receive(incoming.space(), deadline))
+                incoming.filled(pipe.receive(incoming.space(), deadline, rehearse))
             elif isinstance(event, Message | Closed):
                 return event
             elif conversation.unacknowledged >= HALF:

@@ -91,6 +91,12 @@ class CountingRunner:
     def logits(self, x_TD: Bits, rows_R: Int32) -> npt.NDArray[np.float32]:
         raise AssertionError("a stage holds no head")
 
+    def rehearse_layers(self, x_TD: Bits, plan: RowPlan, part: LayerRange) -> None:
+        assert not self.closed, "a shard is freed while it rehearses"
+
+    def rehearse_logits(self, x_TD: Bits, rows_R: Int32) -> None:
+        raise AssertionError("a stage holds no head")
+
     def close(self) -> None:
         self.closed = True
 
