@@ -65,6 +65,12 @@ def up(
         int | None, typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.")
     ] = None,
     throughput: Annotated[bool, typer.Option("--throughput", help="Plan a pipeline for many answers at once, not for one.")] = False,
+    propose: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--propose", metavar="MODEL", help="Draft with it for the fleet's machines. jacobi:MODEL: whole blocks. May be repeated."
+        ),
+    ] = None,
     local_nodes: Annotated[
         int, typer.Option("--local-nodes", min=1, max=16, help="Try it: a fleet of so many nodes on this machine, with a pipeline.")
     ] = 1,
@@ -76,7 +82,7 @@ def up(
     settings = None if no_model else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running, draft=draft)
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
-        *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, local_nodes, tied),
+        *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
     )
     run_shared(settings, sharing, host=host, port=port, api_key=api_key, greet=greet)
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 from paceline.core.errors import ConfigError
@@ -28,6 +29,7 @@ class Sharing:
     pins: tuple[str, ...]
     own_layers: int | None
     throughput: bool
+    propose: tuple[str, ...]
     local_nodes: int
     tied: bool
 
@@ -87,7 +89,8 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     configured = read_pipeline_settings(Home.from_environment())
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:
-        run_up(settings, host=host, port=port, api_key=api_key, greet=greet)
+        _check_alone(settings, sharing.propose)
+        run_up(settings, host=host, port=port, api_key=api_key, greet=greet, propose=sharing.propose)
     from paceline.fleet.plan import Objective
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.planning import parse_pin
@@ -101,7 +104,24 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     in_need = order if pipelines.enabled else None
     order = order if asked else None
     hosting = hosting_of(pipelines, None if settings is None else settings.threads)
-    run_up(settings, host=host, port=port, api_key=api_key, greet=greet, fleet=fleet, order=order, in_need=in_need, hosting=hosting)
+    shared = partial(run_up, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose)
+    shared(settings, host=host, port=port, api_key=api_key, greet=greet)
+
+
+def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
+    """In no fleet, this machine has the drafts that it makes itself, and nobody else does."""
+    from paceline.engine.drafts import DRAFTS
+
+    draft = None if settings is None else settings.draft
+    if draft is not None and draft not in (*DRAFTS, *propose):
+        raise ConfigError(
+            f"Nobody drafts with {draft}: this machine is in no fleet",
+            f"Draft here with --propose {draft}, or make it part of a fleet: paceline init, paceline join.",
+        )
+    if propose and draft not in propose:
+        raise ConfigError(
+            f"Nobody would have drafts of {propose[0]}: this machine is in no fleet", f"Have them here with --draft {propose[0]}."
+        )
 
 
 def _stop_at_eof() -> None:

@@ -14,7 +14,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,8 +32,10 @@ from paceline.server.settings import ServerSettings, check_bind
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from prometheus_client.registry import Collector
 
     from paceline.node.build import BuiltNode
+    from paceline.node.drafts.proposing import LoadedProposer
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.serving import FleetServing
     from paceline.node.shards.serving import Hosting
@@ -55,6 +57,7 @@ def run_up(
     order: PipelineOrder | None = None,
     in_need: PipelineOrder | None = None,
     hosting: Hosting | None = None,
+    propose: Sequence[str] = (),
 ) -> NoReturn:
     """Serve until interrupted: this machine alone, or, where it is a member of a fleet, as one node of it.
 
@@ -68,6 +71,7 @@ def run_up(
         order: how the model is spread over the fleet; None: this machine runs it alone.
         in_need: the same, where this machine can't run it alone; None: it is an error then.
         hosting: how layers are run for others; None: they are not.
+        propose: models to draft with.
 
     Raises:
         UserError: an address, a model or a setting that can't be used.
@@ -88,6 +92,7 @@ def run_up(
     if settings is not None and order is None:
         node = load_alone(settings, console, or_spread=in_need is not None)
         order = in_need if node is None else None
+    proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in propose]
     try:
 
         async def main() -> None:
@@ -99,8 +104,10 @@ def run_up(
                 if fleet is None:
                     assert node is not None, "without a fleet there is a model"
                     app = create_app(node.host, served)
+                    if proposers:
+                        service_of(app).metrics.add(await stack.enter_async_context(_alone(node, proposers)))
                 else:
-                    whole = await stack.enter_async_context(_in_fleet(node, fleet, stop, console, hosting))
+                    whole = await stack.enter_async_context(_in_fleet(node, fleet, stop, console, hosting, proposers))
                     if order is not None and settings is not None:
                         node = await _spread(whole, settings, order, stop, console)
                         if node is None:
@@ -141,15 +148,28 @@ def _check_fleet(settings: FleetSettings) -> None:
 
 @asynccontextmanager
 async def _in_fleet(
-    node: BuiltNode | None, settings: FleetSettings, stop: asyncio.Event, console: Console, hosting: Hosting | None
+    node: BuiltNode | None,
+    settings: FleetSettings,
+    stop: asyncio.Event,
+    console: Console,
+    hosting: Hosting | None,
+    proposers: Sequence[LoadedProposer],
 ) -> AsyncGenerator[FleetServing]:
     from paceline.core.clock import SystemClock
     from paceline.node.serving import serving
     from paceline.store.home import Home
 
-    async with serving(node, settings, Home.from_environment(), SystemClock(), stop, hosting) as whole:
+    async with serving(node, settings, Home.from_environment(), SystemClock(), stop, hosting, proposers) as whole:
         console.print(f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}", markup=False, soft_wrap=True)
         yield whole
+
+
+@asynccontextmanager
+async def _alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[Collector]:
+    from paceline.node.drafts.service import drafting_alone
+
+    async with drafting_alone(node, proposers) as metrics:
+        yield metrics
 
 
 async def _spread(
@@ -218,6 +238,23 @@ def note_compiling(console: Console) -> None:
 
     if must_compile():
         console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)
+
+
+def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedProposer:
+    """`load`, of a model to draft with."""
+    from paceline.core.clock import SystemClock
+    from paceline.node.drafts.proposing import JACOBI, load_proposer
+
+    ensure(name.removeprefix(JACOBI), console)
+    began_s = time.perf_counter()
+    if not console.is_terminal:
+        console.print(f"Loading {name} to draft with", markup=False, soft_wrap=True)
+    with interrupts_end_now(EXIT_INTERRUPTED), byte_bar(console, f"Loading {name} to draft with", "Preparing kernels") as progress:
+        note_compiling(console)
+        proposer = load_proposer(name, threads, progress, SystemClock())
+    rate = proposer.offer.tokens_per_second
+    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {name} drafts {rate:g} tokens/s", markup=False, soft_wrap=True)
+    return proposer
 
 
 def _on_signals(stop: asyncio.Event, console: Console) -> None:

@@ -16,6 +16,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.node import accelerator
+from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.settings import NodeSettings
@@ -40,6 +41,8 @@ class BuiltEngine:
     notes: tuple[str, ...]
     setup: Setup
     runner: LayerRunner[Any]
+    drafts: NodeDrafts | None
+    """Made elsewhere; None: this engine drafts by itself or not at all."""
 
     @property
     def summary(self) -> str:
@@ -65,19 +68,24 @@ class BuiltNode:
     """What the node's card says of it; None on a machine in no fleet."""
     location: ModelLocation | None = None
     """Where all of the model lies, so that members can have it."""
+    drafts: NodeDrafts | None = None
+    """For whoever runs the node to attach."""
 
     def close(self) -> bool:
         """Stop; see `EngineHost.close`."""
         return self.host.close()
 
 
-def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None) -> BuiltEngine:
+def build_engine(
+    settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None, drafts: NodeDrafts | None = None
+) -> BuiltEngine:
     """Load a model and make an engine of it.
 
     Args:
         settings: what the person asked for.
         progress: called with (bytes read, bytes to read).
         clock: default: the machine's.
+        drafts: made elsewhere; None: none are.
 
     Raises:
         UserError: something asked for can't be had.
@@ -98,8 +106,9 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         notes.append(
             f"{setup.kernels} gives other bytes for other batches here: an answer may depend on what runs beside it, so nothing is drafted"
         )
+        drafts = None
     return BuiltEngine(
-        engine=Engine(executor, setup.opened.tokenizer, config, clock, drafting=setup.drafting(runner)),
+        engine=Engine(executor, setup.opened.tokenizer, config, clock, drafting=setup.drafting(runner, drafts)),
         executor=executor,
         model=setup.served(runner, kv, clock),
         config=config,
@@ -107,6 +116,7 @@ def build_engine(settings: NodeSettings, progress: LoadProgress | None = None, c
         notes=tuple(notes),
         setup=setup,
         runner=runner,
+        drafts=drafts,
     )
 
 
@@ -117,11 +127,12 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
         UserError: something asked for can't be had.
     """
     clock = clock or SystemClock()
-    built = build_engine(settings, progress, clock)
     home = Home.from_environment()
-    warm = introduced(built, home, clock) if FleetFolder(home.fleet).is_member else None
+    in_fleet = FleetFolder(home.fleet).is_member
+    built = build_engine(settings, progress, clock, NodeDrafts(settings.draft, clock, in_fleet=in_fleet))
+    warm = introduced(built, home, clock) if in_fleet else None
     host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
-    return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location)
+    return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.drafts)
 
 
 def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc.aio
@@ -16,7 +16,9 @@ from prometheus_client.registry import Collector
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.node.build import BuiltNode
-from paceline.node.capability import SelfPortrait
+from paceline.node.capability import LOOKUP, SelfPortrait
+from paceline.node.drafts.proposing import LoadedProposer, lookup
+from paceline.node.drafts.service import DraftService
 from paceline.node.fleet import FleetNode
 from paceline.node.fleet_inference import FleetInference
 from paceline.node.fleet_local import LocalModels
@@ -40,10 +42,11 @@ class Portrait:
     Args:
         portrait: looks.
         warm: loaded models.
+        drafts: what this node proposes tokens with.
     """
 
-    def __init__(self, portrait: SelfPortrait, warm: tuple[WarmModel, ...]) -> None:
-        self._portrait, self._warm = portrait, warm
+    def __init__(self, portrait: SelfPortrait, warm: tuple[WarmModel, ...], drafts: tuple[ModelOffer, ...] = (LOOKUP,)) -> None:
+        self._portrait, self._warm, self._drafts = portrait, warm, drafts
 
     def add(self, warm: WarmModel) -> None:
         """A model was loaded; the next look says so."""
@@ -51,7 +54,7 @@ class Portrait:
 
     def look(self) -> bool:
         """Measure."""
-        return self._portrait.look(self._warm)
+        return self._portrait.look(self._warm, self._drafts)
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool:
         """Say from now on which layers are loaded for others."""
@@ -65,7 +68,15 @@ class Portrait:
 class FleetServing:
     """A node of a fleet and its API's `Inference`."""
 
-    def __init__(self, node: BuiltNode | None, settings: FleetSettings, home: Home, clock: Clock, hosting: Hosting | None = None) -> None:
+    def __init__(
+        self,
+        node: BuiltNode | None,
+        settings: FleetSettings,
+        home: Home,
+        clock: Clock,
+        hosting: Hosting | None = None,
+        proposers: Sequence[LoadedProposer] = (),
+    ) -> None:
         """Put together; nothing runs yet. On the event loop.
 
         Args:
@@ -74,14 +85,18 @@ class FleetServing:
             home: with an identity.
             clock: all time.
             hosting: how layers are run for other members; None: they are not.
+            proposers: models to draft with, for others and for this node itself; closed with it.
 
         Raises:
             MembershipError, IdentityError: this machine is in no fleet, or not any more.
         """
         folder = FleetFolder(home.fleet)
         warm = () if node is None or node.warm is None else (node.warm,)
-        portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm)
+        everybody = (lookup(clock), *proposers)
+        offers = tuple(one.offer for one in everybody)
+        portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm, offers)
         self.fleet = FleetNode(settings, folder, portrait, clock)
+        self.drafting = DraftService(self.fleet, everybody)
         loaded = () if node is None else tuple(_loaded(node, model) for model in warm)
         self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home, clock), clock)
@@ -90,7 +105,7 @@ class FleetServing:
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self._pipeline_metrics = PipelineMetrics(self.pipelines, None if self.shards is None else self.shards.meter)
-        self._home = home
+        self._home, self._node = home, node
         self._beside = () if node is None or node.location is None else (node.location,)
         self._ending = threading.Event()
         self._learning: asyncio.Task[None] | None = None
@@ -98,8 +113,8 @@ class FleetServing:
     @property
     def collectors(self) -> tuple[Collector, ...]:
         """What it counts, for the metrics' page."""
-        both = (self.metrics, self._pipeline_metrics)
-        return both if self.shards is None else (*both, self.shards.metrics)
+        always = (self.metrics, self._pipeline_metrics, self.drafting.metrics)
+        return always if self.shards is None else (*always, self.shards.metrics)
 
     async def start(self) -> None:
         """Listen and be seen.
@@ -117,6 +132,8 @@ class FleetServing:
         await self.fleet.start(lambda _: register, lambda _: weights, *shards)
         if self.shards is not None:
             self.shards.start()
+        if self._node is not None:
+            self.drafting.attach(self._node)
         self._learning = asyncio.create_task(self._learn())
 
     async def attach(self, node: BuiltNode) -> None:
@@ -127,6 +144,7 @@ class FleetServing:
         self._local.attach(node.host, _loaded(node, node.warm))
         self.inference.look_again()
         self.fleet.look_again()
+        self.drafting.attach(node)
 
     async def _learn(self) -> None:
         """Only a model whose digest is known can be fetched from here: a new one is announced at once."""
@@ -136,6 +154,7 @@ class FleetServing:
     async def stop(self) -> None:
         """Say goodbye and end. Bounded; idempotent."""
         self._ending.set()
+        await self.drafting.stop()
         await asyncio.gather(self.fleet.stop(), *([] if self.shards is None else [self.shards.stop()]))
         await self.inference.close()
         if self._learning is not None:
@@ -148,14 +167,20 @@ def _loaded(node: BuiltNode, model: WarmModel) -> LoadedModel:
 
 @asynccontextmanager
 async def serving(
-    node: BuiltNode | None, settings: FleetSettings, home: Home, clock: Clock, stop: asyncio.Event, hosting: Hosting | None = None
+    node: BuiltNode | None,
+    settings: FleetSettings,
+    home: Home,
+    clock: Clock,
+    stop: asyncio.Event,
+    hosting: Hosting | None = None,
+    proposers: Sequence[LoadedProposer] = (),
 ) -> AsyncGenerator[FleetServing]:
     """A node of the fleet, for as long as the block runs; it says goodbye as soon as `stop` is set.
 
     Raises:
         UserError: it can't be one.
     """
-    whole = FleetServing(node, settings, home, clock, hosting)
+    whole = FleetServing(node, settings, home, clock, hosting, proposers)
     await whole.start()
 
     async def leave() -> None:

@@ -20,6 +20,7 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.local import LayerRunner
 from paceline.node import accelerator
 from paceline.node.cores import usable_cores
+from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.offers import WarmModel
 from paceline.node.settings import NodeSettings
 from paceline.node.shapes import model_shape, stored_format
@@ -82,9 +83,14 @@ class Setup:
             model_digest=self.digest,
         )
 
-    def drafting(self, runner: LayerRunner[Any]) -> DraftingConfig | None:
-        """How its engine drafts; None where kernels give other bytes for other batches: a draft would change the answer."""
-        return DraftingConfig(self.settings.draft) if runner.holds_identity else None
+    def drafting(self, runner: LayerRunner[Any], drafts: NodeDrafts | None) -> DraftingConfig | None:
+        """How its engine drafts; None where kernels give other bytes for other batches: a draft would change the answer.
+
+        Args:
+            runner: of the model.
+            drafts: made elsewhere; None: none are.
+        """
+        return DraftingConfig(self.settings.draft, {} if drafts is None else drafts.sources) if runner.holds_identity else None
 
     def load(
         self, layers: LayerRange, n_blocks: int, max_rows: int, progress: LoadProgress | None = None, *, edges: bool = True

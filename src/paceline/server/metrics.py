@@ -101,6 +101,15 @@ class MetricsPage(Collector):
         yield CounterMetricFamily("paceline_generated_tokens", "Tokens generated.", value=stats.generated_tokens)
         yield CounterMetricFamily("paceline_preemptions", "Sequences preempted for memory.", value=stats.preemptions)
         yield CounterMetricFamily("paceline_steps", "Engine steps.", value=stats.steps)
+        for name, documentation, counts in (
+            ("paceline_drafted_tokens", "Guessed tokens that were verified, by what guessed them.", stats.drafted_tokens),
+            ("paceline_accepted_draft_tokens", "Those that were right: each is a step saved.", stats.accepted_tokens),
+            ("paceline_draft_blocks", "Drafts that were verified: accepted tokens a draft are its accepted length.", stats.draft_blocks),
+        ):
+            family = CounterMetricFamily(name, documentation, labels=["by"])
+            for by, count in counts.items():
+                family.add_metric([by], count)
+            yield family
         finished = CounterMetricFamily("paceline_sequences_finished", "Sequences ended.", labels=["reason"])
         for reason, count in stats.finished.items():
             finished.add_metric([str(reason)], count)

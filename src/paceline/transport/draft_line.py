@@ -13,13 +13,11 @@ import grpc.aio
 
 from paceline.core.errors import RemoteProposerError
 from paceline.engine.drafts import BlockProposal
+from paceline.transport.draft_blocks import OnBlock
 from paceline.transport.proposer_desk import BlockAsk
 from paceline.transport.rpc_faults import error_of
 from paceline.transport.wire import propose_pb2 as wire
 from paceline.transport.wire.propose_pb2_grpc import ProposerServiceStub
-
-OnBlock = Callable[[int, BlockProposal | None], None]
-"""Told of a session's block; None: the session is lost, and all of it must be said again."""
 
 
 class RemoteLine:
@@ -104,16 +102,3 @@ def failed(error: grpc.aio.AioRpcError, peer: str) -> RemoteProposerError:
     """What a failed call means for whoever wanted drafts."""
     said = error_of(error, peer)
     return RemoteProposerError(said.message, said.hint, status=error.code().name)
-
-
-def check_block(block: BlockProposal, asked: int, vocabulary_size: int, peer: str) -> None:
-    """Whether it is a draft at all; whether it is a good one, the model says.
-
-    Raises:
-        RemoteProposerError: it is longer than was asked for, or has tokens that don't exist.
-    """
-    if len(block.token_ids) > asked:
-        raise RemoteProposerError(f"{peer} drafted {len(block.token_ids)} tokens, and {asked} were asked for", status="DATA_LOSS")
-    unknown = next((token for token in block.token_ids if not 0 <= token < vocabulary_size), None)
-    if unknown is not None:
-        raise RemoteProposerError(f"{peer} drafted token {unknown} of a vocabulary of {vocabulary_size}", status="DATA_LOSS")

@@ -7,6 +7,7 @@ are bounded in number and in tokens: the one used longest ago is forgotten, and 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from paceline.engine.drafts import BlockProposal, Proposer
 from paceline.engine.proposers.session import DraftSession, open_session
+from paceline.engine.proposers.stats import ProposerStats
 
 MAX_BLOCK = 256
 MAX_COMMITTED = 1 << 20
@@ -53,6 +55,7 @@ class _Kept:
     """Blocks of one session are made in the order of their asks."""
     held: int = 0
     """Tokens, once all asks before are done."""
+    asks: int = 0
 
 
 Key = tuple[str, str, int]
@@ -70,14 +73,18 @@ class ProposerDesk:
 
     def __init__(self, proposers: Mapping[str, Proposer], *, most_sessions: int = MOST_SESSIONS, most_tokens: int = MOST_TOKENS) -> None:
         self._models: dict[str, _Model] = {}
+        self._ended: list[ThreadPoolExecutor] = []
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._most_sessions, self._most_tokens = most_sessions, most_tokens
         self._tokens = 0
+        self.stats: dict[str, ProposerStats] = {}
+        """By model."""
         for model_id, proposer in proposers.items():
             self.add(model_id, proposer)
 
     def add(self, model_id: str, proposer: Proposer) -> None:
         """Serve one more."""
+        self.stats[model_id] = ProposerStats()
         self._models[model_id] = _Model(proposer, ThreadPoolExecutor(1, f"paceline-propose-{model_id}"))
 
     @property
@@ -119,18 +126,25 @@ class ProposerDesk:
                 self._kept[key] = kept
         self._count(key, kept, ask.first_position + len(ask.token_ids))
         model.waiting += 1
+        kept.asks += 1
+        number = kept.asks
         try:
             async with kept.turn:
-                args = (ask.first_position, ask.token_ids, ask.block_size, ask.num_steps)
-                return await asyncio.get_running_loop().run_in_executor(model.thread, kept.session.propose, *args)
+                # A later ask says that this one's block is of no use any more; but its tokens have to be told.
+                length = ask.block_size if number == kept.asks else 0
+                args = (ask.first_position, ask.token_ids, length, ask.num_steps)
+                block = await asyncio.get_running_loop().run_in_executor(model.thread, kept.session.propose, *args)
         except BaseException:
             # What of it was told is not known.
             self._drop(model, key, kept)
+            self.stats[ask.model_id].failures += 1
             raise
         finally:
             model.waiting -= 1
             if not ask.session:
                 self._drop(model, key, kept)
+        self.stats[ask.model_id].count(block)
+        return block
 
     def end(self, caller: str, sessions: Sequence[int], model_id: str | None = None) -> None:
         """Sessions of a caller are over, of one model or of any; unknown ones too."""
@@ -142,10 +156,18 @@ class ProposerDesk:
 
     def close(self) -> None:
         """Begin nothing more. A block being made is not waited for: nobody will have it. Idempotent."""
-        for model in self._models.values():
-            model.thread.shutdown(wait=False, cancel_futures=True)
+        self._ended += [model.thread for model in self._models.values()]
+        for thread in self._ended:
+            thread.shutdown(wait=False, cancel_futures=True)
         self._models.clear()
         self._kept.clear()
+
+    def drained(self, wait_s: float) -> bool:
+        """Wait, once it is closed, until nothing is drafted any more. Blocks: for a thread. False where it takes longer."""
+        waiting = threading.Thread(target=lambda: [thread.shutdown() for thread in self._ended], daemon=True)
+        waiting.start()
+        waiting.join(wait_s)
+        return not waiting.is_alive()
 
     def _count(self, key: Key, kept: _Kept, held: int) -> None:
         if self._kept.get(key) is not kept:

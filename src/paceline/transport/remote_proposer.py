@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as LoopTimeoutError
 
@@ -13,7 +12,8 @@ from paceline.core.errors import FleetError, RemoteProposerError
 from paceline.engine.drafts import BlockProposal
 from paceline.engine.proposers.session import common_length
 from paceline.engine.proposers.stats import ProposerStats
-from paceline.transport.draft_line import check_block, failed, read_block, write_ask
+from paceline.transport.draft_blocks import check_block, new_session
+from paceline.transport.draft_line import failed, read_block, write_ask
 from paceline.transport.proposer_desk import BlockAsk
 from paceline.transport.wire.propose_pb2_grpc import ProposerServiceStub
 
@@ -95,8 +95,3 @@ class RemoteProposer:
                 self._told = list(committed)
                 return block
         return None
-
-
-def new_session() -> int:
-    """An id that no other session of this node has."""
-    return int.from_bytes(os.urandom(8), "little") | 1

@@ -8,8 +8,12 @@ from typing import Protocol
 
 from paceline.core.errors import RemoteProposerError
 from paceline.core.ids import NodeId
-from paceline.transport.draft_line import OnBlock
+from paceline.transport.draft_blocks import OnBlock
 from paceline.transport.proposer_desk import BlockAsk
+
+LEAST_ASK_S = 5e-4
+"""What asking takes where the way is short."""
+MOST_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,11 @@ class Drafter:
     @property
     def key(self) -> Key:
         return self.node_id, self.instance
+
+    @property
+    def block(self) -> int:
+        """Tokens that are drafted in the time that asking takes anyway."""
+        return max(1, min(MOST_BLOCK, int(max(self.rtt_s, LEAST_ASK_S) * self.tokens_per_s)))
 
     def takes_s(self, new_tokens: int, length: int) -> float:
         """What a block should take."""

@@ -43,7 +43,7 @@ def drafters(
         cards: the live ones.
         trust: what certificates say.
         verifier: drafted for.
-        model_id: of the proposer.
+        model_id: of the proposer; empty: any model whose drafts pay.
         left_out: not these processes.
 
     Raises:
@@ -56,41 +56,39 @@ def drafters(
     guests = {node_id for node_id in here if not trust.get(node_id, Trust.MEMBER).reaches(Trust.MEMBER)}
     able = {node_id: card for node_id, card in here.items() if node_id == own or node_id not in barred | guests}
     offers = _offers(able.values(), verifier, model_id)
-    asked = PlanRequest(verifier.digest, verifier.weights, ways=frozenset({Way.DRAFT}), pins=(Pin(own),), draft_model=model_id)
-    planned = plan(able.values(), asked)
+    # Without a model to name, whoever pays: the plan is then free to say that nobody does.
+    ways = frozenset({Way.DRAFT} if model_id else {Way.DRAFT, Way.ALONE})
+    planned = plan(able.values(), PlanRequest(verifier.digest, verifier.weights, ways=ways, pins=(Pin(own),), draft_model=model_id))
     links = Links(able)
-    ranked: list[NodeId] = []
+    ranked: list[tuple[NodeId, str]] = []
     for choice in (planned.chosen, *planned.runners_up):
-        if choice.draft is not None and choice.draft.node_id not in ranked:
-            ranked.append(choice.draft.node_id)
-    if own in offers and own not in ranked:
-        ranked.append(own)  # the plan names this machine only where there is no other; here it is what is left when the others fail
-    found = [_drafter(here[node_id], offers[node_id], links, own) for node_id in ranked if node_id not in barred]
-    if not found:
-        raise PlacementError(f"Those that could draft with {model_id} have just failed", "They are asked again soon.")
-    return found
+        if choice.draft is None:
+            break
+        ranked.append((choice.draft.node_id, choice.draft.model_id))
+    # The plan names this machine only where there is no other; here it is what is left when the others fail.
+    ranked += [key for key in offers if key[0] == own and model_id]
+    keys = [key for key in dict.fromkeys(ranked) if key in offers and key[0] not in barred]
+    if not keys:
+        raise PlacementError(f"Nobody is left to draft with {model_id[:200]}" if model_id else "Nobody's drafts would pay")
+    return [_drafter(here[node_id], offers[node_id, name], links, own) for node_id, name in keys]
 
 
-def draft_models(cards: Iterable[NodeCard], vocabulary: str) -> set[str]:
-    """Ids of models that somebody drafts with for models of these tokens."""
-    return {
-        offer.model_id
+def _offers(cards: Iterable[NodeCard], verifier: Verifier, model_id: str) -> dict[tuple[NodeId, str], ModelOffer]:
+    """By node and model: those that could draft. Without a model to name, only models: every node looks up its own prompts."""
+    offers = {
+        (card.node_id, offer.model_id): offer
         for card in cards
         for offer in card.models
-        if offer.role is Role.PROPOSER and offer.weights and offer.vocabulary == vocabulary
+        if offer.role is Role.PROPOSER and (offer.model_id == model_id or (not model_id and offer.weights))
     }
-
-
-def _offers(cards: Iterable[NodeCard], verifier: Verifier, model_id: str) -> dict[NodeId, ModelOffer]:
-    offers = [
-        (card.node_id, offer) for card in cards for offer in card.models if offer.role is Role.PROPOSER and offer.model_id == model_id
-    ]
     if not offers:
-        raise PlacementError(f"Nobody in the fleet drafts with {model_id[:200]!r}", f"Start a machine with --propose {model_id[:200]}.")
-    fitting = {node_id: offer for node_id, offer in offers if not offer.weights or offer.vocabulary == verifier.vocabulary}
+        which, model = (f" with {model_id[:200]!r}", model_id[:200]) if model_id else ("", "MODEL")
+        raise PlacementError(f"Nobody in the fleet drafts{which}", f"Start a machine with --propose {model}.")
+    fitting = {key: offer for key, offer in offers.items() if not offer.weights or offer.vocabulary == verifier.vocabulary}
     if not fitting:
+        names = ", ".join(sorted({name for _, name in offers}))[:200]
         raise VocabularyMismatch(
-            f"{model_id[:200]} can't draft: its tokens are others than those of the model it would draft for",
+            f"{names} can't draft: other tokens than those of the model it would draft for",
             "A draft model has the same tokenizer: mostly it is a smaller one of the same family.",
         )
     return fitting

@@ -1,18 +1,13 @@
-"""Ways to a proposer: over the fleet's channels, or to this node's own desk."""
+"""To proposers of this process, as if they were another's."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-import grpc.aio
-
-from paceline.core.errors import NodeUnreachable, PacelineError, RemoteProposerError
-from paceline.core.ids import NodeId
-from paceline.node.drafts.drafter import Drafter, Line, OnEnd
-from paceline.node.fleet import FleetNode
-from paceline.transport.channels import Purpose
-from paceline.transport.draft_line import OnBlock, RemoteLine
+from paceline.core.errors import PacelineError, RemoteProposerError
+from paceline.node.drafts.drafter import OnEnd
+from paceline.transport.draft_blocks import OnBlock
 from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
 
 
@@ -57,33 +52,3 @@ class DeskLine:
             self._on_end(RemoteProposerError(f"Drafting failed here: {type(error).__name__}: {error}", status="INTERNAL"))
         else:
             self._on_block(ask.session, block)
-
-
-class FleetLines:
-    """Opens lines.
-
-    Args:
-        fleet: this node's part in it.
-    """
-
-    def __init__(self, fleet: FleetNode) -> None:
-        self._fleet = fleet
-
-    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
-        """As `drafter.OpenLine`."""
-        if drafter.node_id == self._fleet.node_id:
-            return DeskLine(self._fleet.desk, drafter.node_id, on_block, on_end)
-        return RemoteLine(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)
-
-    def channel(self, node_id: NodeId) -> grpc.aio.Channel:
-        """To a member, over the address that serves best.
-
-        Raises:
-            NodeUnreachable: it is not in view.
-            FleetError: its certificate is not good.
-        """
-        fleet = self._fleet
-        live, member = fleet.view().get(node_id), fleet.gossip.opener.member(node_id)
-        if live is None or member is None:
-            raise NodeUnreachable(f"{node_id} is not in this fleet's view")
-        return fleet.pool.get(Purpose.DRAFTS, fleet.book.order(live.card.addresses)[0], member)

@@ -29,9 +29,11 @@ class LocalDrafts:
         proposer: may block.
         clock: for what answers take.
         num_steps: K, for proposers that refine.
+        block: tokens that take it hardly longer than one.
     """
 
-    def __init__(self, proposer: Proposer, clock: Clock, *, num_steps: int = 0) -> None:
+    def __init__(self, proposer: Proposer, clock: Clock, *, num_steps: int = 0, block: int = 1) -> None:
+        self.block = block
         self._proposer, self._clock, self._num_steps = proposer, clock, num_steps
         self._sessions: dict[SequenceId, DraftSession] = {}
         """The thread's own."""
@@ -83,11 +85,17 @@ class LocalDrafts:
             with self._changed:
                 self._changed.wait_for(lambda: self._asks)
                 item = self._asks.popleft()
+                # A later ask of the same sequence says that this one's answer is of no use any more; but it has to be told.
+                later = isinstance(item, DraftAsk) and any(
+                    isinstance(one, DraftAsk) and one.sequence == item.sequence for one in self._asks
+                )
             match item:
                 case None:
                     break
                 case DraftAsk():
-                    answer = DraftAnswer(item.sequence, item.first_position + len(item.token_ids), self._draft(item))
+                    answer = DraftAnswer(
+                        item.sequence, item.first_position + len(item.token_ids), self._draft(item, 0 if later else item.length)
+                    )
                     with self._changed:
                         self._answers.append(answer)
                         self._changed.notify_all()
@@ -97,7 +105,7 @@ class LocalDrafts:
         for session in self._sessions.values():
             session.close()
 
-    def _draft(self, ask: DraftAsk) -> Sequence[int]:
+    def _draft(self, ask: DraftAsk, length: int) -> Sequence[int]:
         if self.error is not None:
             return ()
         began_s = self._clock.monotonic()
@@ -105,7 +113,7 @@ class LocalDrafts:
             session = self._sessions.get(ask.sequence)
             if session is None:
                 session = self._sessions[ask.sequence] = open_session(self._proposer)
-            block = session.propose(ask.first_position, ask.token_ids, ask.length, self._num_steps)
+            block = session.propose(ask.first_position, ask.token_ids, length, self._num_steps)
         except Exception as error:  # noqa: BLE001 - whatever it was, there are no drafts
             logger.warning("nothing is drafted any more: %s: %s", type(error).__name__, error)
             self.error, self._expected_s = error, None

@@ -18,12 +18,12 @@ class DraftMeter:
     hop: Histogram = field(default_factory=lambda: Histogram(HOP_BOUNDS_S))
     """From the engine's ask until its answer is there: queues, wire and drafting."""
     stats: dict[str, ProposerStats] = field(default_factory=dict[str, ProposerStats])
-    """By draft model."""
+    """By source."""
     failures: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     """By node and gRPC's name for what went wrong."""
     changes: int = 0
     """Times that another proposer took over."""
 
-    def of(self, model_id: str) -> ProposerStats:
-        """Counts of one draft model."""
-        return self.stats.setdefault(model_id, ProposerStats())
+    def of(self, name: str) -> ProposerStats:
+        """Counts of one source."""
+        return self.stats.setdefault(name, ProposerStats())

@@ -20,9 +20,8 @@ from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
 from paceline.engine.proposers.session import retell
 from paceline.node.drafts.drafter import Drafter, Find, Key, Line, OpenLine
 from paceline.node.drafts.meter import DraftMeter
-from paceline.transport.draft_line import check_block
+from paceline.transport.draft_blocks import check_block, new_session
 from paceline.transport.proposer_desk import BlockAsk
-from paceline.transport.remote_proposer import new_session
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +64,14 @@ class RemoteDrafts:
     """Implements `engine.drafts.DraftSource`.
 
     Args:
-        model_id: of the proposer asked for.
-        vocabulary_size: of the model drafted for.
+        name: that metrics know it by; mostly the proposer's model id.
         meter: counts.
         clock: all time.
     """
 
-    def __init__(self, model_id: str, vocabulary_size: int, meter: DraftMeter, clock: Clock) -> None:
-        self.model_id = model_id
-        self._vocabulary_size, self._meter, self._clock = vocabulary_size, meter, clock
+    def __init__(self, name: str, meter: DraftMeter, clock: Clock) -> None:
+        self.name = name
+        self._meter, self._clock = meter, clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._expected_s: float | None = None
         # Between the two threads.
@@ -84,12 +82,14 @@ class RemoteDrafts:
         self._called = False
         # The event loop's own.
         self._find: Find | None = None
+        self._vocabulary_size = 0
         self._open: OpenLine | None = None
         self._drafter: Drafter | None = None
         self._key: Key | None = None
         """Of whoever drafts."""
         self._line: Line | None = None
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, deque[_Waiting]] = {}
+        """By session, in the order of the asks, which is that of their blocks."""
         self._failed: dict[Key, _Failed] = {}
         self._again: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -103,6 +103,12 @@ class RemoteDrafts:
     def expected_s(self) -> float | None:
         """As `DraftSource`."""
         return self._expected_s
+
+    @property
+    def block(self) -> int:
+        """As `DraftSource`."""
+        drafter = self._drafter
+        return 1 if drafter is None else drafter.block
 
     def ask(self, ask: DraftAsk) -> None:
         """As `DraftSource`."""
@@ -151,14 +157,15 @@ class RemoteDrafts:
         """Who drafts at present."""
         return self._drafter
 
-    def attach(self, find: Find, open_line: OpenLine) -> None:
+    def attach(self, find: Find, open_line: OpenLine, vocabulary_size: int) -> None:
         """Begin. On the event loop.
 
         Args:
             find: knows who could draft.
             open_line: reaches them.
+            vocabulary_size: of the model drafted for.
         """
-        self._find, self._open = find, open_line
+        self._find, self._open, self._vocabulary_size = find, open_line, vocabulary_size
         self._loop = asyncio.get_running_loop()
         self.look()
 
@@ -171,7 +178,7 @@ class RemoteDrafts:
             found = self._find([key for key, failed in self._failed.items() if failed.until_s > now])
         except PacelineError as error:
             if str(self.trouble) != str(error):
-                logger.info("nobody drafts with %s: %s", self.model_id, error)
+                logger.info("nobody drafts (%s): %s", self.name, error)
             self.trouble, found = error, ()
         # Whoever drafts goes on: another would have to be told everything.
         kept = None if self._drafter is None else next((one for one in found if one.key == self._key), None)
@@ -225,18 +232,28 @@ class RemoteDrafts:
                 first, tokens = 0, text.tokens[: first + len(tokens)]
         late_s = min(LATE_S + LATE_TIMES * drafter.takes_s(len(tokens), ask.length), LATEST_S)
         late = asyncio.get_running_loop().call_later(late_s, self._late, drafter, late_s)
-        self._waiting[text.session] = _Waiting(ask, asked_s, late, whole)
+        self._waiting.setdefault(text.session, deque()).append(_Waiting(ask, asked_s, late, whole))
         line.send(BlockAsk(drafter.model_id, text.session, first, tokens, ask.length))
 
     def _on_block(self, key: Key, session: int, block: BlockProposal | None) -> None:
-        if key != self._key or (waiting := self._waiting.pop(session, None)) is None:
+        line = self._waiting.get(session)
+        if key != self._key or not line:
             return  # of a proposer that was given up, or nobody's
+        waiting = line.popleft()
+        if not line:
+            del self._waiting[session]
         drafter = self._drafter
         assert drafter is not None, "it has a key"
         waiting.late.cancel()
         text = self._texts.get(waiting.ask.sequence)
-        if block is None and text is not None and not waiting.whole:
-            self._tell(waiting.ask, waiting.asked_s, text, whole=True)
+        if block is None and not waiting.whole:
+            if text is None or text.session != session:
+                self._answer(waiting.ask, ())  # it ended, or is being told anew
+            elif line:
+                text.session = 0  # what is asked next is told with everything
+                self._answer(waiting.ask, ())
+            else:
+                self._tell(waiting.ask, waiting.asked_s, text, whole=True)
             return
         try:
             if block is None:
@@ -247,7 +264,7 @@ class RemoteDrafts:
             self._fail(key, error)
             return
         took_s = self._clock.monotonic() - waiting.asked_s
-        self._meter.of(self.model_id).count(block)
+        self._meter.of(self.name).count(block)
         self._meter.hop.observe(took_s)
         self._good += 1
         if self._good == FORGIVEN:
@@ -264,7 +281,7 @@ class RemoteDrafts:
         """Leave a proposer out for a while, and go on with another."""
         if key != self._key:
             return
-        self._meter.of(self.model_id).failures += 1
+        self._meter.of(self.name).failures += 1
         self._meter.failures[key[0], error.status] += 1
         before = self._failed.get(key)
         times = 0 if before is None else before.times
@@ -290,9 +307,10 @@ class RemoteDrafts:
         with self._arrived:
             for text in self._texts.values():
                 text.session = 0
-        for each in waiting.values():
-            each.late.cancel()
-            self._answer(each.ask, ())
+        for line_of_asks in waiting.values():
+            for each in line_of_asks:
+                each.late.cancel()
+                self._answer(each.ask, ())
         if drafter is None or key is None or self._open is None:
             return
         try:
@@ -304,7 +322,7 @@ class RemoteDrafts:
             return
         self._meter.changes += 1
         self.trouble = None
-        logger.info("%s drafts with %s", drafter.node_id, self.model_id)
+        logger.info("%s drafts with %s", drafter.node_id, drafter.model_id)
         self._expected_s = drafter.takes_s(1, 8)
 
     def _answer(self, ask: DraftAsk, token_ids: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from paceline.engine.engine import Engine
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, Objective, Pin, PlanRequest, Way
 from paceline.node.build import BuiltNode
+from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
@@ -57,6 +58,8 @@ class BuiltPipeline:
     config: EngineConfig
     warm: WarmModel
     summary: str
+    drafts: NodeDrafts | None
+    """Made elsewhere; None: kernels do not allow for drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def build_pipeline(
             on_end()
 
     host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock)
-    return BuiltNode(host, built.model, (), built.summary, built.warm)
+    return BuiltNode(host, built.model, (), built.summary, built.warm, drafts=built.drafts)
 
 
 def build_engine_over(
@@ -198,8 +201,9 @@ def build_engine_over(
     stages = ", ".join(map(str, executor.stages))
     here = f"layers {own.words} here" if own else "no layers here"
     summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {kv.context}, {here}, {stages}"
-    engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head))
-    return BuiltPipeline(engine, executor, router, model, config, setup.warm(kv, speed), summary)
+    drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
+    engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head, drafts))
+    return BuiltPipeline(engine, executor, router, model, config, setup.warm(kv, speed), summary, drafts)
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:

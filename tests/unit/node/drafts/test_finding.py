@@ -10,7 +10,7 @@ from paceline.core.errors import PlacementError, VocabularyMismatch
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.node.drafts.finding import Verifier, draft_models, drafters
+from paceline.node.drafts.finding import Verifier, drafters
 
 SHAPE = ModelShape(12, 512, 1 << 22, 1 << 24, 512, 8192)
 VERIFIER = ModelOffer("big", Role.VERIFIER, "int4", 50.0, 400.0, "d" * 64, warm=True, shape=SHAPE, vocabulary="v")
@@ -52,7 +52,7 @@ def test_who_failed_is_left_out_until_it_starts_anew() -> None:
     cards = [card("a", VERIFIER, SMALL), card("b", SMALL), card("c", SMALL)]
     assert names(cards, left_out=[("c", b"c")]) == ["b", "a"]
     assert names(cards, left_out=[("c", b"before"), ("a", b"a")]) == ["c", "b"]
-    with pytest.raises(PlacementError, match="have just failed"):
+    with pytest.raises(PlacementError, match="Nobody is left to draft with small"):
         names(cards, left_out=[("a", b"a"), ("b", b"b"), ("c", b"c")])
 
 
@@ -68,7 +68,8 @@ def test_other_tokens_are_an_error() -> None:
     with pytest.raises(VocabularyMismatch, match="small can't draft"):
         names([card("a", VERIFIER), card("b", other)])
     assert names([card("a", VERIFIER), card("b", other), card("c", SMALL)]) == ["c"]
-    assert draft_models([card("b", other), card("c", SMALL, LOOKUP)], "v") == {"small"}
+    with pytest.raises(VocabularyMismatch):
+        names([card("a", VERIFIER), card("b", other)], "")
 
 
 def test_prompt_lookup_needs_no_tokens_of_its_own() -> None:
@@ -76,3 +77,16 @@ def test_prompt_lookup_needs_no_tokens_of_its_own() -> None:
     assert found.takes_s(1000, 10) < 0.01
     with pytest.raises(PlacementError, match="Start a machine with --propose tiny"):
         names([card("a", VERIFIER), card("b", LOOKUP)], "tiny")
+
+
+def test_without_a_name_any_model_drafts_that_pays() -> None:
+    quick = replace(SMALL, model_id="quick", tokens_per_second=2000.0)
+    fast, slow = replace(SMALL, model_id="fast", tokens_per_second=5000.0), replace(SMALL, model_id="slow", tokens_per_second=1.0)
+    assert [one.model_id for one in drafters([card("a", VERIFIER), card("b", LOOKUP, slow, quick), card("c", fast)], {}, A, "")] == [
+        "fast",
+        "quick",
+    ]
+    with pytest.raises(PlacementError, match="would pay"):
+        names([card("a", VERIFIER), card("b", slow)], "")
+    with pytest.raises(PlacementError, match="Nobody in the fleet drafts"):
+        names([card("a", VERIFIER), card("b", LOOKUP)], "")

@@ -16,7 +16,7 @@ from paceline.core.errors import PlacementError
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import DraftAnswer, DraftAsk, Proposer
 from paceline.node.drafts.drafter import Drafter, Key
-from paceline.node.drafts.lines import FleetLines
+from paceline.node.drafts.fleet_lines import FleetLines
 from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.remote import RemoteDrafts
 from paceline.node.fleet import FleetNode
@@ -31,7 +31,7 @@ class Desk:
 
     def __init__(self, a: FleetNode, others: Sequence[FleetNode], model_id: str, rate: float) -> None:
         self.meter = DraftMeter()
-        self.source = RemoteDrafts(model_id, VOCAB, self.meter, SystemClock())
+        self.source = RemoteDrafts(model_id, self.meter, SystemClock())
         self.order = [*others]
         self._a, self._model_id, self._rate = a, model_id, rate
 
@@ -65,7 +65,7 @@ async def drafting(
             if own is not None:
                 a.desk.add(model_id, own)
             desk = Desk(a, [*others, *([a] if own is not None else [])], model_id, rate)
-            desk.source.attach(desk.find, FleetLines(a).open)
+            desk.source.attach(desk.find, FleetLines(a).open, VOCAB)
             try:
                 yield desk
             finally:
@@ -177,7 +177,7 @@ async def test_who_failed_is_asked_again_after_a_while(tmp_path: Path, monkeypat
 @in_loop
 async def test_a_source_nobody_attached_answers_with_nothing_and_keeps_what_it_was_told(tmp_path: Path) -> None:
     desk = Desk.__new__(Desk)
-    desk.source = RemoteDrafts("m", VOCAB, DraftMeter(), SystemClock())
+    desk.source = RemoteDrafts("m", DraftMeter(), SystemClock())
     assert desk.source.expected_s is None
     assert await desk.ask(0, [1, 2]) == DraftAnswer(ONE, 2, ())
     assert desk.source.answers() == ()
@@ -186,3 +186,20 @@ async def test_a_source_nobody_attached_answers_with_nothing_and_keeps_what_it_w
     desk.source.forget(ONE)
     with pytest.raises(ValueError, match="position 2"):
         desk.source.ask(DraftAsk(ONE, 2, [1], 1))
+
+
+@in_loop
+async def test_a_later_ask_takes_the_place_of_one_under_way(tmp_path: Path) -> None:
+    hangs = Hangs(7, 8)
+    async with drafting(tmp_path, hangs, rate=1.0) as desk:
+        desk.source.ask(DraftAsk(ONE, 0, [1, 2], 4))
+        await asyncio.to_thread(hangs.begun.wait, 20)
+        desk.source.ask(DraftAsk(ONE, 2, [7, 8], 4))  # guessed, and then known to be wrong
+        desk.source.ask(DraftAsk(ONE, 2, [3], 4))
+        await until(lambda: desk.order[0].desk.tokens == 3)
+        hangs.go.set()
+        answers = list[DraftAnswer]()
+        while len(answers) < 3:
+            answers += await asyncio.to_thread(desk.source.answers, 20.0)
+        assert answers == [DraftAnswer(ONE, 2, (7, 8)), DraftAnswer(ONE, 4, ()), DraftAnswer(ONE, 3, (7, 8))]
+        assert not desk.meter.failures

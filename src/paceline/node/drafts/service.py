@@ -1,0 +1,100 @@
+"""A node's drafts, put together: what it drafts with for others, and whose drafts its own engine has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from paceline.fleet.effects import Effect
+from paceline.node.build import BuiltNode
+from paceline.node.drafts.finding import Verifier
+from paceline.node.drafts.fleet_lines import FleetLines
+from paceline.node.drafts.meter import DraftMeter
+from paceline.node.drafts.metrics import DraftMetrics
+from paceline.node.drafts.proposing import LoadedProposer
+from paceline.node.drafts.sources import NodeDrafts
+from paceline.node.fleet import FleetNode
+from paceline.transport.proposer_desk import ProposerDesk
+
+DRAIN_S = 0.5
+"""How long a block being made is waited for at the end."""
+
+
+class DraftService:
+    """Of one node in a fleet. Made on the event loop.
+
+    Args:
+        fleet: the node's part in it.
+        proposers: what it drafts with.
+    """
+
+    def __init__(self, fleet: FleetNode, proposers: Sequence[LoadedProposer]) -> None:
+        self._fleet, self._proposers = fleet, proposers
+        self._drafts: NodeDrafts | None = None
+        self._stale = False
+        self.metrics = DraftMetrics(fleet.desk, self._meter, lambda: _drafting(self._drafts))
+        for one in proposers:
+            if one.model_id not in fleet.desk.model_ids:
+                fleet.desk.add(one.model_id, one.proposer)
+        fleet.listen(self._on_news)
+
+    def attach(self, node: BuiltNode) -> None:
+        """Have drafts from the fleet for an engine of this node."""
+        if node.drafts is None or node.warm is None:
+            return
+        self._drafts = node.drafts
+        warm = node.warm
+        verifier = Verifier(self._fleet.node_id, warm.digest, str(warm.weights), warm.speed.vocabulary)
+        node.drafts.attach(verifier, node.model.tokenizer.size, self._fleet.view, FleetLines(self._fleet).open)
+
+    async def stop(self) -> None:
+        """End. Bounded; idempotent."""
+        if self._drafts is not None:
+            await self._drafts.detach()
+        self._fleet.desk.close()
+        await close_proposers(self._fleet.desk, self._proposers)
+
+    def _on_news(self, effect: Effect) -> None:
+        del effect
+        if self._drafts is not None and not self._stale:
+            self._stale = True
+            # Soon, so that all that one message brought is looked at once.
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._stale = False
+        if self._drafts is not None:
+            self._drafts.look()
+
+    def _meter(self) -> DraftMeter | None:
+        return None if self._drafts is None else self._drafts.meter
+
+
+@asynccontextmanager
+async def drafting_alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[DraftMetrics]:
+    """Drafts of this process for its own engine, on a machine in no fleet, for as long as the block runs."""
+    desk = ProposerDesk({one.asked: one.proposer for one in proposers})
+    drafts = node.drafts
+    if drafts is not None:
+        drafts.attach_alone(desk, {one.asked: one.rates for one in proposers}, node.model.tokenizer.size)
+    try:
+        yield DraftMetrics(desk, lambda: None if drafts is None else drafts.meter, lambda: _drafting(drafts))
+    finally:
+        if drafts is not None:
+            await drafts.detach()
+        desk.close()
+        await close_proposers(desk, proposers)
+
+
+async def close_proposers(desk: ProposerDesk, proposers: Sequence[LoadedProposer]) -> None:
+    """Free what they run on, unless one still drafts: the process ends with it then."""
+    if await asyncio.to_thread(desk.drained, DRAIN_S):
+        for one in proposers:
+            if one.runner is not None:
+                one.runner.close()
+
+
+def _drafting(drafts: NodeDrafts | None) -> dict[str, bool]:
+    """By source, whether anybody drafts."""
+    return {} if drafts is None else {name: source.drafter is not None for name, source in drafts.sources.items()}
