@@ -21,6 +21,7 @@ from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.node.engine_thread import SWITCH_INTERVAL_S
 from paceline.node.fleet_settings import FleetSettings
+from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder, build_engine_over
 from paceline.node.pipelines.eyes import FleetEyes
 from paceline.node.serving import FleetServing
@@ -144,7 +145,7 @@ class BenchNode:
     async def _start(self, settings: FleetSettings, home: Home) -> tuple[FleetServing, FleetEyes]:
         whole = FleetServing(None, settings, home, self._clock)
         await whole.start()
-        return whole, FleetEyes(whole.fleet)
+        return whole, FleetEyes(whole.fleet, PipelineSettings().shard_age_s)
 
     def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -48,7 +48,7 @@ class PipelineSettings(_Table):
     enabled: bool = False
     max_shards_per_request: Annotated[int, Field(ge=1, le=256)] = 16
     shard_health_timeout_seconds: Annotated[float, Field(ge=1, le=3600)] = 30
-    """How old what a shard says of itself may be."""
+    """A quarter of how old what a shard says of itself may be (seed 004, 5.1). Raising it: shards that are gone are tried for longer."""
     stall_seconds: Annotated[float, Field(ge=0.05, le=300)] = 2.0
     """A stage that answers and does no work for so long is lost. Raising it: a stalled answer goes on later; lowering it: slow is taken
     for stalled."""
@@ -70,6 +70,11 @@ class PipelineSettings(_Table):
     report_ms: Annotated[int, Field(ge=10, le=10_000)] = 100
     """How often a stage says how far it is. Raising it: a stall is known later; lowering it: more small messages."""
     host: HostSettings = HostSettings()
+
+    @property
+    def shard_age_s(self) -> float:
+        """What a card says of loaded layers is not believed when it is older."""
+        return 4 * self.shard_health_timeout_seconds
 
     def overridden(
         self, *, enabled: bool | None = None, serve_shards: bool | None = None, fallback_to_local: bool | None = None

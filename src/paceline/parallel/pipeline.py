@@ -222,13 +222,14 @@ class PipelineExecutor:
     def _failed_over(self, route: Route) -> None:
         """Say that others took over, if others did."""
         self._watch.constructed(self._search.seconds)
+        shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
+        if any(stage.numerics_id not in {"", self.numerics_id} for stage in route.stages):
+            logger.warning("machines of the pipeline compute other bytes than this one: %s", shards)
+            self._notices.append(Notice("shard_status", {"status": "other numerics", "route": shards}))
         if self._fault is None:
             return
-        shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
         logger.warning("the pipeline goes on over %s", shards)
         self._notices.append(Notice("shard_failover", {"lost": self._fault.node_id or "unknown", "route": shards}))
-        if any(stage.numerics_id != self.numerics_id for stage in route.stages):
-            self._notices.append(Notice("shard_status", {"status": "other numerics", "route": shards}))
         self.failovers += 1
         self._watch.failed_over()
         self._fault = None

@@ -152,7 +152,7 @@ def test_any_number_of_stages_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize("streams", [1, 5])
-@pytest.mark.parametrize("dies_at", [None, 12])
+@pytest.mark.parametrize("dies_at", [None, 6])
 @pytest.mark.parametrize(("head", "splits"), [("head2", [(2, 6)]), ("head", [(0, 3), (3, 6)]), ("head2", [(2, 4), (4, 6)])])
 def test_drafts_through_a_pipeline_change_no_byte(
     runners: dict[str, LayerRunner[Any]],

@@ -6,6 +6,7 @@ Law: what a person asked for is built, or an error says why not. The plan decide
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -40,6 +41,8 @@ from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.sessions import SESSION_ID_BYTES, ActivationDtype, StageLoading, StageRequest
 from paceline.server.inference import ServedModel
+
+logger = logging.getLogger(__name__)
 
 TYPICAL_PROMPT = 512
 """Tokens of the prompt that plans are made for."""
@@ -244,10 +247,14 @@ def _planned(fleet: SeesFleet, order: PipelineOrder, name: str, digest: str, wei
         called=name,
     )
     until = clock.monotonic() + order.settings.search_seconds
+    told = ""
     while True:
         try:
             return plan(fleet.cards(), request, fleet.trust()).chosen
-        except PlacementError:
+        except PlacementError as error:
             if clock.monotonic() >= until:
                 raise
+            if error.message != told:
+                told = error.message
+                logger.info("waiting for machines that %s could run on, for up to %g s: %s", name, order.settings.search_seconds, told)
         fleet.wait_for_news(LOOK_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc.aio
@@ -23,10 +24,15 @@ Answer = TypeVar("Answer")
 
 
 class FleetEyes:
-    """A `router.SeesFleet`. Made on the event loop."""
+    """A `router.SeesFleet`. Made on the event loop.
 
-    def __init__(self, fleet: FleetNode) -> None:
-        self._fleet = fleet
+    Args:
+        fleet: whose.
+        shard_age_s: what a card says of loaded shards is not believed when it is older.
+    """
+
+    def __init__(self, fleet: FleetNode, shard_age_s: float) -> None:
+        self._fleet, self._shard_age_s = fleet, shard_age_s
         self._loop = asyncio.get_running_loop()
         self._news = threading.Event()
         fleet.listen(self._on_news)
@@ -40,8 +46,8 @@ class FleetEyes:
         return self._fleet.addresses
 
     def cards(self) -> Sequence[NodeCard]:
-        """The live ones."""
-        return self._view().cards
+        """The live ones; old ones without their shards."""
+        return [live.card if live.age_s <= self._shard_age_s else without_shards(live.card) for live in self._view().nodes]
 
     def trust(self) -> dict[NodeId, Trust]:
         """What certificates say."""
@@ -85,3 +91,8 @@ class FleetEyes:
     def _on_news(self, effect: Effect) -> None:
         del effect
         self._news.set()
+
+
+def without_shards(card: NodeCard) -> NodeCard:
+    """A card that tells of no loaded layers: of what the machine could load it still does."""
+    return replace(card, models=tuple(offer for offer in card.models if offer.shard is None))

@@ -45,7 +45,7 @@ async def orchestrate(
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
-            eyes, loop = FleetEyes(whole.fleet), asyncio.get_running_loop()
+            eyes, loop = FleetEyes(whole.fleet, order.settings.shard_age_s), asyncio.get_running_loop()
             node = await asyncio.to_thread(partial(build, on_end=give_back), settings, order, eyes, tensor_ends(whole.fleet), loop, clock)
         except BaseException:
             give_back()
