@@ -22,7 +22,7 @@ def bench_speculate(
         ConfigError: the plan makes no sense.
         UserError: the model can't be loaded.
     """
-    plan = DraftBenchPlan(draft, _kinds(kinds), counts("--streams", batches), answer_tokens, rounds)
+    plan = DraftBenchPlan(draft, kinds=_kinds(kinds), batches=counts("--streams", batches), answer_tokens=answer_tokens, rounds=rounds)
     with telling() as tell:
         report = run_draft_bench(settings, plan, SystemClock(), tell)
     print_report(report, show, as_json=as_json)
@@ -40,28 +40,29 @@ def show(console: Console, report: DraftReport) -> None:
     console.print(
         f"{report.model}, {report.weights} weights, {counted(report.threads, 'thread')}, {counted(report.plan.rounds, 'round')}, "
         f"drafts: {report.plan.draft}",
+        "Shipped answers are what the model is made to say; its own are what it says. Rates: tokens a second.",
+        sep="\n",
         markup=False,
     )
     note_load(console, report.load_average)
     table = table_of(
-        *("text", "answers", "at once", "without, tokens/s", "with, tokens/s", "with / without", "least to most"),
-        *("right", "right in a draft", "steps saved", "bytes"),
+        *("text", "answers", "at once", "off, /s", "on, /s", "on / off", "at least", "right", "in a draft", "steps saved", "bytes")
     )
     for column in table.columns[:2]:
-        column.justify = "left"
+        column.justify, column.no_wrap = "left", True
     for row in report.rows:
-        left_out = f" ({row.left_out} loop)" if row.left_out else ""
+        left_out = f", {row.left_out} loop" if row.left_out else ""
         table.add_row(
             row.kind,
-            f"{row.answers} {'that ship' if row.forced else 'of its own'}{left_out}",
+            f"{row.answers} {'shipped' if row.forced else 'own'}{left_out}",
             str(row.batch),
             f"{row.off_per_s:.0f}",
             f"{row.on_per_s:.0f}",
             f"{row.ratio:.2f}x",
-            f"{row.least_ratio:.2f} to {row.most_ratio:.2f}",
+            f"{row.least_ratio:.2f}x",
             f"{row.acceptance:.0%}",
             f"{row.accepted_length:.1f}",
             f"{1 - row.on.steps / row.off.steps if row.off.steps else 0:.0%}",
-            "the same" if row.same_bytes else "OTHERS",
+            "same" if row.same_bytes else "OTHERS",
         )
     console.print(table)

@@ -23,7 +23,7 @@ from paceline.node.draft_bench.forced import ForcedExecutor, Script
 from paceline.node.settings import NodeSettings
 
 OFF = "off"
-FEW = 8
+FEW = 6
 """Prompts of a kind that are answered one at a time."""
 
 
@@ -32,9 +32,11 @@ class DraftBenchPlan:
     """What to measure."""
 
     draft: str = "auto"
+    against: str = OFF
+    """What it is compared with."""
     kinds: tuple[Kind, ...] = tuple(Kind)
     batches: tuple[int, ...] = (1, 16)
-    answer_tokens: int = 160
+    answer_tokens: int = 128
     """Of free answers, at most."""
     rounds: int = 3
 
@@ -46,8 +48,8 @@ class DraftBenchPlan:
         """
         if min(self.rounds, *self.batches, self.answer_tokens - 1) < 1 or not self.kinds:
             raise ConfigError("Nothing can be measured of that", "Ask for 1 or more of everything, and for answers of 2 tokens or more.")
-        if self.draft == OFF:
-            raise ConfigError("Without drafts there is nothing to compare", "Ask for --draft auto, ngram, or a draft model.")
+        if self.draft == self.against:
+            raise ConfigError(f"Drafts: {self.draft} would be compared with itself", "Ask for --draft auto, ngram, or a draft model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,21 +152,22 @@ class DraftMeter:
         left_out = 0
         if not forced:
             works, looks, left_out = without_loops(works, looks)
-        for work in works:  # also warms up
-            self._run(work, self._plan.draft)
+        base, draft = self._plan.against, self._plan.draft
+        for work in works:  # so that what steps cost is known
+            self._run(work, draft)
         off: list[Tally] = []
         on: list[Tally] = []
         same = True
         for turn in range(self._plan.rounds if works else 0):
-            sums = {OFF: Tally(), self._plan.draft: Tally()}
+            sums = {base: Tally(), draft: Tally()}
             for place, (work, look) in enumerate(zip(works, looks, strict=True)):
                 order = list(sums)
-                for draft in order if (turn + place) % 2 else reversed(order):
-                    answers, tally = self._run(work, draft)
-                    sums[draft] += tally
+                for each in order if (turn + place) % 2 else reversed(order):
+                    answers, tally = self._run(work, each)
+                    sums[each] += tally
                     same = same and answers == look
-            off.append(sums[OFF])
-            on.append(sums[self._plan.draft])
+            off.append(sums[base])
+            on.append(sums[draft])
         ratios = sorted(two.per_s / one.per_s for one, two in zip(off, on, strict=True) if one.per_s > 0)
         return DraftRow(
             kind=kind,

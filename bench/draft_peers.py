@@ -1,0 +1,208 @@
+"""Machines that draft, for bench/speculate.py: a member of a fleet in a process of its own, and sources of drafts that reach it.
+
+Everything between them is real: certificates, mTLS, gRPC, gossip. One of its proposers is good, the others are what nobody should trust.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Coroutine, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from paceline.core.clock import SystemClock
+from paceline.core.errors import PlacementError
+from paceline.core.ids import NodeId
+from paceline.engine.drafts import BlockProposal
+from paceline.fleet.card import Link, NodeCard
+from paceline.node.drafts.drafter import Drafter, Key, Line, OnEnd
+from paceline.node.drafts.meter import DraftMeter
+from paceline.node.drafts.remote import RemoteDrafts
+from paceline.node.fleet import FleetNode
+from paceline.node.fleet_settings import FleetSettings, parse_preset
+from paceline.node.local_fleet import found_fleet
+from paceline.store.home import Home
+from paceline.transport.channels import Purpose
+from paceline.transport.draft_line import OnBlock, RemoteLine
+from paceline.transport.trust.folder import FleetFolder
+
+PRESET = "desk,exchange_s=0.2,restamp_s=1,ttl_s=20"
+SEEN_S = 30.0
+GARBAGE = ("random", "too long", "hangs", "dies")
+"""The last one takes its process with it."""
+DIES_AT = 20
+"""Blocks."""
+
+
+class Portrait:
+    """Of a machine with nothing to say of itself."""
+
+    def look(self) -> bool:
+        return False
+
+    def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
+        return NodeCard(NodeId("filled in"), 0, addresses, b"", 0, 0, "bench", memory_total_bytes=1 << 34, links=links)
+
+
+class Garbage:
+    """A proposer that does what its name says."""
+
+    def __init__(self, kind: str, vocabulary: int) -> None:
+        self._kind, self._vocabulary, self._blocks, self._chance = kind, vocabulary, 0, random.Random(0)
+
+    def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
+        del committed, num_steps
+        self._blocks += 1
+        if self._kind == "hangs":
+            time.sleep(3600)
+        if self._kind == "dies" and self._blocks == DIES_AT:
+            os._exit(1)
+        length = block_size + 1 if self._kind == "too long" else block_size
+        return BlockProposal(tuple(self._chance.randrange(self._vocabulary) for _ in range(length)))
+
+
+def make_node(home: Path, peers: Sequence[str] = ()) -> FleetNode:
+    settings = FleetSettings(0, "127.0.0.1", peers=tuple(peers), mdns=False, preset=parse_preset(PRESET))
+    return FleetNode(settings, FleetFolder(home / "fleet"), Portrait(), SystemClock())
+
+
+def peer_process(home: Path, address: str, vocabulary: int) -> None:
+    """The other machine, until it is killed."""
+
+    async def live() -> None:
+        node = make_node(home, [address])
+        for kind in GARBAGE:
+            node.desk.add(kind, Garbage(kind, vocabulary))
+        await node.start()
+        await asyncio.Event().wait()
+
+    asyncio.run(live())
+
+
+def slow_process(address: str, one_way_s: float, pipe: Connection) -> None:
+    """A way that takes longer: a relay that lets bytes pass after a while, in order and at any rate."""
+    host, _, port = address.rpartition(":")
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def let_pass() -> None:
+            while True:
+                at, data = await due.get()
+                await asyncio.sleep(max(0.0, at - loop.time()))
+                writer.write(data)
+
+        passing = asyncio.create_task(let_pass())
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                due.put_nowait((loop.time() + one_way_s, data))
+        passing.cancel()
+        writer.close()
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(relay(reader, far_writer), relay(far_reader, writer))
+
+    async def live() -> None:
+        server = await asyncio.start_server(meet, "127.0.0.1", 0)
+        pipe.send(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await server.serve_forever()
+
+    asyncio.run(live())
+
+
+class DraftPeers:
+    """This machine's end of it.
+
+    Args:
+        vocabulary: of the model that is drafted for.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self._root = Path(tempfile.mkdtemp(prefix="paceline-drafts-"))
+        homes = found_fleet(self._root, Home.from_environment(), ("here", "there"))
+        self._vocabulary = vocabulary
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._node = self._run(self._start(homes["here"]))
+        self._spawn = multiprocessing.get_context("spawn")
+        self._sources: list[RemoteDrafts] = []
+        self._processes: list[Any] = []
+        self._begin(partial(peer_process, homes["there"], self._node.addresses[0], vocabulary))
+        self._run(self._seen())
+
+    def source(self, model_id: str, added_ms: float = 0.0) -> RemoteDrafts:
+        """Drafts by a proposer of the other machine, over a way whose round trip takes so much longer."""
+        address = self._there.addresses[0]
+        if added_ms:
+            ours, theirs = self._spawn.Pipe()
+            self._begin(partial(slow_process, address, added_ms / 2000, theirs))
+            address = ours.recv()
+        made = RemoteDrafts(model_id, self._vocabulary, DraftMeter(), SystemClock())
+        self._sources.append(made)
+
+        def find(left_out: Collection[Key]) -> Sequence[Drafter]:
+            card = self._there
+            found = Drafter(card.node_id, card.instance, model_id, 1e5, 1e6, 0.0005 + added_ms / 1000)
+            if found.key in left_out:
+                raise PlacementError(f"{model_id} is left out")
+            return [found]
+
+        def open_line(drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
+            member = self._node.gossip.opener.member(drafter.node_id)
+            if member is None:
+                raise PlacementError("the other machine is gone")
+            return RemoteLine(self._node.pool.get(Purpose.DRAFTS, address, member), drafter.node_id, on_block, on_end)
+
+        async def attach() -> None:
+            made.attach(find, open_line)
+
+        self._run(attach())
+        return made
+
+    def close(self) -> None:
+        for source in self._sources:
+            self._run(source.detach())
+        self._run(self._node.stop())
+        for process in self._processes:
+            process.kill()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    @property
+    def _there(self) -> NodeCard:
+        live = self._node.view().get(NodeId("there"))
+        if live is None:
+            raise PlacementError("the other machine is gone")
+        return live.card
+
+    async def _start(self, home: Path) -> FleetNode:
+        node = make_node(home)
+        await node.start()
+        return node
+
+    async def _seen(self) -> None:
+        async with asyncio.timeout(SEEN_S):
+            while self._node.view().get(NodeId("there")) is None:  # noqa: ASYNC110 - what nodes see has no event
+                await asyncio.sleep(0.05)
+
+    def _begin(self, work: partial[None]) -> None:
+        process = self._spawn.Process(target=work, daemon=True)
+        process.start()
+        self._processes.append(process)
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
