@@ -150,7 +150,7 @@ class DraftPeers:
             ours, theirs = self._spawn.Pipe()
             self._begin(partial(slow_process, address, added_ms / 2000, theirs))
             address = ours.recv()
-        made = RemoteDrafts(model_id, self._vocabulary, DraftMeter(), SystemClock())
+        made = RemoteDrafts(model_id, DraftMeter(), SystemClock())
         self._sources.append(made)
 
         def find(left_out: Collection[Key]) -> Sequence[Drafter]:
@@ -167,7 +167,7 @@ class DraftPeers:
             return RemoteLine(self._node.pool.get(Purpose.DRAFTS, address, member), drafter.node_id, on_block, on_end)
 
         async def attach() -> None:
-            made.attach(find, open_line)
+            made.attach(find, open_line, self._vocabulary)
 
         self._run(attach())
         return made
