@@ -32,6 +32,11 @@ class EngineConfig:
     model_digest: str = ""
     """Names the weights in the keys of cached blocks, so that blocks of two models are never taken for each other."""
 
+    @property
+    def max_rows(self) -> int:
+        """Of one batch: prompts and drafts share a chunk, beside a row of each sequence that runs."""
+        return self.prefill_chunk + self.max_running
+
     def __post_init__(self) -> None:
         for name, least in (("max_context", 2), ("max_running", 1), ("max_waiting", 0), ("prefill_chunk", 1), ("max_losses", 1)):
             value = getattr(self, name)

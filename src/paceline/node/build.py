@@ -95,7 +95,7 @@ def build_engine(
     layers = setup.opened.spec.all_layers
     kv = setup.room(layers)
     config = setup.config(kv)
-    runner = setup.load(layers, kv.n_blocks, config.prefill_chunk + config.max_running, progress)
+    runner = setup.load(layers, kv.n_blocks, config.max_rows, progress)
     executor = LocalExecutor(runner)
     notes: list[str] = []
     if kv.shortened_from:

@@ -148,7 +148,7 @@ def build_engine_over(
     own = LayerRange(0, order.own_layers if order.own_layers is not None else len(planned.stages[0].layers))
     kv = setup.room(own)
     config = replace(setup.config(kv), step_timeout_s=1e6)  # the pipeline has bounds of its own
-    max_rows = config.prefill_chunk + config.max_running
+    max_rows = config.max_rows
     head = setup.load(own, kv.n_blocks, max_rows, progress)
     wanted = Wanted(
         opened.name,

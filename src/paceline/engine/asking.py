@@ -1,0 +1,124 @@
+"""Asking sources for drafts: ahead, while what they guessed last is being verified, so that their work and the way to them hide.
+
+Law: nothing here waits, but for an answer that is due sooner than a step without it would take. What comes is checked for being token ids, and for
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+
+from paceline.core.clock import Clock
+from paceline.engine.acceptance import Acceptance, likely_length
+from paceline.engine.drafts import DraftAnswer, DraftAsk, DraftSource
+from paceline.engine.sequence import SequenceState
+from paceline.engine.step_costs import StepCosts
+from paceline.engine.tapes import SequenceDrafts, Tape
+
+MOST_READY = 64
+"""Tokens guessed ahead of those verified, at most."""
+PATIENCE = 1.5
+"""Times the usual wait for an answer. Raising it: a late one is waited for longer, for nothing if it does not come."""
+WORTH_A_WAIT = 0.5
+"""Of a step's time: how long an answer may take to be waited for. Raising it: more is won where it is right, and lost where it is wrong."""
+
+
+class Asking:
+    """All asks of one engine.
+
+    Args:
+        sources: by name.
+        longest: tokens of one sequence verified in one step, at most.
+        vocabulary: token ids below this are tokens.
+        costs: of steps.
+        clock: for how long an answer is due.
+    """
+
+    def __init__(self, sources: Mapping[str, DraftSource], longest: int, vocabulary: int, costs: StepCosts, clock: Clock) -> None:
+        self._sources, self._longest, self._vocabulary = sources, longest, vocabulary
+        self._costs, self._clock = costs, clock
+        self._live: dict[int, tuple[SequenceState, SequenceDrafts]] = {}
+
+    def begin(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
+        """A sequence will be generated: its sources may read its prompt at once."""
+        if drafts.told:
+            self._live[seq.id] = seq, drafts
+            self.ask(seq, drafts)
+
+    def end(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
+        """A sequence is over."""
+        self._live.pop(seq.id, None)
+        for maker in drafts.told:
+            self._sources[maker].forget(seq.id)
+
+    def ask(self, seq: SequenceState, drafts: SequenceDrafts, verified: int = 0) -> None:
+        """Have sources go on behind what they guessed, on the guess that all of that comes true, where little of it is left.
+
+        Args:
+            seq: whose tokens.
+            drafts: of that sequence.
+            verified: how many guesses, by whoever makes them now, are being verified.
+        """
+        for maker in drafts.told:
+            self._ask(seq, drafts, maker, verified if maker == drafts.maker else 0)
+
+    def hear(self, waiting: str | None = None, wait_s: float = 0.0) -> None:
+        """Take what sources answered, and wait for one of them."""
+        for maker, source in self._sources.items():
+            for answer in source.answers(wait_s if maker == waiting else 0.0):
+                found = self._live.get(answer.sequence)
+                if found is not None and maker in found[1].told:
+                    self._answered(*found, maker, answer)
+
+    def wait_for(self, drafts: SequenceDrafts) -> bool:
+        """Wait for a draft that is due soon: a later one is as good behind a step without it. Whether it did."""
+        if not self._costs.known:
+            return False
+        for maker, told in drafts.told.items():
+            usual_s = self._sources[maker].expected_s
+            if told.since is None or usual_s is None:
+                continue
+            late_s = told.since + PATIENCE * usual_s - self._clock.monotonic()
+            if late_s > 0 and usual_s < WORTH_A_WAIT * min(1.0, drafts.rates[maker].fresh) * self._costs.seconds(1):
+                self.hear(maker, late_s)
+                return True
+        return False
+
+    def _ask(self, seq: SequenceState, drafts: SequenceDrafts, maker: str, verified: int) -> None:
+        source, told, tape = self._sources[maker], drafts.told[maker], drafts.tapes.get(maker)
+        if told.since is not None or source.expected_s is None:
+            return
+        known = len(seq.tokens)
+        if tape is not None and tape.resumes:
+            tape, verified = None, 0
+        guessed = () if tape is None else tape.ids[known - tape.start :]
+        wanted = self._wanted(drafts.rates[maker], tape, len(guessed), verified, source.expected_s)
+        if len(guessed) - verified >= wanted:
+            return
+        right = min(told.right, known)
+        told.end = told.right = known + len(guessed)
+        told.since = self._clock.monotonic()
+        source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], max(wanted, source.block)))
+
+    def _wanted(self, rates: Acceptance, tape: Tape | None, guessed: int, verified: int, usual_s: float) -> int:
+        """Tokens that should lie ready: those likely to be used in a step, and those used up until more come."""
+        if tape is None:
+            return min(2 + round(2 * rates.fresh), self._longest + 1)
+        likely = likely_length(rates.chances(tape.run + guessed, self._longest + 1))
+        steps = usual_s / self._costs.seconds(1 + verified) if self._costs.known else 1.0
+        return min(likely + ceil(steps) * (1 + verified), MOST_READY)
+
+    def _answered(self, seq: SequenceState, drafts: SequenceDrafts, maker: str, answer: DraftAnswer) -> None:
+        told, ids = drafts.told[maker], answer.token_ids
+        if told.since is None or answer.position != told.end:
+            return  # it goes on behind a guess that was wrong
+        told.since = None
+        if not ids or not all(0 <= token < self._vocabulary for token in ids):
+            return
+        old, known = drafts.tapes.get(maker), len(seq.tokens)
+        if old is not None and not old.resumes:
+            drafts.tapes[maker] = Tape([*old.ids[known - old.start :], *ids], known, old.run, old.came_true)
+        else:
+            drafts.tapes[maker] = Tape(ids, answer.position, 1)
+            drafts.compare_with(maker, seq.tokens, answer.position)
