@@ -23,6 +23,7 @@ PLAIN = Sharing(
     pins=(),
     own_layers=None,
     throughput=False,
+    propose=(),
     local_nodes=1,
     tied=False,
 )
