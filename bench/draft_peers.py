@@ -33,7 +33,8 @@ from paceline.node.fleet_settings import FleetSettings, parse_preset
 from paceline.node.local_fleet import found_fleet
 from paceline.store.home import Home
 from paceline.transport.channels import Purpose
-from paceline.transport.draft_line import OnBlock, RemoteLine
+from paceline.transport.draft_blocks import OnBlock
+from paceline.transport.draft_line import RemoteLine
 from paceline.transport.trust.folder import FleetFolder
 
 PRESET = "desk,exchange_s=0.2,restamp_s=1,ttl_s=20"
