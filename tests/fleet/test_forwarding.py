@@ -72,6 +72,16 @@ def test_the_answer_is_the_one_that_the_other_machine_gives(pair: Pair) -> None:
     assert metric(pair.runs, "paceline_fleet_served_total") >= 6
 
 
+def test_a_request_says_what_is_drafted_with_wherever_it_runs(pair: Pair) -> None:
+    texts = {
+        pair.client.completions.create(model=MODEL, prompt="a b c a b c a", max_tokens=16, temperature=0, extra_body=body).choices[0].text
+        for body in ({}, {"draft": "off"}, {"draft": "ngram"})
+    }
+    assert len(texts) == 1
+    with pytest.raises(openai.BadRequestError, match="auto, off, ngram"):
+        pair.client.chat.completions.create(**ASK, extra_body={"draft": "no-such-model"})
+
+
 def test_a_stream_arrives_piece_by_piece(pair: Pair) -> None:
     pieces = [
         chunk.choices[0].delta.content or ""

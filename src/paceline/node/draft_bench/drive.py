@@ -1,7 +1,6 @@
 """Answers a set of prompts at once, and says what came and how fast.
 
-A rate counts the time in which nothing but answers is made: from the moment the last sequence has its first token until the end of all. What
-several sequences of different lengths take in it is the same work with drafts and without, so the ratio of two such times is a speed-up.
+A rate counts the time in which nothing but answers is made: from the moment the last sequence has its first token until the end of all.
 """
 
 from __future__ import annotations

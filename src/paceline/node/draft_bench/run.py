@@ -8,14 +8,16 @@ out and counted; *forced* ones are those that ship with the texts (see `forced`)
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, VocabularyMismatch
 from paceline.core.text import Tokenizer
+from paceline.engine.drafts import DRAFTS, DraftSource
 from paceline.node.bench import with_room
 from paceline.node.draft_bench.drive import Answers, MeasuredEngine, Tally, answer_all, loops
 from paceline.node.draft_bench.exercises import Kind, load
@@ -230,9 +232,16 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
     on_run(f"loading {settings.model}")
     tokenizer = open_model(settings.model, clock=clock).tokenizer
     built = build_engine(settings_for(settings, tokenizer, plan), clock=clock)
-    try:
+    with ExitStack() as stack:
+        stack.callback(built.executor.close)
+        if not built.runner.holds_identity:
+            raise ConfigError(
+                "Nothing is drafted on this machine: its kernels give other bytes for other batches", "Try another --device or --weights."
+            )
+        sources = {} if plan.draft in DRAFTS else {plan.draft: stack.enter_context(_drafts(plan.draft, settings, tokenizer, clock))}
         executor = ForcedExecutor(built.executor)
-        meter = DraftMeter(Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig()), executor, plan, clock)
+        engine = Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig(sources=sources))
+        meter = DraftMeter(engine, executor, plan, clock)
         rows: list[DraftRow] = []
         for batch in plan.batches:
             for kind in plan.kinds:
@@ -240,5 +249,26 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
                     on_run(f"{kind}, {batch} at once, {'the answers that ship' if forced else 'its own answers'}")
                     rows.append(meter.row(tokenizer, kind, batch, forced=forced))
         return DraftReport(built.model.name, str(built.setup.weights), built.setup.threads, plan, tuple(rows), load_average)
+
+
+@contextmanager
+def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Clock) -> Generator[DraftSource]:
+    """A draft model on this machine, in a thread of its own.
+
+    Raises:
+        VocabularyMismatch: its tokens are others than those of the model.
+        UserError: it can't be loaded.
+    """
+    from paceline.node.drafts.local import LocalDrafts
+    from paceline.node.drafts.proposing import load_proposer
+    from paceline.node.speed import vocabulary_id
+
+    loaded = load_proposer(name, settings.threads, None, clock)
+    try:
+        if loaded.offer.vocabulary != vocabulary_id(tokenizer):
+            raise VocabularyMismatch(f"{name} can't draft for {settings.model}: its tokens are others", "Take one of the same family.")
+        with closing(LocalDrafts(loaded.proposer, clock)) as source:
+            yield source
     finally:
-        built.executor.close()
+        if loaded.runner is not None:
+            loaded.runner.close()

