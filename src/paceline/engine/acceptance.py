@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+LONGEST = 128
+"""Tokens ahead whose chances are told."""
 _STARTS = (0, 1, 2, 3, 4, 6, 9, 14)
 """Shortest run of each group whose rate is counted together."""
 _GROUP = tuple(sum(run >= start for start in _STARTS) - 1 for run in range(_STARTS[-1] + 1))
+_GROUPS = tuple(tuple(_GROUP[min(run + step, _STARTS[-1])] for step in range(LONGEST)) for run in range(_STARTS[-1] + 1))
+"""By run: the groups of the tokens ahead."""
 ASSUMED = (0.1, 0.1, 0.25, 0.45, 0.6, 0.75, 0.88, 0.94)
 OWN_GAIN = 1 / 8
 """Raising it: a sequence's rates follow its text faster, and chance."""
@@ -61,8 +65,12 @@ class Acceptance:
 
     def chances(self, run: int, n: int) -> list[float]:
         """Of each of the next n tokens of a draft, given that those before it come true."""
-        rates, last = self.rates, _STARTS[-1]
-        return [rates[_GROUP[min(run + step, last)]] for step in range(n)]
+        rates, ahead = self.rates, _GROUPS[min(run, _STARTS[-1])]
+        return [rates[group] for group in ahead[:n]]
+
+    def chance(self, run: int) -> float:
+        """Of the next token of a draft."""
+        return self.rates[_GROUP[min(run, _STARTS[-1])]]
 
 
 def likely_length(chances: Sequence[float]) -> int:
@@ -110,10 +118,11 @@ def lengths(chances: Sequence[Sequence[float]], seconds: Callable[[int], float],
     rows = len(chances)
     tokens = float(rows)
     rate = tokens / seconds(rows)
-    for place in sorted(range(rows), key=lambda place: -chances[place][0] if chances[place] else 0.0):
+    left = most
+    for place in sorted((place for place in range(rows) if chances[place]), key=lambda place: -chances[place][0]):
         likely, gain, best = 1.0, 0.0, (0, 0.0)
         least = rate * MARGIN
-        for n, chance in enumerate(chances[place][: most - sum(found)], 1):
+        for n, chance in enumerate(chances[place][:left], 1):
             likely *= chance
             if likely < UNLIKELY:
                 break
@@ -124,5 +133,6 @@ def lengths(chances: Sequence[Sequence[float]], seconds: Callable[[int], float],
                 best = (n, gain)
         found[place] = best[0]
         rows += best[0]
+        left -= best[0]
         tokens += best[1]
     return found

@@ -116,7 +116,7 @@ class NGramIndex:
         period = len(ids) - place
         if length <= period:
             return tuple(ids[place : place + length])
-        return tuple(ids[place + step % period] for step in range(length))
+        return tuple((ids[place:] * -(-length // period))[:length])
 
 
 def propose(committed: Sequence[int], length: int) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
+        self._expected: dict[int, float] = {}
+        """What was computed since the last measurement."""
         self._level = 0.0
         """Seconds of a step of one row as assumed; 0: nothing was measured."""
         self._steps = 0
@@ -50,13 +52,19 @@ class StepCosts:
         off = min(max(seconds / self.seconds(rows), 1 / WILD), WILD)
         self._seen[rows] = _Seen(self._factor(rows) * off**OWN_GAIN, self._steps)
         self._level *= off**LEVEL_GAIN
+        self._expected.clear()
 
     def seconds(self, rows: int) -> float:
         """A step's expected time; relative to others even where none was measured."""
-        level = self._level or 1.0
+        found = self._expected.get(rows)
+        if found is None:
+            found = self._expected[rows] = self._compute(rows)
+        return found
+
+    def _compute(self, rows: int) -> float:
         if rows > MOST_ROWS:
             return self.seconds(MOST_ROWS) * rows / MOST_ROWS
-        return level * _assumed(rows) * self._factor(rows)
+        return (self._level or 1.0) * _assumed(rows) * self._factor(rows)
 
     def _factor(self, rows: int) -> float:
         seen = self._seen.get(rows)

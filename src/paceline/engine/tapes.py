@@ -60,7 +60,9 @@ class SequenceDrafts:
     def best(self) -> str | None:
         """Who is likeliest to know the next token."""
         tapes, rates = self.tapes, self.rates
-        return max(tapes, key=lambda maker: rates[maker].chances(tapes[maker].run, 1)[0], default=None)
+        if len(tapes) < 2:
+            return next(iter(tapes), None)
+        return max(tapes, key=lambda maker: rates[maker].chance(tapes[maker].run))
 
     def chances(self, maker: str, known: int, most: int) -> Sequence[float]:
         """Of what a maker guesses behind the first `known` tokens: that each comes true, if those before it do."""
