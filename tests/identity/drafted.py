@@ -88,7 +88,7 @@ Answers = dict[tuple[RequestId, int], Answer]
 class SessionSource:
     """A `DraftSource` over a proposer, in the engine's own thread: an answer is there as soon as it is looked for."""
 
-    expected_s = 0.0
+    expected_s, block = 0.0, 8
 
     def __init__(self, proposer: SessionProposer) -> None:
         self._proposer = proposer
