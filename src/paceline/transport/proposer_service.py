@@ -32,7 +32,8 @@ class ProposerServicer(ProposerServiceServicer):
 
     async def ProposeBlock(self, request: wire.ProposeBlockRequest, context: Context) -> wire.ProposeBlockResponse:
         try:
-            return await self._answer(request, self._who(context).node_id)
+            ask = read_ask(request)
+            return write_block(await self._desk.propose(self._who(context).node_id, ask), ask.session)
         except PacelineError as error:
             await abort(context, error)
 
@@ -41,36 +42,37 @@ class ProposerServicer(ProposerServiceServicer):
         caller = self._who(context).node_id
         writing = asyncio.Lock()
 
-        async def answer(request: wire.ProposeBlockRequest) -> None:
-            block = await self._answer(request, caller)
+        async def answer(ask: BlockAsk) -> None:
+            block = write_block(await self._desk.propose(caller, ask), ask.session)
             async with writing:
                 await context.write(wire.ProposeBlocksResponse(block=block))
 
-        seen: set[tuple[str, int]] = set()
+        seen: set[int] = set()
         try:
             async with asyncio.TaskGroup() as answering:
                 async for request in requests:
                     self._desk.end(caller, request.ended_sessions)
-                    if request.HasField("block"):
-                        seen.add((request.block.model_id, request.block.session))
-                        answering.create_task(answer(request.block))
+                    seen.difference_update(request.ended_sessions)
+                    if not request.HasField("block"):
+                        continue
+                    ask = read_ask(request.block)
+                    seen.add(ask.session)
+                    if self._desk.is_quick(ask):
+                        await answer(ask)
+                    else:
+                        answering.create_task(answer(ask))
         except* PacelineError as errors:
             first = next(error for error in _flat(errors) if isinstance(error, PacelineError))
             await abort(context, first)
         finally:
             # Sessions end with the call that spoke of them: whoever calls again says everything again.
-            self._desk.end(caller, [session for _, session in seen])
+            self._desk.end(caller, tuple(seen))
 
-    async def _answer(self, request: wire.ProposeBlockRequest, caller: str) -> wire.ProposeBlockResponse:
-        ask = BlockAsk(
-            request.model_id,
-            request.session,
-            request.first_position,
-            list(request.committed_token_ids),
-            request.block_size,
-            request.num_steps,
-        )
-        return write_block(await self._desk.propose(caller, ask), request.session)
+
+def read_ask(request: wire.ProposeBlockRequest) -> BlockAsk:
+    """What is asked, not checked."""
+    tokens = list(request.committed_token_ids)
+    return BlockAsk(request.model_id, request.session, request.first_position, tokens, request.block_size, request.num_steps)
 
 
 def write_block(block: BlockProposal | None, session: int) -> wire.ProposeBlockResponse:

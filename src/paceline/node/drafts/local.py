@@ -1,6 +1,7 @@
 """Drafts by a proposer of this process, in a thread of their own: for benches, tests and `DistributedSpeculativeDecoder`.
 
-Law: as any `DraftSource`, it never holds the engine up. A proposer that raised is asked no more; what it raised is kept for whoever wants to know.
+Law: as any `DraftSource`, it never holds the engine up. A proposer that raised is asked no more; what it raised is kept for whoever wants to know,
+and another may take its place.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import DraftAnswer, DraftAsk, Proposer
-from paceline.engine.proposers.session import DraftSession, open_session
+from paceline.engine.proposers.session import DraftSession, open_session, retell
 
 logger = logging.getLogger(__name__)
 
 GAIN = 0.1
 """Of one answer's time, in what answers are expected to take."""
 CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Successor:
+    proposer: Proposer
 
 
 class LocalDrafts:
@@ -35,10 +42,11 @@ class LocalDrafts:
     def __init__(self, proposer: Proposer, clock: Clock, *, num_steps: int = 0, block: int = 1) -> None:
         self.block = block
         self._proposer, self._clock, self._num_steps = proposer, clock, num_steps
+        self._texts: dict[SequenceId, list[int]] = {}
+        """As the engine told them. The thread's own, as are the sessions."""
         self._sessions: dict[SequenceId, DraftSession] = {}
-        """The thread's own."""
         self._changed = threading.Condition()
-        self._asks: deque[DraftAsk | SequenceId | None] = deque()
+        self._asks: deque[DraftAsk | SequenceId | _Successor | None] = deque()
         self._answers: list[DraftAnswer] = []
         self._expected_s: float | None = 0.0
         self.error: Exception | None = None
@@ -69,13 +77,18 @@ class LocalDrafts:
         """As `DraftSource`."""
         self._post(sequence)
 
+    def replace(self, proposer: Proposer) -> None:
+        """Let another proposer draft from now on. It is told everything anew."""
+        self.error, self._expected_s = None, 0.0
+        self._post(_Successor(proposer))
+
     def close(self) -> None:
         """Stop after the block in progress, which is waited for, but not for long. Idempotent."""
         self._expected_s = None
         self._post(None)
         self._thread.join(CLOSE_S)
 
-    def _post(self, item: DraftAsk | SequenceId | None) -> None:
+    def _post(self, item: DraftAsk | SequenceId | _Successor | None) -> None:
         with self._changed:
             self._asks.append(item)
             self._changed.notify_all()
@@ -99,21 +112,32 @@ class LocalDrafts:
                     with self._changed:
                         self._answers.append(answer)
                         self._changed.notify_all()
+                case _Successor(proposer):
+                    self._proposer = proposer
+                    self._close_sessions()
                 case sequence:
+                    self._texts.pop(sequence, None)
                     if (session := self._sessions.pop(sequence, None)) is not None:
                         session.close()
-        for session in self._sessions.values():
-            session.close()
+        self._close_sessions()
+
+    def _close_sessions(self) -> None:
+        while self._sessions:
+            self._sessions.popitem()[1].close()
 
     def _draft(self, ask: DraftAsk, length: int) -> Sequence[int]:
+        text = self._texts.setdefault(ask.sequence, [])
+        retell(text, ask.first_position, ask.token_ids)
         if self.error is not None:
             return ()
         began_s = self._clock.monotonic()
+        first, tokens = ask.first_position, ask.token_ids
         try:
             session = self._sessions.get(ask.sequence)
             if session is None:
                 session = self._sessions[ask.sequence] = open_session(self._proposer)
-            block = session.propose(ask.first_position, ask.token_ids, length, self._num_steps)
+                first, tokens = 0, text
+            block = session.propose(first, tokens, length, self._num_steps)
         except Exception as error:  # noqa: BLE001 - whatever it was, there are no drafts
             logger.warning("nothing is drafted any more: %s: %s", type(error).__name__, error)
             self.error, self._expected_s = error, None

@@ -25,7 +25,7 @@ from paceline.transport.proposer_desk import BlockAsk
 
 logger = logging.getLogger(__name__)
 
-LATE_S, LATE_TIMES, LATEST_S = 0.25, 4.0, 30.0
+LATE_S, LATE_TIMES, LATEST_S = 0.5, 4.0, 30.0
 """A block is late after so long, and so many times what its proposer's speed promises; at the latest after the last. Raising them: a proposer that
 hangs is noticed later, and meanwhile nobody drafts."""
 LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0

@@ -1,0 +1,94 @@
+"""A decoder made of a plan: real nodes, real mTLS, and the same tokens whoever drafts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.node.drafts.proposers import Scripted, TooLong
+from tests.unit.node.drafts.test_finding import SMALL, VERIFIER, card
+from tests.unit.node.fleet.nodes import in_loop, make_node, running, until_seen
+
+from paceline.core.clock import SystemClock
+from paceline.core.errors import PlacementError, RemoteProposerError
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import NodeId, RequestId
+from paceline.engine.config import EngineConfig
+from paceline.engine.local import LocalExecutor
+from paceline.engine.proposers.models import DraftModelProposer
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import Choice, PlanRequest, Way
+from paceline.node.drafts.decoder import DistributedSpeculativeDecoder, through
+from paceline.testing.engines import VOCAB, VOCABULARY, answer_alone
+from paceline.testing.fleets import TestFleet
+from paceline.testing.null_backend import NullRunner
+
+CONFIG = EngineConfig(max_context=200, prefill_chunk=64)
+SAMPLED = SamplingParams(temperature=1.0, seed=5)
+
+
+def runner() -> NullRunner:
+    return NullRunner(n_blocks=80, vocab=VOCAB, one_path=True)
+
+
+def placement(node_id: str, model_id: str = "small") -> Choice:
+    """What a plan says where one machine verifies and another drafts."""
+    cards = [card("a", VERIFIER), card(node_id, replace(SMALL, model_id=model_id))]
+    return plan(cards, PlanRequest("big", ways=frozenset({Way.DRAFT}), proposer=NodeId(node_id))).chosen
+
+
+def expected(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    return answer_alone(GenerationRequest(RequestId("r"), tuple(prompt), 40, sampling), one_path=True).token_ids
+
+
+def finish(decoder: DistributedSpeculativeDecoder) -> list[int]:
+    while decoder.has_work:
+        decoder.step()
+    return decoder.token_ids
+
+
+def finish_again_and_again(decoder: DistributedSpeculativeDecoder, prompt: Sequence[int]) -> None:
+    """The model is quick: its proposer may be heard of later."""
+    while True:
+        finish(decoder)
+        decoder.begin(prompt, 40, SAMPLED)
+
+
+@in_loop
+async def test_tokens_are_those_without_drafts_and_a_failed_proposer_is_told_once(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b, c = make_node(fleet, tmp_path, "b", a), make_node(fleet, tmp_path, "c", a)
+        good, bad = DraftModelProposer(runner()), TooLong()
+        b.desk.add("small", good)
+        c.desk.add("small", bad)
+        async with running(b, c):
+            await until_seen(a, "a", "b", "c")
+            make = DistributedSpeculativeDecoder.from_placement
+            executor = LocalExecutor(runner())
+            decoder = make(placement("b"), executor, VOCABULARY, CONFIG, through(a, VOCAB), SystemClock())
+            prompt = [3, 4, 5, 6]
+            for sampling in (SamplingParams(temperature=0, seed=1), SAMPLED):
+                decoder.begin(prompt, 40, sampling)
+                assert await asyncio.to_thread(finish, decoder) == expected(prompt, sampling)
+            assert good.stats.blocks > 0
+
+            decoder.place(placement("c"))
+            decoder.begin(prompt, 40, SAMPLED)
+            with pytest.raises(RemoteProposerError, match="c drafted"):
+                await asyncio.to_thread(finish_again_and_again, decoder, prompt)
+            decoder.place(placement("b"))
+            assert await asyncio.to_thread(finish, decoder) == expected(prompt, SAMPLED)
+            decoder.close()
+
+
+def test_a_plan_without_drafts_makes_no_decoder() -> None:
+    chosen = plan([card("a", VERIFIER)], PlanRequest("big", ways=frozenset({Way.ALONE}))).chosen
+    with pytest.raises(PlacementError, match="without drafts"):
+        DistributedSpeculativeDecoder.from_placement(
+            chosen, LocalExecutor(runner()), VOCABULARY, CONFIG, lambda _: Scripted(), SystemClock()
+        )
