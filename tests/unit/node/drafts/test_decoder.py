@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.unit.node.drafts.proposers import Scripted, TooLong
 from tests.unit.node.drafts.test_finding import SMALL, VERIFIER, card
-from tests.unit.node.fleet.nodes import in_loop, make_node, running, until_seen
+from tests.unit.node.fleet.nodes import in_loop, make_node, running, until, until_seen
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError, RemoteProposerError
@@ -75,7 +75,7 @@ async def test_tokens_are_those_without_drafts_and_a_failed_proposer_is_told_onc
             for sampling in (SamplingParams(temperature=0, seed=1), SAMPLED):
                 decoder.begin(prompt, 40, sampling)
                 assert await asyncio.to_thread(finish, decoder) == expected(prompt, sampling)
-            assert good.stats.blocks > 0
+            await until(lambda: good.stats.blocks > 0)  # the model may be quicker
 
             decoder.place(placement("c"))
             decoder.begin(prompt, 40, SAMPLED)
