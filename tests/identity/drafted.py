@@ -125,11 +125,12 @@ class Subject:
         source: its weights.
         vocabulary: its tokens.
         prompts: token ids.
+        answer: tokens of an answer, at most.
         clock: of the engines; one that stands still makes every draft look cheap.
     """
 
     def __init__(
-        self, source: WeightSource, vocabulary: Vocabulary, prompts: Sequence[tuple[int, ...]], clock: Callable[[], Clock]
+        self, source: WeightSource, vocabulary: Vocabulary, prompts: Sequence[tuple[int, ...]], answer: int, clock: Callable[[], Clock]
     ) -> None:
         self.vocabulary, self._source, self._clock = vocabulary, source, clock
         self.n_layers = source.spec.n_layers
@@ -137,7 +138,7 @@ class Subject:
         self._whole, self._drafter = self._load(everything), self._load(everything)
         self._head = self._load(LayerRange(0, 0))
         self._stage = self._load(everything, edges=False)
-        self.requests, self.alone = self._asked(prompts)
+        self.requests, self.alone = self._asked(prompts, answer)
         self.stats: dict[str, list[EngineStats]] = {proposer: [] for proposer in PROPOSERS}
 
     def run(self, config: Configuration, requests: Sequence[GenerationRequest]) -> Answers:
@@ -195,8 +196,8 @@ class Subject:
         config = EngineConfig(max_context=512, max_running=batch, prefill_chunk=96, prefix_cache=prefix_cache, step_timeout_s=1e9)
         return Engine(executor, self.vocabulary, config, self._clock(), drafting=drafting)
 
-    def _asked(self, prompts: Sequence[tuple[int, ...]]) -> tuple[list[GenerationRequest], Answers]:
-        requests = [_request(place, prompt, self.vocabulary.size) for place, prompt in enumerate(prompts)]
+    def _asked(self, prompts: Sequence[tuple[int, ...]], answer: int) -> tuple[list[GenerationRequest], Answers]:
+        requests = [_request(place, prompt, answer, self.vocabulary.size) for place, prompt in enumerate(prompts)]
         alone = self._alone(requests)
         for place, request in enumerate(requests):
             text = alone[request.request_id, 0].text
@@ -240,7 +241,7 @@ def drain(engine: Engine, requests: Sequence[GenerationRequest]) -> Answers:
     return answers
 
 
-def _request(place: int, prompt: tuple[int, ...], vocabulary: int) -> GenerationRequest:
+def _request(place: int, prompt: tuple[int, ...], answer: int, vocabulary: int) -> GenerationRequest:
     """Greedy and drawn by turns, and with everything else that a request may ask for."""
     odd = place % 8
     sampling = SamplingParams(
@@ -254,7 +255,7 @@ def _request(place: int, prompt: tuple[int, ...], vocabulary: int) -> Generation
         logit_bias={place % vocabulary: 3.0} if odd == 3 else {},
         logprobs=2 if odd in {1, 2} else None,
     )
-    return GenerationRequest(RequestId(f"r{place}"), prompt, ANSWER - place % 3, sampling, n=2 if odd == 6 else 1, ignore_eos=odd == 0)
+    return GenerationRequest(RequestId(f"r{place}"), prompt, answer - place % 3, sampling, n=2 if odd == 6 else 1, ignore_eos=odd == 0)
 
 
 def tiny(clock: Callable[[], Clock], count: int = 16) -> Subject:
@@ -267,15 +268,15 @@ def tiny(clock: Callable[[], Clock], count: int = 16) -> Subject:
         # Text that was there before, so that there is something to look up.
         own = (piece * 4)[: rng.randint(2, 40)]
         prompts.append((*shared, *own) if place % 2 else (*own, 1 + place))
-    return Subject(SeededWeights(TINY), ByteVocabulary(TINY.vocab), prompts, clock)
+    return Subject(SeededWeights(TINY), ByteVocabulary(TINY.vocab), prompts, ANSWER, clock)
 
 
-def bundled(clock: Callable[[], Clock], count: int) -> Subject:
+def bundled(clock: Callable[[], Clock], count: int, answer: int = ANSWER) -> Subject:
     """The model that ships, on pieces of the texts that ship."""
     opened = open_model("smollm2-135m")
     exercises = [exercise for several in zip(*(load(kind) for kind in Kind), strict=True) for exercise in several]
     prompts = list(itertools.islice(_pieces([exercise.prompt_ids(opened.tokenizer) for exercise in exercises]), count))
-    return Subject(opened.weights, opened.tokenizer, prompts, clock)
+    return Subject(opened.weights, opened.tokenizer, prompts, answer, clock)
 
 
 def _pieces(texts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -44,7 +44,7 @@ def test_same_answers(subject: Subject, proposer: str, stages: int) -> None:
 
 @pytest.mark.skipif(SOAKS, reason="the soak runs on nothing else")
 def test_same_answers_of_the_bundled_model(paceline_home: object) -> None:
-    subject = bundled(FakeClock, 4)
+    subject = bundled(FakeClock, 4, answer=20)
     for config in REAL:
         check(subject, config, first=0, count=4)
     subject.close()
