@@ -115,6 +115,7 @@ class Asking:
             return  # it goes on behind a guess that was wrong
         told.since = None
         if not ids or not all(0 <= token < self._vocabulary for token in ids):
+            drafts.rates[maker].learn_fresh(0)  # so that nobody waits for nothing
             return
         old, known = drafts.tapes.get(maker), len(seq.tokens)
         if old is not None and not old.resumes:

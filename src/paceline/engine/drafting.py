@@ -21,7 +21,7 @@ from paceline.engine.asking import Asking
 from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF, DraftSource
 from paceline.engine.executor import StepBatch
 from paceline.engine.prompt_lookup import NGramIndex
-from paceline.engine.sequence import SequenceState
+from paceline.engine.sequence import Phase, SequenceState
 from paceline.engine.step_costs import StepCosts
 from paceline.engine.tapes import SequenceDrafts, Tape, Told
 
@@ -211,8 +211,12 @@ class Drafting:
     def _index(self) -> None:
         """Some of the prompts that came, so that long ones hold up nobody."""
         budget = INDEXED
-        while self._lagging and budget:
-            seq, index = next(iter(self._lagging.items()))
+        while budget:
+            # Those that wait may do so for long, and many may.
+            found = next((one for one in self._lagging.items() if one[0].phase is not Phase.WAITING), None)
+            if found is None:
+                return
+            seq, index = found
             more = seq.tokens[len(index.ids) : len(index.ids) + budget]
             index.extend(more)
             budget -= len(more)

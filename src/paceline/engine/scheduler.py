@@ -159,7 +159,8 @@ class Scheduler:
                 share -= 1
                 decoding.append(seq)
         budget = self._chunk
-        for seq, draft in zip(decoding, self._drafting.plan(decoding, self._chunk), strict=True):
+        # Drafts leave prompts half of it.
+        for seq, draft in zip(decoding, self._drafting.plan(decoding, budget // 2 if prefilling else budget), strict=True):
             # A prompt's last row has another path than what is guessed behind it.
             guess = self._cut(seq, seq.computed + 1, draft) if seq.computed >= seq.n_prompt else ()
             budget -= len(guess)

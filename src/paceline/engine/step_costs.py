@@ -2,7 +2,8 @@
 
 Only ratios matter. A row count that was not seen yet is assumed cheap, so that it is tried; what was measured long ago is believed less and less.
 
-Law: one measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild.
+Law: one measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. The first are believed only as far as
+none of those after them was faster: a machine that begins is slow, and never fast by chance.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ ASSUMED_ROW = 0.05
 """What a row more costs, of a step of one row, until it was measured. Raising it: longer drafts are tried later."""
 WILD = 2.0
 OWN_GAIN, LEVEL_GAIN = 0.25, 0.1
+FIRST = 16
+"""Steps in which a faster one lowers all that was measured."""
 HALF_LIFE = 1024
 """Steps after which half of an old measurement is forgotten."""
 
@@ -49,6 +52,8 @@ class StepCosts:
         self._steps += 1
         if not self._level:
             self._level = seconds / _assumed(rows)
+        if self._steps <= FIRST:
+            self._level *= min(1.0, seconds / self.seconds(rows))
         off = min(max(seconds / self.seconds(rows), 1 / WILD), WILD)
         self._seen[rows] = _Seen(self._factor(rows) * off**OWN_GAIN, self._steps)
         self._level *= off**LEVEL_GAIN

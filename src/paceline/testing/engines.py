@@ -54,6 +54,7 @@ class EngineBench:
         prefix_cache: bool = True,
         max_losses: int = 8,
         drafting: DraftingConfig | None = None,
+        clock: FakeClock | None = None,
     ) -> None:
         self.runner = NullRunner(n_blocks=n_blocks, block_size=block_size, vocab=VOCAB, one_path=one_path)
         self.executor = InOrderExecutor(self.runner, depth, lose, break_at)
@@ -66,7 +67,7 @@ class EngineBench:
             max_losses=max_losses,
         )
         seeds = count(1000)
-        self.engine = Engine(self.executor, VOCABULARY, config, FakeClock(), entropy=lambda: next(seeds), drafting=drafting)
+        self.engine = Engine(self.executor, VOCABULARY, config, clock or FakeClock(), entropy=lambda: next(seeds), drafting=drafting)
         self.answers: dict[tuple[RequestId, int], Answer] = {}
 
     def add(self, *requests: GenerationRequest) -> None:

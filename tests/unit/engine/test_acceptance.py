@@ -102,6 +102,15 @@ class TestStepCosts:
             costs.took(1, 0.004)
         assert costs.seconds(4) / costs.seconds(1) < 0.4 * dear
 
+    @pytest.mark.parametrize("rows", [1, 8])
+    def test_a_slow_beginning_is_soon_forgotten(self, rows: int) -> None:
+        costs = StepCosts()
+        costs.took(rows, 60.0)
+        for _ in range(4):
+            costs.took(1, 0.01)
+        assert 0.008 < costs.seconds(1) < 0.0125
+        assert costs.seconds(8) < 2 * costs.seconds(1)
+
     @pytest.mark.parametrize(("rows", "seconds"), [(0, 0.004), (1000, 0.004), (1, 0.0), (1, -1.0)])
     def test_what_is_no_measurement_changes_nothing(self, rows: int, seconds: float) -> None:
         costs = StepCosts()

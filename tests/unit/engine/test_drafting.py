@@ -14,6 +14,7 @@ from paceline.core.ids import RequestId, SequenceId
 from paceline.engine.block_tables import blocks_for
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftAnswer, DraftAsk
+from paceline.testing.clock import FakeClock
 from paceline.testing.engines import EngineBench, answer_alone
 
 KNOWING = "knowing"
@@ -177,3 +178,52 @@ def test_a_request_may_say_so() -> None:
     bench = bench_with(source)
     bench.run(ask_for(40, source, draft="off"))
     assert bench.engine.stats().drafted_tokens == {}
+
+
+class Silent(Knowing):
+    """Answers soon, with nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected_s = 0.004
+        self.waits = 0
+
+    def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:
+        self.waits += wait_s > 0
+        return super().answers()
+
+
+@pytest.mark.parametrize("ids", [(), (-1,), (1 << 40,)])
+def test_who_has_nothing_to_say_is_soon_waited_for_no_more(ids: tuple[int, ...]) -> None:
+    source, clock = Silent(), FakeClock()
+    bench = EngineBench(max_context=256, n_blocks=80, drafting=DraftingConfig(KNOWING, {KNOWING: source}), clock=clock)
+    bench.add(ask_for(100, source))
+    source.truth[SequenceId(0)] = [*range(6), *(100 * ids)]
+    while bench.engine.has_work:
+        bench.engine.submit()
+        clock.advance(0.01)
+        bench.read(bench.engine.collect())
+    assert 0 < source.waits < 8
+
+
+def test_drafts_leave_room_for_prompts() -> None:
+    source = Knowing()
+    bench = bench_with(source, prefill_chunk=8)
+    bench.add(ask_for(200, source, 0), ask_for(200, source, 1))
+    for _ in range(8):
+        bench.step()
+    bench.add(replace(ask_for(4, source, 2), prompt_ids=tuple(range(1, 31))))
+    for _ in range(12):
+        bench.step()
+    assert bench.answers[RequestId("r2"), 0].token_ids
+    assert not bench.answers[RequestId("r0"), 0].finish
+
+
+def test_texts_that_wait_are_not_indexed() -> None:
+    bench = EngineBench(max_context=64, n_blocks=80, max_running=1, drafting=DraftingConfig("ngram"))
+    bench.add(ask_for(40, Knowing(), 0), ask_for(4, Knowing(), 1))
+    for _ in range(8):
+        bench.step()
+    indexes = [drafts.index for drafts in bench.engine._drafting._of.values()]
+    assert [index is not None and bool(index.ids) for index in indexes] == [True, False]
+    bench.run()
