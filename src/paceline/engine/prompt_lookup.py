@@ -39,11 +39,12 @@ class NGramIndex:
         self.extend(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
-        """The text grew by many tokens: some 0.3 us each."""
-        if len(ids) > 1:
+        """The text grew by many tokens: some 0.3 us each, and the last ones, which can be taken back, as `append`."""
+        ids, last = ids[: max(0, len(ids) - REMEMBERED)], ids[-REMEMBERED:]
+        if ids:
             known = self.ids[-(MAX_NGRAM - 1) :]
             start = len(self.ids) - len(known)
-            text = np.array([*known, *ids[:-1]], np.uint64)
+            text = np.array([*known, *ids], np.uint64)
             keys = np.zeros(len(text) + 1, np.uint64)
             for n, follows in enumerate(self._follows, 1):
                 # Each key gains the token before it, so the first of them falls away.
@@ -51,9 +52,9 @@ class NGramIndex:
                 if not len(keys):
                     break
                 follows.update(zip(keys.tolist(), range(start + n, start + len(text) + 1), strict=True))
-            self.ids += ids[:-1]
+            self.ids += ids
             self._undo.clear()
-        for token in ids[-1:]:
+        for token in last:
             self.append(token)
 
     def append(self, token: int) -> None:

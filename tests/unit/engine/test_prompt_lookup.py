@@ -65,3 +65,14 @@ def test_a_text_may_be_cut_by_more_than_is_remembered() -> None:
         index.append(token)
     index.cut(10)
     assert index.propose(5) == propose(text[:10], 5)
+
+
+def test_tokens_told_many_at_a_time_are_taken_back_without_a_look_at_the_rest() -> None:
+    index = NGramIndex(range(5 * REMEMBERED))
+    tables = index._follows
+    for told in range(2, 60, 7):
+        index.extend(range(told))
+        index.cut(len(index.ids) - told + 1)
+        assert index._follows is tables
+    index.cut(4 * REMEMBERED)
+    assert index.ids == list(range(4 * REMEMBERED))
