@@ -184,8 +184,8 @@ class Subject:
     def _sources(self, proposer: str, truths: Sequence[Sequence[int]]) -> dict[str, DraftSource]:
         eos = self.vocabulary.eos_ids
         made: dict[str, Callable[[], DraftSource]] = {
-            "model": lambda: SessionSource(DraftModelProposer(self._drafter, eos_ids=eos)),
-            "jacobi": lambda: SessionSource(JacobiProposer(self._drafter, eos_ids=eos)),
+            "model": lambda: SessionSource(DraftModelProposer(self._drafter, vocabulary_size=self.vocabulary.size, eos_ids=eos)),
+            "jacobi": lambda: SessionSource(JacobiProposer(self._drafter, vocabulary_size=self.vocabulary.size, eos_ids=eos)),
             "knowing": lambda: UnsteadySource(lambda sequence: truths[sequence], random.Random(len(truths)), self.vocabulary.size),
         }
         # Two that draft with one runner would write each other's KV.

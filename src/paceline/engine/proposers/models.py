@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Generic
 
+from paceline.core.errors import InvalidRequest
 from paceline.engine import prompt_lookup
 from paceline.engine.drafts import BlockProposal
 from paceline.engine.local import Activations, LayerRunner
@@ -26,15 +27,23 @@ class ModelProposer(SessionProposer, Generic[Activations]):
 
     Args:
         runner: holds all layers, and runs for nobody else; closed by whoever made it.
+        vocabulary_size: token ids below this are tokens. Kernels look up the others' too, wherever that is in memory.
         eos_ids: nothing is drafted behind one.
         max_rows: that the runner takes at a time.
         max_context: of the model.
     """
 
     def __init__(
-        self, runner: LayerRunner[Activations], *, eos_ids: frozenset[int] = frozenset(), max_rows: int = 512, max_context: int = 1 << 30
+        self,
+        runner: LayerRunner[Activations],
+        *,
+        vocabulary_size: int,
+        eos_ids: frozenset[int] = frozenset(),
+        max_rows: int = 512,
+        max_context: int = 1 << 30,
     ) -> None:
         super().__init__()
+        self._vocabulary_size = vocabulary_size
         self._kv = SharedKv(runner, max_rows=max_rows, max_context=max_context)
         self._eos_ids = eos_ids
 
@@ -53,6 +62,15 @@ class ModelProposer(SessionProposer, Generic[Activations]):
             block = BlockProposal(tuple(token_ids), steps, text.passes - passes, text.peak_bytes)
             self.stats.count(block)
             return block
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Whether a text can be run: others say it.
+
+        Raises:
+            InvalidRequest: there is no such token.
+        """
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary_size:
+            raise InvalidRequest(f"Tokens beyond the {self._vocabulary_size} that this model has", field="committed_token_ids")
 
     def forget(self, text: Text) -> None:
         """A session is over."""
@@ -75,6 +93,7 @@ class _ModelSession(Generic[Activations]):
         self.told: list[int] = []
 
     def propose(self, first_position: int, token_ids: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
+        self._proposer.check(token_ids)
         retell(self.told, first_position, token_ids)
         return self._proposer.draft(self._text, self.told, block_size, num_steps)
 

@@ -74,7 +74,13 @@ def load_proposer(name: str, threads: int | None, progress: LoadProgress | None,
     key = SpeedKey(setup.digest, setup.weights, setup.threads)
     speed = learn_speed(Home.from_environment(), key, runner, opened.tokenizer, config, clock)
     kind = JacobiProposer if name.startswith(JACOBI) else DraftModelProposer
-    proposer = kind(runner, eos_ids=opened.tokenizer.eos_ids, max_rows=MAX_ROWS, max_context=opened.spec.max_context)
+    proposer = kind(
+        runner,
+        vocabulary_size=opened.spec.vocab,
+        eos_ids=opened.tokenizer.eos_ids,
+        max_rows=MAX_ROWS,
+        max_context=opened.spec.max_context,
+    )
     model_id = (JACOBI if kind is JacobiProposer else "") + opened.name
     rate = measure(proposer, PromptMaker(opened.tokenizer, 11).make(1, 64)[0], clock)
     offer = replace(warm_offer(setup.warm(kv, speed)), role=Role.PROPOSER, model_id=model_id, tokens_per_second=rate)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
+from paceline.core.errors import InvalidRequest
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.drafts import BlockProposal
@@ -17,7 +19,9 @@ from paceline.testing.engines import VOCAB, answer_alone
 from paceline.testing.null_backend import NullRunner
 
 Make = Callable[..., ModelProposer[object]]
-MODELS = pytest.mark.parametrize("make", [DraftModelProposer, JacobiProposer])
+MODELS = pytest.mark.parametrize(
+    "make", [partial(DraftModelProposer, vocabulary_size=VOCAB), partial(JacobiProposer, vocabulary_size=VOCAB)], ids=["model", "jacobi"]
+)
 
 
 def runner(n_blocks: int = 32) -> NullRunner:
@@ -77,7 +81,7 @@ def test_a_session_drafts_the_same_however_it_was_told(make: Make, n_blocks: int
 
 def test_a_draft_that_came_true_is_not_run_again() -> None:
     null = runner()
-    session = DraftModelProposer(null).open()
+    session = DraftModelProposer(null, vocabulary_size=VOCAB).open()
     block = session.propose(0, [5, 6, 7], 4, 0)
     assert (null.rows_run, block.forward_passes) == (3 + 3, 4)
     again = session.propose(3, block.token_ids, 1, 0)
@@ -88,12 +92,12 @@ def test_a_draft_that_came_true_is_not_run_again() -> None:
 
 def test_jacobi_stops_when_told_and_runs_no_row_that_is_right() -> None:
     null = runner()
-    proposer = JacobiProposer(null)
+    proposer = JacobiProposer(null, vocabulary_size=VOCAB)
     committed = [3, 4, 5]
     right = greedy(committed, 6)
     for steps in (1, 2, 3):
         null.wipe()
-        block = JacobiProposer(null).propose_block(committed, 6, steps)
+        block = JacobiProposer(null, vocabulary_size=VOCAB).propose_block(committed, 6, steps)
         assert block.diffusion_steps == block.forward_passes == steps
         assert len(block.token_ids) == 6
         assert block.token_ids[:steps] == right[:steps]
@@ -162,3 +166,14 @@ def test_common_length_is_where_texts_part(seed: int) -> None:
     for other in ([], one[:3], one[:], [*one, 4], [*one[:50], 7, *one[51:]]):
         slow = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
         assert common_length(one, other) == slow
+
+
+@MODELS
+@pytest.mark.parametrize("wrong", [VOCAB, (1 << 32) - 1, -1])
+def test_tokens_that_do_not_exist_are_never_run(make: Make, wrong: int) -> None:
+    # Kernels look them up in memory, and others say them.
+    null = runner()
+    session = make(null).open()
+    with pytest.raises(InvalidRequest):
+        session.propose(0, [1, wrong, 2], 4, 0)
+    assert null.rows_run == 0
