@@ -76,13 +76,17 @@ class NGramIndex:
             undo.append((key, place))
         self._undo.append(undo)
 
+    def cuts_cheaply(self, length: int) -> bool:
+        """Whether so many of its first tokens can be kept without a look at all of them."""
+        return length >= len(self.ids) or len(self.ids) - length < len(self._undo)
+
     def cut(self, length: int) -> None:
         """The text is shorter again: its last tokens were a guess. Cheap for as many as are remembered."""
         removed = len(self.ids) - length
         if removed <= 0:
             return
         kept = self.ids[:length]
-        if removed >= len(self._undo):
+        if not self.cuts_cheaply(length):
             self.ids.clear()
             self._follows = tuple({} for _ in range(MAX_NGRAM))
             self._undo.clear()

@@ -2,8 +2,8 @@
 
 Only ratios matter. A row count that was not seen yet is assumed cheap, so that it is tried; what was measured long ago is believed less and less.
 
-Law: one measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. The first are believed only as far as
-none of those after them was faster: a machine that begins is slow, and never fast by chance.
+Law: one measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. At first it may lower all of them by
+more: a machine that begins is slow.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ASSUMED_ROW = 0.05
 """What a row more costs, of a step of one row, until it was measured. Raising it: longer drafts are tried later."""
 WILD = 2.0
 OWN_GAIN, LEVEL_GAIN = 0.25, 0.1
-FIRST = 16
-"""Steps in which a faster one lowers all that was measured."""
+FIRST, MUCH = 16, 8.0
+"""So many steps, if they are faster than expected, lower all estimates, by as much."""
 HALF_LIFE = 1024
 """Steps after which half of an old measurement is forgotten."""
 
@@ -52,9 +52,11 @@ class StepCosts:
         self._steps += 1
         if not self._level:
             self._level = seconds / _assumed(rows)
-        if self._steps <= FIRST:
-            self._level *= min(1.0, seconds / self.seconds(rows))
-        off = min(max(seconds / self.seconds(rows), 1 / WILD), WILD)
+        off = seconds / self._compute(rows)
+        if self._steps <= FIRST and off < 1:
+            self._level *= max(off, 1 / MUCH)
+            off = 1.0
+        off = min(max(off, 1 / WILD), WILD)
         self._seen[rows] = _Seen(self._factor(rows) * off**OWN_GAIN, self._steps)
         self._level *= off**LEVEL_GAIN
         self._expected.clear()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from paceline.engine.drafts import BlockProposal, Proposer
-from paceline.engine.proposers.ngram import NGramProposer
+from paceline.engine.proposers.ngram import NGramProposer, NGramSession
 from paceline.engine.proposers.session import DraftSession, open_session
 from paceline.engine.proposers.stats import ProposerStats
 
@@ -25,8 +25,8 @@ MAX_COMMITTED = 1 << 20
 """Tokens of one text."""
 MAX_STEPS = 1 << 10
 MOST_SESSIONS = 256
-MOST_TOKENS = 1 << 22
-"""Over all sessions. Raising it: about 8 bytes a token, and as much again for prompt lookup's index."""
+MOST_TOKENS = 1 << 20
+"""Over all sessions. Raising it: memory; prompt lookup's index is 400 bytes a token."""
 QUICK_TOKENS = 256
 """New tokens that prompt lookup takes in on the event loop, in about 0.2 ms. Raising it: everything else on the loop waits longer."""
 MOST_WAITING = 64
@@ -60,6 +60,10 @@ class _Kept:
     held: int = 0
     """Tokens, once all asks before are done."""
     asks: int = 0
+    busy: int = 0
+    """Asks that are not answered yet."""
+    gone: bool = False
+    """Forgotten; asks that wait their turn come too late."""
 
 
 Key = tuple[str, str, int]
@@ -128,16 +132,20 @@ class ProposerDesk:
             if ask.session:
                 self.end(caller, (ask.session,), ask.model_id)
                 self._kept[key] = kept
-        self._count(key, kept, ask.first_position + len(ask.token_ids))
-        if self.is_quick(ask) and not kept.turn.locked():
+        if self.is_quick(caller, ask) and not kept.turn.locked():
             block = kept.session.propose(ask.first_position, ask.token_ids, ask.block_size, ask.num_steps)
             self.stats[ask.model_id].count(block)
+            self._count(key, kept, ask.first_position + len(ask.token_ids))
             return block
         model.waiting += 1
+        kept.busy += 1
         kept.asks += 1
         number = kept.asks
+        self._count(key, kept, ask.first_position + len(ask.token_ids))
         try:
             async with kept.turn:
+                if kept.gone:
+                    return None
                 # A later ask says that this one's block is of no use any more; but its tokens have to be told.
                 length = ask.block_size if number == kept.asks else 0
                 args = (ask.first_position, ask.token_ids, length, ask.num_steps)
@@ -149,15 +157,19 @@ class ProposerDesk:
             raise
         finally:
             model.waiting -= 1
+            kept.busy -= 1
             if not ask.session:
                 self._drop(model, key, kept)
         self.stats[ask.model_id].count(block)
         return block
 
-    def is_quick(self, ask: BlockAsk) -> bool:
+    def is_quick(self, caller: str, ask: BlockAsk) -> bool:
         """Whether a block is made without waiting, unless others of its session are waited for."""
         model = self._models.get(ask.model_id)
-        return model is not None and isinstance(model.proposer, NGramProposer) and bool(ask.session) and len(ask.token_ids) <= QUICK_TOKENS
+        if model is None or not isinstance(model.proposer, NGramProposer) or not ask.session or len(ask.token_ids) > QUICK_TOKENS:
+            return False
+        kept = self._kept.get((caller, ask.model_id, ask.session))
+        return kept is None or (isinstance(kept.session, NGramSession) and kept.session.goes_on_cheaply(ask.first_position))
 
     def end(self, caller: str, sessions: Sequence[int], model_id: str | None = None) -> None:
         """Sessions of a caller are over, of one model or of any; unknown ones too."""
@@ -188,14 +200,18 @@ class ProposerDesk:
         self._tokens += held - kept.held
         kept.held = held
         self._kept.move_to_end(key)
-        while len(self._kept) > 1 and (len(self._kept) > self._most_sessions or self._tokens > self._most_tokens):
-            oldest = next(iter(self._kept))
+        while len(self._kept) > self._most_sessions or self._tokens > self._most_tokens:
+            # Those with asks under way, of which there are no more than may wait, are somebody's this moment.
+            oldest = next((each for each, one in self._kept.items() if not one.busy), None)
+            if oldest is None:
+                return
             self._drop(self._models[oldest[1]], oldest, self._kept[oldest])
 
     def _drop(self, model: _Model, key: Key, kept: _Kept) -> None:
         if self._kept.get(key) is kept:
             del self._kept[key]
             self._tokens -= kept.held
+        kept.gone = True
         if key[1] in self._models:  # not closed meanwhile
             model.thread.submit(kept.session.close)  # after what it may be making
 

@@ -10,7 +10,7 @@ import grpc.aio
 
 from paceline.core.errors import PacelineError
 from paceline.engine.drafts import BlockProposal
-from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
+from paceline.transport.proposer_desk import MOST_SESSIONS, MOST_WAITING, BlockAsk, ProposerDesk
 from paceline.transport.rpc_faults import abort
 from paceline.transport.trust.certificates import Member
 from paceline.transport.wire import propose_pb2 as wire
@@ -41,26 +41,38 @@ class ProposerServicer(ProposerServiceServicer):
     async def ProposeBlocks(self, requests: AsyncIterator[wire.ProposeBlocksRequest], context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         caller = self._who(context).node_id
         writing = asyncio.Lock()
+        # Who does not read answers is not read either.
+        unanswered = asyncio.Semaphore(MOST_WAITING)
 
         async def answer(ask: BlockAsk) -> None:
-            block = write_block(await self._desk.propose(caller, ask), ask.session)
-            async with writing:
-                await context.write(wire.ProposeBlocksResponse(block=block))
+            try:
+                block = write_block(await self._desk.propose(caller, ask), ask.session)
+                async with writing:
+                    await context.write(wire.ProposeBlocksResponse(block=block))
+            finally:
+                unanswered.release()
 
-        seen: set[int] = set()
+        seen: dict[int, None] = {}
+        """Sessions, the one used last at the end: no more than the desk keeps."""
         try:
             async with asyncio.TaskGroup() as answering:
                 async for request in requests:
                     self._desk.end(caller, request.ended_sessions)
-                    seen.difference_update(request.ended_sessions)
+                    for session in request.ended_sessions:
+                        seen.pop(session, None)
                     if not request.HasField("block"):
                         continue
+                    await unanswered.acquire()
                     ask = read_ask(request.block)
-                    seen.add(ask.session)
-                    if self._desk.is_quick(ask):
+                    seen.pop(ask.session, None)
+                    seen[ask.session] = None
+                    if len(seen) > MOST_SESSIONS:
+                        del seen[next(iter(seen))]
+                    if self._desk.is_quick(caller, ask):
                         await answer(ask)
                     else:
                         answering.create_task(answer(ask))
+                        await asyncio.sleep(0)  # so that it begins before news that its session is over
         except* PacelineError as errors:
             first = next(error for error in _flat(errors) if isinstance(error, PacelineError))
             await abort(context, first)

@@ -106,7 +106,7 @@ class TestStepCosts:
     def test_a_slow_beginning_is_soon_forgotten(self, rows: int) -> None:
         costs = StepCosts()
         costs.took(rows, 60.0)
-        for _ in range(4):
+        for _ in range(8):
             costs.took(1, 0.01)
         assert 0.008 < costs.seconds(1) < 0.0125
         assert costs.seconds(8) < 2 * costs.seconds(1)

@@ -14,10 +14,12 @@ class NGramProposer(SessionProposer):
     """Drafts what followed the longest earlier repetition of the last tokens."""
 
     def open(self) -> DraftSession:
-        return _NGramSession(self.stats)
+        return NGramSession(self.stats)
 
 
-class _NGramSession:
+class NGramSession:
+    """One text's index."""
+
     def __init__(self, stats: ProposerStats) -> None:
         self._stats = stats
         self._index = prompt_lookup.NGramIndex()
@@ -25,6 +27,10 @@ class _NGramSession:
     @property
     def told(self) -> Sequence[int]:
         return self._index.ids
+
+    def goes_on_cheaply(self, first_position: int) -> bool:
+        """Whether what was told from a position on is forgotten in no time."""
+        return self._index.cuts_cheaply(first_position)
 
     def propose(self, first_position: int, token_ids: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
         del num_steps  # there is nothing to refine

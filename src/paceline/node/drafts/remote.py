@@ -26,10 +26,12 @@ from paceline.transport.proposer_desk import BlockAsk
 logger = logging.getLogger(__name__)
 
 LATE_S, LATE_TIMES, LATEST_S = 0.5, 4.0, 30.0
-"""A block is late after so long, and so many times what its proposer's speed promises; at the latest after the last. Raising them: a proposer that
-hangs is noticed later, and meanwhile nobody drafts."""
+"""A block is late after so long, and so many times what its proposer's speed promises for it and for those before it; at the latest after the last.
+Raising them: a proposer that hangs is noticed later, and meanwhile nobody drafts."""
 LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0
 """How long who failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""
+MOST_ASKED = 32
+"""Blocks under way. Raising it: a proposer that many nodes ask refuses them sooner; lowering it: of many sequences some get no drafts."""
 FORGIVEN = 64
 """Blocks after which old failures no longer count."""
 GAIN = 0.1
@@ -50,6 +52,8 @@ class _Waiting:
     ask: DraftAsk
     asked_s: float
     late: asyncio.TimerHandle
+    takes_s: float
+    """What it should take, once it is its turn."""
     whole: bool
     """All of the text was said."""
 
@@ -217,6 +221,10 @@ class RemoteDrafts:
         text = self._texts.get(ask.sequence)
         if self._drafter is None or text is None:
             self._answer(ask, ())
+        elif sum(map(len, self._waiting.values())) >= MOST_ASKED:
+            # What is not said now is said later, with all before it.
+            self._leave(text)
+            self._answer(ask, ())
         else:
             self._tell(ask, asked_s, text, whole=not text.session)
 
@@ -227,18 +235,31 @@ class RemoteDrafts:
         assert line is not None, "a drafter has a line"
         first, tokens = ask.first_position, ask.token_ids
         if whole:
+            self._leave(text)
             text.session = new_session()
             with self._arrived:
                 first, tokens = 0, text.tokens[: first + len(tokens)]
-        late_s = min(LATE_S + LATE_TIMES * drafter.takes_s(len(tokens), ask.length), LATEST_S)
+        takes_s = drafter.takes_s(len(tokens), ask.length)
+        before_s = sum(each.takes_s for others in self._waiting.values() for each in others)
+        late_s = min(LATE_S + LATE_TIMES * (before_s + takes_s), LATEST_S)
         late = asyncio.get_running_loop().call_later(late_s, self._late, drafter, late_s)
-        self._waiting.setdefault(text.session, deque()).append(_Waiting(ask, asked_s, late, whole))
+        self._waiting.setdefault(text.session, deque()).append(_Waiting(ask, asked_s, late, takes_s, whole))
         line.send(BlockAsk(drafter.model_id, text.session, first, tokens, ask.length))
+
+    def _leave(self, text: _Text) -> None:
+        """The proposer need not remember a text any longer: it is told anew."""
+        session, text.session = text.session, 0
+        if session and self._line is not None:
+            self._line.send(None, (session,))
 
     def _on_block(self, key: Key, session: int, block: BlockProposal | None) -> None:
         line = self._waiting.get(session)
-        if key != self._key or not line:
-            return  # of a proposer that was given up, or nobody's
+        if key != self._key:
+            return  # of a proposer that was given up
+        if not line:
+            peer = key[0]
+            self._fail(key, RemoteProposerError(f"{peer} drafts what nobody asked for", status="DATA_LOSS"))
+            return
         waiting = line.popleft()
         if not line:
             del self._waiting[session]
@@ -246,11 +267,12 @@ class RemoteDrafts:
         assert drafter is not None, "it has a key"
         waiting.late.cancel()
         text = self._texts.get(waiting.ask.sequence)
-        if block is None and not waiting.whole:
-            if text is None or text.session != session:
-                self._answer(waiting.ask, ())  # it ended, or is being told anew
-            elif line:
-                text.session = 0  # what is asked next is told with everything
+        if block is None and (text is None or text.session != session):
+            self._answer(waiting.ask, ())  # it ended, or is told anew
+            return
+        if block is None and text is not None and not waiting.whole:
+            if line:
+                self._leave(text)  # what is asked next is told with everything
                 self._answer(waiting.ask, ())
             else:
                 self._tell(waiting.ask, waiting.asked_s, text, whole=True)

@@ -63,7 +63,7 @@ async def test_tokens_are_those_without_drafts_and_a_failed_proposer_is_told_onc
     a = make_node(fleet, tmp_path, "a")
     async with running(a):
         b, c = make_node(fleet, tmp_path, "b", a), make_node(fleet, tmp_path, "c", a)
-        good, bad = DraftModelProposer(runner()), TooLong()
+        good, bad = DraftModelProposer(runner(), vocabulary_size=VOCAB), TooLong()
         b.desk.add("small", good)
         c.desk.add("small", bad)
         async with running(b, c):

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 from tests.unit.node.drafts.proposers import Breaks, Hangs, Scripted, TooLong
-from tests.unit.node.fleet.nodes import in_loop, make_node, running
+from tests.unit.node.fleet.nodes import in_loop, make_node, running, until
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded, RemoteProposerError
 from paceline.engine.drafts import NGRAM, BlockProposal, Proposer
+from paceline.engine.proposers.ngram import NGramProposer
 from paceline.node.fleet import FleetNode
 from paceline.testing.fleets import TestFleet
 from paceline.transport import proposer_desk
 from paceline.transport.channels import Purpose
 from paceline.transport.proposer_desk import MAX_BLOCK, MAX_STEPS, BlockAsk, ProposerDesk
+from paceline.transport.proposer_service import ProposerServicer
 from paceline.transport.remote_proposer import RemoteProposer
+from paceline.transport.wire import propose_pb2 as wire
 
 VOCAB = 100
 
@@ -159,4 +162,110 @@ async def test_a_desk_drops_what_nobody_waits_for_and_refuses_a_crowd(tmp_path: 
     hangs.go.set()
     assert await asked[0] == await asked[2] == BlockProposal((5,), 1, 2, 3)
     assert hangs.texts == [(1,), (3,)]
+    desk.close()
+
+
+@in_loop
+async def test_asks_of_a_session_that_ended_are_answered_as_lost(tmp_path: Path) -> None:
+    hangs = Hangs(5)
+    desk = ProposerDesk({"m": hangs})
+    first = asyncio.create_task(desk.propose("a", ask(1, 0, 1, 2)))
+    await asyncio.to_thread(hangs.begun.wait, 20)
+    second = asyncio.create_task(desk.propose("a", ask(1, 2, 3)))
+    await asyncio.sleep(0)
+    desk.end("a", [1])
+    hangs.go.set()
+    assert await first is not None
+    assert await second is None
+    assert (desk.sessions, desk.tokens) == (0, 0)
+    desk.close()
+
+
+@in_loop
+async def test_a_crowd_of_sessions_takes_nothing_from_one_that_is_being_answered(tmp_path: Path) -> None:
+    hangs = Hangs(5)
+    desk = ProposerDesk({"m": hangs, "other": Scripted(6)}, most_sessions=2)
+    asked = [asyncio.create_task(desk.propose("a", ask(1, 0, 1, 2)))]
+    await asyncio.to_thread(hangs.begun.wait, 20)
+    asked.append(asyncio.create_task(desk.propose("a", ask(1, 2, 3))))
+    await asyncio.sleep(0)
+    for session in range(2, 9):
+        assert await desk.propose("b", BlockAsk("other", session, 0, (1,), 3)) is not None
+    assert desk.sessions == 2
+    hangs.go.set()
+    assert None not in await asyncio.gather(*asked)
+    desk.close()
+
+
+class Unread:
+    """A call whose caller reads no answers."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    async def write(self, message: object) -> None:
+        del message
+        await asyncio.Event().wait()
+
+    async def asks(self) -> AsyncIterator[wire.ProposeBlocksRequest]:
+        for session in range(1, 10_000):
+            self.taken += 1
+            yield wire.ProposeBlocksRequest(block=wire.ProposeBlockRequest(model_id="m", session=session, block_size=3))
+
+
+@in_loop
+async def test_who_does_not_read_answers_is_not_read_either(tmp_path: Path) -> None:
+    desk, call = ProposerDesk({"m": Scripted(5)}), Unread()
+    servicer = ProposerServicer(desk, lambda _: make_node(TestFleet(), tmp_path, "a").identity.member)
+    serving = asyncio.create_task(servicer.ProposeBlocks(call.asks(), call))  # type: ignore[arg-type]
+    stats = desk.stats["m"]
+    await until(lambda: stats.blocks == proposer_desk.MOST_WAITING or serving.done())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert (stats.blocks, call.taken) == (proposer_desk.MOST_WAITING, proposer_desk.MOST_WAITING + 1)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    assert desk.sessions == 0
+    desk.close()
+
+
+@in_loop
+async def test_a_long_call_remembers_no_session_that_ended(tmp_path: Path) -> None:
+    ended: list[int] = []
+
+    class Noting(ProposerDesk):
+        def end(self, caller: str, sessions: Sequence[int], model_id: str | None = None) -> None:
+            ended.extend(sessions if model_id is None else ())
+            super().end(caller, sessions, model_id)
+
+    desk = Noting({"m": Scripted(5)})
+
+    class Read(Unread):
+        async def write(self, message: object) -> None:
+            del message
+
+    async def asks() -> AsyncIterator[wire.ProposeBlocksRequest]:
+        for session in range(1, 400):
+            block = wire.ProposeBlockRequest(model_id="m", session=session, block_size=3, committed_token_ids=[1])
+            yield wire.ProposeBlocksRequest(block=block, ended_sessions=[session - 1])
+
+    servicer = ProposerServicer(desk, lambda _: make_node(TestFleet(), tmp_path, "a").identity.member)
+    await servicer.ProposeBlocks(asks(), Read())  # type: ignore[arg-type]
+    assert ended == [*range(400)]  # each once
+    assert (desk.sessions, desk.tokens) == (0, 0)
+    desk.close()
+
+
+@in_loop
+async def test_what_takes_long_is_not_looked_up_on_the_loop(tmp_path: Path) -> None:
+    desk = ProposerDesk({"m": NGramProposer()})
+    text = list(range(2000))
+    assert not desk.is_quick("a", BlockAsk("m", 1, 0, text, 3))
+    await desk.propose("a", BlockAsk("m", 1, 0, text, 3))
+    assert desk.is_quick("a", ask(1, 1990, 7))
+    assert not desk.is_quick("a", ask(1, 1000, 7))
+    for _ in range(9):  # what is taken back again and again is remembered no longer
+        if quick := desk.is_quick("a", ask(1, desk.tokens - 50, 7)):
+            await desk.propose("a", ask(1, desk.tokens - 50, 7))
+    assert not quick
     desk.close()
