@@ -45,11 +45,15 @@ def show(console: Console, report: DraftReport) -> None:
         markup=False,
     )
     note_load(console, report.load_average)
+    # Eleven columns, and a terminal of 80.
     table = table_of(
-        *("text", "answers", "at once", "off, /s", "on, /s", "on / off", "at least", "right", "in a draft", "steps saved", "bytes")
+        "text", "answers", "at\nonce", "off\n/s", "on\n/s", "on /\noff", "at\nleast", "right", "a\ndraft", "steps\nsaved", "bytes"
     )
+    table.collapse_padding = True
+    for column in table.columns:
+        column.no_wrap = True
     for column in table.columns[:2]:
-        column.justify, column.no_wrap = "left", True
+        column.justify = "left"
     for row in report.rows:
         left_out = f", {row.left_out} loop" if row.left_out else ""
         table.add_row(

@@ -77,6 +77,7 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
 
 
 def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, api_key: str | None, *, greet: bool) -> NoReturn:
+    _check_names(settings, sharing.propose)
     from paceline.cli.membership import fleet_settings
     from paceline.cli.up import run_up
     from paceline.node.pipeline_settings import read_pipeline_settings
@@ -108,6 +109,21 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     shared(settings, host=host, port=port, api_key=api_key, greet=greet)
 
 
+def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
+    from paceline.engine.drafts import DRAFTS
+    from paceline.node.drafts.proposing import JACOBI
+
+    if settings is not None and not settings.draft.strip():
+        raise ConfigError("--draft names nothing", f"Choose of {', '.join(DRAFTS)}, or name a draft model.")
+    for name in propose:
+        if not name.removeprefix(JACOBI).strip():
+            raise ConfigError(f"--propose {name!r} names no model", "Write it like smollm2-135m or jacobi:smollm2-135m.")
+        if name in DRAFTS:
+            raise ConfigError(f"--propose {name!r} names no model", "Prompt lookup needs none: each machine has it.")
+    if twice := {name for name in propose if propose.count(name) > 1}:
+        raise ConfigError(f"--propose {min(twice)} was asked for twice", "Once is enough.")
+
+
 def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
     """In no fleet, this machine has the drafts that it makes itself, and nobody else does."""
     from paceline.engine.drafts import DRAFTS
@@ -115,12 +131,12 @@ def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
     draft = None if settings is None else settings.draft
     if draft is not None and draft not in (*DRAFTS, *propose):
         raise ConfigError(
-            f"Nobody drafts with {draft}: this machine is in no fleet",
-            f"Draft here with --propose {draft}, or make it part of a fleet: paceline init, paceline join.",
+            f"Nobody drafts with {draft!r}: this machine is in no fleet",
+            f"Draft here, with --propose {draft} too, or make it part of a fleet: paceline init, paceline join.",
         )
     if propose and draft not in propose:
         raise ConfigError(
-            f"Nobody would have drafts of {propose[0]}: this machine is in no fleet", f"Have them here with --draft {propose[0]}."
+            f"Nobody would have drafts of {propose[0]!r}: this machine is in no fleet", f"Have them here, with --draft {propose[0]} too."
         )
 
 

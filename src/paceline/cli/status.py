@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.backends.memory import human
-from paceline.cli.terminal import Terminal
+from paceline.cli.terminal import Terminal, counted
 from paceline.core.errors import PlacementError
+from paceline.core.stats import DraftUse
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.explanation import headline
 from paceline.fleet.placement import plan
@@ -75,6 +76,7 @@ def _said(looked: Looked) -> dict[str, Any]:
             for live in view.nodes
         ],
         "plans": [{"model": name, "plan": line} for name, line in _plans(view)],
+        "drafts": [asdict(use) for use in looked.sight.drafts],
         "clashes": [asdict(clash) for clash in view.clashes],
         "revoked": list(view.revoked),
         "failing_peers": [
@@ -86,7 +88,14 @@ def _said(looked: Looked) -> dict[str, Any]:
 def _facts(looked: Looked) -> object:
     """What is worth showing anew: anything but the passing of time."""
     view = looked.sight.view
-    return view.cards, view.revoked, [clash.node_id for clash in view.clashes], [failure.address for failure in looked.sight.failures]
+    drafting = [(use.by, use.node_id, use.model_id, use.trouble) for use in looked.sight.drafts]
+    return (
+        view.cards,
+        view.revoked,
+        drafting,
+        [clash.node_id for clash in view.clashes],
+        [failure.address for failure in looked.sight.failures],
+    )
 
 
 def _show(looked: Looked, console: Console) -> None:
@@ -107,6 +116,8 @@ def _show(looked: Looked, console: Console) -> None:
         console.print(line, markup=False)
     for name, line in _plans(view):
         console.print(Text.assemble("plan for ", (name, "bold"), f", were it begun anew: {line}"))
+    for use in looked.sight.drafts:
+        console.print(_drafts(use), markup=False)
     for clash in view.clashes:
         where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
         console.print(Text.assemble(("two running nodes claim the id", "red"), where))
@@ -125,10 +136,29 @@ def _models(card: NodeCard) -> list[str]:
 
 def _offer(offer: ModelOffer) -> str:
     rate = f", {offer.tokens_per_second:g} tokens/s" if offer.tokens_per_second else ""
+    if offer.role is Role.PROPOSER:
+        return f"drafts with {offer.model_id} ({offer.weights}{rate})"
     if offer.shard is None:
         return f"{offer.model_id} ({offer.weights}{rate})"
     layers, used = offer.shard.layers, f"{offer.shard.streams} of {offer.shard.max_streams} streams"
     return f"{offer.model_id} layers {layers.words} ({offer.weights}, {used})"
+
+
+def _drafts(use: DraftUse) -> str:
+    """For the model that runs here: by whom, and what came of it."""
+    who = f"{use.model_id} on {use.node_id}" if use.node_id else use.by
+    parts = ["none verified yet"]
+    if use.drafts and use.drafted_tokens:
+        right, each = use.accepted_tokens / use.drafted_tokens, use.accepted_tokens / use.drafts
+        parts = [f"{right:.0%} right, {each:.1f} tokens a draft, {counted(use.accepted_tokens, 'step')} saved"]
+    if use.blocks:
+        hop_ms = use.hop_s * 1000
+        parts.append(f"{counted(use.blocks, 'block')} asked for, {hop_ms:.{0 if hop_ms >= 10 else 1}f} ms from ask to answer")
+    if use.failures:
+        parts.append(f"{use.failures} failed")
+    if use.trouble:
+        parts.append(f"nobody drafts at present: {use.trouble}")
+    return f"drafts here, {who}: {'; '.join(parts)}"
 
 
 def _links(view: FleetView) -> list[str]:

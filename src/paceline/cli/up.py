@@ -253,7 +253,9 @@ def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedP
         note_compiling(console)
         proposer = load_proposer(name, threads, progress, SystemClock())
     rate = proposer.offer.tokens_per_second
-    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {name} drafts {rate:g} tokens/s", markup=False, soft_wrap=True)
+    console.print(
+        f"Loaded in {time.perf_counter() - began_s:.1f} s: {proposer.model_id} drafts {rate:g} tokens/s", markup=False, soft_wrap=True
+    )
     return proposer
 
 

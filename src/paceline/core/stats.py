@@ -31,3 +31,25 @@ class EngineStats:
     """Verified drafts."""
     finished: dict[str, int] = field(default_factory=dict[str, int])
     """Sequences ended, by finish reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftUse:
+    """What became of one kind of drafts for a node's model."""
+
+    by: str
+    """As a request's `draft` has it."""
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Each is a step saved."""
+    node_id: str = ""
+    """Who drafts at present; empty: prompt lookup, or nobody."""
+    model_id: str = ""
+    blocks: int = 0
+    """That proposers were asked for and gave."""
+    hop_s: float = 0.0
+    """Of one such block, from ask to answer, on average."""
+    failures: int = 0
+    trouble: str = ""
+    """Why nobody drafts at present."""

@@ -18,6 +18,7 @@ import grpc.aio
 from paceline.core.clock import Clock
 from paceline.core.errors import MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
+from paceline.core.stats import DraftUse
 from paceline.engine.drafts import NGRAM
 from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import Link, NodeCard
@@ -114,6 +115,7 @@ class FleetNode:
         self._tensors: TensorListener | None = None
         self._lock: IO[bytes] | None = None
         self._listeners: list[Callable[[Effect], None]] = []
+        self._draft_use: Callable[[], tuple[DraftUse, ...]] = tuple
 
     # --------------------------------------------------------------------------------------------------------------- its owner
 
@@ -223,11 +225,15 @@ class FleetNode:
         # Where a node was that left or moved is nobody's trouble any more.
         self.book.keep_to(self.gossip.addresses)
         failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
-        return Sight(self.view(), failures, self.meter.rounds)
+        return Sight(self.view(), failures, self.meter.rounds, self._draft_use())
 
     def listen(self, listener: Callable[[Effect], None]) -> None:
         """Tell `listener` of the fleet's news from now on. It must not wait."""
         self._listeners.append(listener)
+
+    def show_drafts(self, use: Callable[[], tuple[DraftUse, ...]]) -> None:
+        """Have `sight` say from now on what becomes of drafts here."""
+        self._draft_use = use
 
     def look_again(self) -> None:
         """The portrait has changed: announce it now rather than at the next look."""

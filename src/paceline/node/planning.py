@@ -12,12 +12,9 @@ from paceline.core.model import LayerRange
 from paceline.fleet.card import NodeCard
 from paceline.fleet.explanation import explain
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import Pin, Plan, PlanRequest, Way
+from paceline.fleet.plan import Pin, Plan, PlanRequest
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
-
-BUILT = frozenset({Way.ALONE, Way.PIPELINE})
-"""Ways that this version can run; the others are planned, priced and explained."""
 
 View = Callable[[], Sequence[NodeCard]]
 """The live cards, as a node of the fleet sees them."""
@@ -53,8 +50,6 @@ def explained(request: PlanRequest, view: View | None = None) -> Explained:
         request = replace(request, model=location.name)
     made = plan(cards, request)
     lines = [*explain(made)]
-    if made.chosen.way not in BUILT:
-        lines.append(f"note: this version does not run {made.chosen.way} yet")
     if len(cards) == 1:
         lines.append("note: this machine is alone; `paceline join` makes it part of a fleet")
     return Explained(made, tuple(lines))

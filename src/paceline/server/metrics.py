@@ -32,6 +32,12 @@ class Histogram:
         self._counts[bisect_left(self._bounds_s, seconds)] += times
         self._sum_s += seconds * times
 
+    @property
+    def mean_s(self) -> float:
+        """Of all observations; 0 where there is none."""
+        times = sum(self._counts)
+        return self._sum_s / times if times else 0.0
+
     def family(self, name: str, documentation: str) -> HistogramMetricFamily:
         """As Prometheus wants it."""
         return HistogramMetricFamily(name, documentation, buckets=self.buckets(), sum_value=self._sum_s)

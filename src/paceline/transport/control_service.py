@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from paceline.core.ids import NodeId
+from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
 from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.transport.address_book import Failure
@@ -34,6 +35,8 @@ class Sight:
     """Addresses that do not answer; their times are seconds before now, negative."""
     rounds: int
     """Of exchanges, begun by this node."""
+    drafts: tuple[DraftUse, ...] = ()
+    """For the model that this node runs."""
 
 
 Look = Callable[[], Sight]
@@ -83,6 +86,21 @@ class ControlServicer(ControlServiceServicer):
                 for failure in sight.failures
             ],
             rounds=sight.rounds,
+            drafts=[
+                wire.SeenDrafts(
+                    by=use.by,
+                    drafts=use.drafts,
+                    drafted_tokens=use.drafted_tokens,
+                    accepted_tokens=use.accepted_tokens,
+                    node_id=use.node_id,
+                    model_id=use.model_id,
+                    blocks=use.blocks,
+                    hop_s=use.hop_s,
+                    failures=use.failures,
+                    trouble=use.trouble[:500],
+                )
+                for use in sight.drafts
+            ],
         )
 
 
@@ -113,4 +131,19 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
         revoked=tuple(NodeId(node_id) for node_id in message.revoked_node_ids),
     )
     failures = tuple(Failure(failing.address, failing.error, -failing.since_ms / 1000) for failing in message.failing_peers)
-    return Sight(view, failures, message.rounds)
+    drafts = tuple(
+        DraftUse(
+            seen.by,
+            seen.drafts,
+            seen.drafted_tokens,
+            seen.accepted_tokens,
+            seen.node_id,
+            seen.model_id,
+            seen.blocks,
+            seen.hop_s,
+            seen.failures,
+            seen.trouble,
+        )
+        for seen in message.drafts
+    )
+    return Sight(view, failures, message.rounds, drafts)

@@ -51,3 +51,19 @@ def test_a_key_that_does_not_exist_is_said_in_a_fleet_or_out_of_it(home: Path, s
     (home / "config.toml").write_text("[pipeline]\nenabld = true\n")
     with pytest.raises(ConfigError, match="enabld does not exist"):
         up(sharing)
+
+
+@pytest.mark.parametrize(("propose", "said"), [(("",), "names no model"), (("jacobi:",), "names no model"), (("ngram",), "names no model")])
+def test_what_drafts_is_a_model(propose: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        up(replace(PLAIN, propose=propose))
+
+
+def test_a_model_is_loaded_once_to_draft_with() -> None:
+    with pytest.raises(ConfigError, match="small was asked for twice"):
+        up(replace(PLAIN, propose=("small", "jacobi:small", "small")))
+
+
+def test_drafts_of_nothing() -> None:
+    with pytest.raises(ConfigError, match="--draft names nothing"):
+        run_shared(NodeSettings("nothing-is-loaded", draft=""), PLAIN, host="127.0.0.1", port=0, api_key=None, greet=False)

@@ -9,6 +9,7 @@ from rich.console import Console
 from paceline.cli.status import _show
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
+from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.view import Clash, FleetView, LiveCard
@@ -41,3 +42,23 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
     ):
         assert part in shown
     assert "\x1b" not in shown
+
+
+def test_drafts_are_shown_with_what_came_of_them() -> None:
+    proposer = ModelOffer("small", Role.PROPOSER, "int4", 120.0, warm=True)
+    card = NodeCard(NodeId("b"), 1, ("b:1",), b"i", 120, 0, models=(proposer,))
+    view = FleetView(NodeId("a"), (LiveCard(card, 1.0, 0, Trust.MEMBER),), (), ())
+    used = DraftUse("ngram", drafts=20, drafted_tokens=100, accepted_tokens=50)
+    asked = DraftUse("fleet", 4, 16, 4, "b", "small", blocks=9, hop_s=0.0123, failures=2)
+    lost = DraftUse("gone", trouble="Nobody in the fleet drafts with 'gone'")
+    console = Console(file=io.StringIO(), width=200)
+    _show(Looked("f" * 16, Sight(view, (), 0, (used, asked, lost))), console)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    for part in (
+        "drafts with small (int4, 120 tokens/s)",
+        "drafts here, ngram: 50% right, 2.5 tokens a draft, 50 steps saved\n",
+        "drafts here, small on b: 25% right, 1.0 tokens a draft, 4 steps saved; 9 blocks asked for, 12 ms from ask to answer; 2 failed",
+        "drafts here, gone: none verified yet; nobody drafts at present: Nobody in the fleet drafts with 'gone'",
+    ):
+        assert part in shown

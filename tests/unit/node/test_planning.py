@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_a_path_is_a_name(bundled_gguf: Path, tmp_path: Path) -> None:
     assert explained(PlanRequest(str(tmp_path / "copy.gguf"))).plan.chosen.model_id == "copy"
     with pytest.raises(PlacementError, match="No machine of the fleet has"):
         explained(PlanRequest(str(tmp_path / "gone.gguf")))
+
+
+def test_drafts_are_run() -> None:
+    fleet = [card("ant", 2, Link(NodeId("bee"), "x:1", 0.001, 1e8)), card("bee", 2)]
+    lookup = ModelOffer("ngram", Role.PROPOSER, "")
+    fleet = [replace(one, memory_free_bytes=1 << 40, models=(*one.models, lookup)) for one in fleet]
+    made = explained(PlanRequest("m", ways=frozenset({Way.DRAFT})), lambda: fleet)
+    assert made.plan.chosen.way is Way.DRAFT
+    assert not any("does not run" in line for line in made.lines)
 
 
 def test_a_live_view_is_planned_over() -> None:

@@ -73,7 +73,7 @@ def drafters(
     return [_drafter(here[node_id], offers[node_id, name], links, own) for node_id, name in keys]
 
 
-def _offers(cards: Iterable[NodeCard], verifier: Verifier, model_id: str) -> dict[tuple[NodeId, str], ModelOffer]:
+def _offers(cards: Collection[NodeCard], verifier: Verifier, model_id: str) -> dict[tuple[NodeId, str], ModelOffer]:
     """By node and model: those that could draft. Without a model to name, only models: every node looks up its own prompts."""
     offers = {
         (card.node_id, offer.model_id): offer
@@ -83,7 +83,11 @@ def _offers(cards: Iterable[NodeCard], verifier: Verifier, model_id: str) -> dic
     }
     if not offers:
         which, model = (f" with {model_id[:200]!r}", model_id[:200]) if model_id else ("", "MODEL")
-        raise PlacementError(f"Nobody in the fleet drafts{which}", f"Start a machine with --propose {model}.")
+        there = ", ".join(
+            sorted({offer.model_id for card in cards for offer in card.models if offer.role is Role.PROPOSER and offer.weights})
+        )
+        hint = f"Start a machine with --propose {model}" + (f", or choose of what there is: {there[:200]}." if there else ".")
+        raise PlacementError(f"Nobody in the fleet drafts{which}", hint)
     fitting = {key: offer for key, offer in offers.items() if not offer.weights or offer.vocabulary == verifier.vocabulary}
     if not fitting:
         names = ", ".join(sorted({name for _, name in offers}))[:200]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
+from paceline.core.stats import DraftUse
 from paceline.fleet.effects import Effect
 from paceline.node.build import BuiltNode
 from paceline.node.drafts.finding import Verifier
@@ -14,6 +15,7 @@ from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.metrics import DraftMetrics
 from paceline.node.drafts.proposing import LoadedProposer
 from paceline.node.drafts.sources import NodeDrafts
+from paceline.node.drafts.use import draft_use
 from paceline.node.fleet import FleetNode
 from paceline.transport.proposer_desk import ProposerDesk
 
@@ -32,15 +34,18 @@ class DraftService:
     def __init__(self, fleet: FleetNode, proposers: Sequence[LoadedProposer]) -> None:
         self._fleet, self._proposers = fleet, proposers
         self._drafts: NodeDrafts | None = None
+        self._node: BuiltNode | None = None
         self._stale = False
         self.metrics = DraftMetrics(fleet.desk, self._meter, lambda: _drafting(self._drafts))
         for one in proposers:
             if one.model_id not in fleet.desk.model_ids:
                 fleet.desk.add(one.model_id, one.proposer)
         fleet.listen(self._on_news)
+        fleet.show_drafts(self._use)
 
     def attach(self, node: BuiltNode) -> None:
         """Have drafts from the fleet for an engine of this node."""
+        self._node = node
         if node.drafts is None or node.warm is None:
             return
         self._drafts = node.drafts
@@ -66,6 +71,9 @@ class DraftService:
         self._stale = False
         if self._drafts is not None:
             self._drafts.look()
+
+    def _use(self) -> tuple[DraftUse, ...]:
+        return () if self._node is None else draft_use(self._node.host.stats(), self._node.drafts)
 
     def _meter(self) -> DraftMeter | None:
         return None if self._drafts is None else self._drafts.meter

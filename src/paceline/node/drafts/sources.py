@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -18,6 +19,11 @@ from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.remote import RemoteDrafts
 from paceline.transport.draft_blocks import OnBlock
 from paceline.transport.proposer_desk import ProposerDesk
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""After the start, for whoever drafts to be seen, before it is said that nobody does."""
 
 FLEET = "fleet"
 """A request's `draft` for whatever model of the fleet drafts best."""
@@ -38,12 +44,20 @@ class NodeDrafts:
         self._models = named
         self.sources = {name: RemoteDrafts(name, self.meter, clock) for name in named}
         """By what a request's `draft` says."""
+        self._grace: asyncio.TimerHandle | None = None
 
     def attach(self, verifier: Verifier, vocabulary_size: int, view: Callable[[], FleetView], open_line: OpenLine) -> None:
         """Draw on the fleet. On the event loop."""
         for name, source in self.sources.items():
             find = partial(_find, view, verifier, self._models[name])
             source.attach(find, open_line, vocabulary_size)
+        self._grace = asyncio.get_running_loop().call_later(GRACE_S, self.complain)
+
+    def complain(self) -> None:
+        """Say which models that were asked for nobody drafts with."""
+        for name, source in self.sources.items():
+            if self._models[name] and source.drafter is None and source.trouble is not None:
+                logger.warning("answers come without drafts of %s, until somebody drafts with it: %s", name, source.trouble)
 
     def attach_alone(self, desk: ProposerDesk, rates: Mapping[str, tuple[float, float]], vocabulary_size: int) -> None:
         """Draw on this process alone. On the event loop.
@@ -74,6 +88,8 @@ class NodeDrafts:
 
     async def detach(self) -> None:
         """End. Idempotent."""
+        if self._grace is not None:
+            self._grace.cancel()
         await asyncio.gather(*(source.detach() for source in self.sources.values()))
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/control.proto\x12\x0bpaceline.v1\"\x15\n\x13GetFleetViewRequest\"7\n\x08SeenNode\x12\x0c\n\x04\x63\x61rd\x18\x01 \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\x02 \x01(\r\x12\r\n\x05trust\x18\x03 \x01(\t\"]\n\tSeenClash\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x17\n\x0fother_addresses\x18\x03 \x03(\t\x12\x13\n\x0bseen_ms_ago\x18\x04 \x01(\r\"?\n\x0b\x46\x61ilingPeer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x10\n\x08since_ms\x18\x03 \x01(\r\"\xe7\x01\n\x14GetFleetViewResponse\x12\x13\n\x0bown_node_id\x18\x01 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x02 \x01(\t\x12$\n\x05nodes\x18\x03 \x03(\x0b\x32\x15.paceline.v1.SeenNode\x12\'\n\x07\x63lashes\x18\x04 \x03(\x0b\x32\x16.paceline.v1.SeenClash\x12\x18\n\x10revoked_node_ids\x18\x05 \x03(\t\x12/\n\rfailing_peers\x18\x06 \x03(\x0b\x32\x18.paceline.v1.FailingPeer\x12\x0e\n\x06rounds\x18\x07 \x01(\x04\x32\x65\n\x0e\x43ontrolService\x12S\n\x0cGetFleetView\x12 .paceline.v1.GetFleetViewRequest\x1a!.paceline.v1.GetFleetViewResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/control.proto\x12\x0bpaceline.v1\"\x15\n\x13GetFleetViewRequest\"7\n\x08SeenNode\x12\x0c\n\x04\x63\x61rd\x18\x01 \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\x02 \x01(\r\x12\r\n\x05trust\x18\x03 \x01(\t\"]\n\tSeenClash\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x17\n\x0fother_addresses\x18\x03 \x03(\t\x12\x13\n\x0bseen_ms_ago\x18\x04 \x01(\r\"?\n\x0b\x46\x61ilingPeer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x10\n\x08since_ms\x18\x03 \x01(\r\"\xbe\x01\n\nSeenDrafts\x12\n\n\x02\x62y\x18\x01 \x01(\t\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07node_id\x18\x05 \x01(\t\x12\x10\n\x08model_id\x18\x06 \x01(\t\x12\x0e\n\x06\x62locks\x18\x07 \x01(\x04\x12\r\n\x05hop_s\x18\x08 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\t \x01(\x04\x12\x0f\n\x07trouble\x18\n \x01(\t\"\x90\x02\n\x14GetFleetViewResponse\x12\x13\n\x0bown_node_id\x18\x01 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x02 \x01(\t\x12$\n\x05nodes\x18\x03 \x03(\x0b\x32\x15.paceline.v1.SeenNode\x12\'\n\x07\x63lashes\x18\x04 \x03(\x0b\x32\x16.paceline.v1.SeenClash\x12\x18\n\x10revoked_node_ids\x18\x05 \x03(\t\x12/\n\rfailing_peers\x18\x06 \x03(\x0b\x32\x18.paceline.v1.FailingPeer\x12\x0e\n\x06rounds\x18\x07 \x01(\x04\x12\'\n\x06\x64rafts\x18\x08 \x03(\x0b\x32\x17.paceline.v1.SeenDrafts2e\n\x0e\x43ontrolService\x12S\n\x0cGetFleetView\x12 .paceline.v1.GetFleetViewRequest\x1a!.paceline.v1.GetFleetViewResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,8 +39,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEENCLASH']._serialized_end=215
   _globals['_FAILINGPEER']._serialized_start=217
   _globals['_FAILINGPEER']._serialized_end=280
-  _globals['_GETFLEETVIEWRESPONSE']._serialized_start=283
-  _globals['_GETFLEETVIEWRESPONSE']._serialized_end=514
-  _globals['_CONTROLSERVICE']._serialized_start=516
-  _globals['_CONTROLSERVICE']._serialized_end=617
+  _globals['_SEENDRAFTS']._serialized_start=283
+  _globals['_SEENDRAFTS']._serialized_end=473
+  _globals['_GETFLEETVIEWRESPONSE']._serialized_start=476
+  _globals['_GETFLEETVIEWRESPONSE']._serialized_end=748
+  _globals['_CONTROLSERVICE']._serialized_start=750
+  _globals['_CONTROLSERVICE']._serialized_end=851
 # @@protoc_insertion_point(module_scope)

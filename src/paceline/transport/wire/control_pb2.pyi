@@ -119,6 +119,59 @@ class FailingPeer(_message.Message):
 Global___FailingPeer: _TypeAlias = FailingPeer  # noqa: Y015
 
 @_typing.final
+class SeenDrafts(_message.Message):
+    """Guesses of one kind for the model that the node runs, since it started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BY_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    HOP_S_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
+    by: _builtins.str
+    """"ngram", or what a request's `draft` calls a draft model."""
+    drafts: _builtins.int
+    drafted_tokens: _builtins.int
+    accepted_tokens: _builtins.int
+    """Each is a step saved."""
+    node_id: _builtins.str
+    """Who drafts at present, and with which model; empty: prompt lookup, or nobody."""
+    model_id: _builtins.str
+    blocks: _builtins.int
+    """Blocks that proposers were asked for and gave, how long each took from ask to answer, and those that were not had."""
+    hop_s: _builtins.float
+    failures: _builtins.int
+    trouble: _builtins.str
+    """Why nobody drafts at present."""
+    def __init__(
+        self,
+        *,
+        by: _builtins.str = ...,
+        drafts: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+        model_id: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        hop_s: _builtins.float = ...,
+        failures: _builtins.int = ...,
+        trouble: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "blocks", b"blocks", "by", b"by", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "failures", b"failures", "hop_s", b"hop_s", "model_id", b"model_id", "node_id", b"node_id", "trouble", b"trouble"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SeenDrafts: _TypeAlias = SeenDrafts  # noqa: Y015
+
+@_typing.final
 class GetFleetViewResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -129,6 +182,7 @@ class GetFleetViewResponse(_message.Message):
     REVOKED_NODE_IDS_FIELD_NUMBER: _builtins.int
     FAILING_PEERS_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     own_node_id: _builtins.str
     fleet_id: _builtins.str
     rounds: _builtins.int
@@ -141,6 +195,8 @@ class GetFleetViewResponse(_message.Message):
     def revoked_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def failing_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailingPeer]: ...
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenDrafts]: ...
     def __init__(
         self,
         *,
@@ -151,10 +207,11 @@ class GetFleetViewResponse(_message.Message):
         revoked_node_ids: _abc.Iterable[_builtins.str] | None = ...,
         failing_peers: _abc.Iterable[Global___FailingPeer] | None = ...,
         rounds: _builtins.int = ...,
+        drafts: _abc.Iterable[Global___SeenDrafts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clashes", b"clashes", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clashes", b"clashes", "drafts", b"drafts", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,7 +105,10 @@ def test_a_row_compares_the_same_work_with_and_without(monkeypatch: pytest.Monke
     assert row.on.tokens > 0
     assert row.least_ratio <= row.ratio <= row.most_ratio
     said = io.StringIO()
-    show(Console(file=said, width=200), DraftReport("m", "int4", 1, PLAN, (row, replace(row, same_bytes=False)), 0.0))
+    rated = replace(row, kind=Kind.CODE_EDIT, left_out=12, off_per_s=1332.0, on_per_s=1332.0, ratio=2.5, least_ratio=2.25)
+    show(Console(file=said, width=80), DraftReport("m", "int4", 1, PLAN, (rated, replace(rated, same_bytes=False)), 0.0))
+    assert "…" not in said.getvalue()
+    assert "12 loop" in said.getvalue()
     assert " same" in said.getvalue()
     assert "OTHERS" in said.getvalue()
 

@@ -63,6 +63,12 @@ def test_guests_do_not_see_texts() -> None:
         names(cards[:2], trust={"b": Trust.GUEST})
 
 
+def test_what_there_is_instead_is_named() -> None:
+    with pytest.raises(PlacementError) as caught:
+        names([card("a", VERIFIER, LOOKUP), card("b", SMALL, LOOKUP)], "./small.gguf")
+    assert caught.value.hint == "Start a machine with --propose ./small.gguf, or choose of what there is: small."
+
+
 def test_other_tokens_are_an_error() -> None:
     other = replace(SMALL, vocabulary="w")
     with pytest.raises(VocabularyMismatch, match="small can't draft"):

@@ -11,6 +11,7 @@ from tests.unit.node.fleet.nodes import QUICK, in_loop, make_node, running, unti
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, NodeUnreachable, PeerFloods
+from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
 from paceline.engine.drafts import NGRAM
 from paceline.fleet.card import ModelOffer, Role
@@ -170,8 +171,11 @@ async def test_the_view_is_told_to_the_own_machine_only(tmp_path: Path) -> None:
     fleet = TestFleet()
     a = make_node(fleet, tmp_path, "a")
     async with running(a):
+        drafts = (DraftUse("fleet", 4, 16, 4, "b", "small", 9, 0.0125, 2, "slow"),)
+        a.show_drafts(lambda: drafts)
         async with control_channel(a.identity, a.addresses[0]) as channel:
-            assert (await read_sight(channel, 5)).view.ids == ("a",)
+            sight = await read_sight(channel, 5)
+            assert (sight.view.ids, sight.drafts) == (("a",), drafts)
         b = make_node(fleet, tmp_path, "b")
         # Another member meets another certificate than its own there, so it can't even ask by mistake.
         async with control_channel(b.identity, a.addresses[0]) as channel:
