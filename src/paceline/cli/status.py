@@ -20,6 +20,7 @@ from paceline.fleet.explanation import headline
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import PlanRequest
 from paceline.fleet.view import FleetView
+from paceline.node.drafts.sources import FLEET
 from paceline.node.fleet_look import Looked, look
 from paceline.store.home import Home
 
@@ -116,8 +117,11 @@ def _show(looked: Looked, console: Console) -> None:
         console.print(line, markup=False)
     for name, line in _plans(view):
         console.print(Text.assemble("plan for ", (name, "bold"), f", were it begun anew: {line}"))
+    proposers = any(offer.role is Role.PROPOSER and offer.warm for card in view.cards for offer in card.models)
     for use in looked.sight.drafts:
-        console.print(_drafts(use), markup=False)
+        # That nobody drafts is news to who started a machine that should, or asked for a model.
+        if use.drafts or use.blocks or proposers or use.by != FLEET:
+            console.print(_drafts(use), markup=False)
     for clash in view.clashes:
         where = f" {clash.node_id}: {', '.join(clash.addresses)} and {', '.join(clash.other_addresses)}"
         console.print(Text.assemble(("two running nodes claim the id", "red"), where))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from paceline.cli.status import _show
@@ -62,3 +63,13 @@ def test_drafts_are_shown_with_what_came_of_them() -> None:
         "drafts here, gone: none verified yet; nobody drafts at present: Nobody in the fleet drafts with 'gone'",
     ):
         assert part in shown
+
+
+@pytest.mark.parametrize("models", [(), (ModelOffer("small", Role.PROPOSER, "int4", warm=True),)])
+def test_that_nobody_drafts_is_said_where_somebody_could(models: tuple[ModelOffer, ...]) -> None:
+    card = NodeCard(NodeId("b"), 1, ("b:1",), b"i", 120, 0, models=models)
+    view = FleetView(NodeId("b"), (LiveCard(card, 0.0, 0, Trust.MEMBER),), (), ())
+    console = Console(file=io.StringIO(), width=200)
+    _show(Looked("f" * 16, Sight(view, (), 0, (DraftUse("fleet", trouble="Nobody's drafts would pay"),))), console)
+    assert isinstance(console.file, io.StringIO)
+    assert ("Nobody's drafts would pay" in console.file.getvalue()) == bool(models)
