@@ -132,7 +132,7 @@ class ProposerDesk:
             if ask.session:
                 self.end(caller, (ask.session,), ask.model_id)
                 self._kept[key] = kept
-        if self.is_quick(caller, ask) and not kept.turn.locked():
+        if self.is_quick(caller, ask) and not kept.busy:
             block = kept.session.propose(ask.first_position, ask.token_ids, ask.block_size, ask.num_steps)
             self.stats[ask.model_id].count(block)
             self._count(key, kept, ask.first_position + len(ask.token_ids))

@@ -28,7 +28,9 @@ class DeskLine:
 
     def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None:
         """As `RemoteLine.send`."""
-        self._desk.end(self._caller, ended)
+        if ended:
+            # Soon, so that asks sent before begin before.
+            asyncio.get_running_loop().call_soon(self._desk.end, self._caller, ended)
         self._sessions.difference_update(ended)
         if ask is not None:
             self._sessions.add(ask.session)

@@ -14,6 +14,7 @@ from tests.unit.node.fleet.nodes import in_loop, make_node, running, until
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded, RemoteProposerError
 from paceline.engine.drafts import NGRAM, BlockProposal, Proposer
 from paceline.engine.proposers.ngram import NGramProposer
+from paceline.node.drafts.lines import DeskLine
 from paceline.node.fleet import FleetNode
 from paceline.testing.fleets import TestFleet
 from paceline.transport import proposer_desk
@@ -268,4 +269,32 @@ async def test_what_takes_long_is_not_looked_up_on_the_loop(tmp_path: Path) -> N
         if quick := desk.is_quick("a", ask(1, desk.tokens - 50, 7)):
             await desk.propose("a", ask(1, desk.tokens - 50, 7))
     assert not quick
+    desk.close()
+
+
+@in_loop
+async def test_what_is_quick_overtakes_nothing_of_its_session(tmp_path: Path) -> None:
+    desk = ProposerDesk({"m": NGramProposer()})
+    await desk.propose("a", ask(1, 0, 5))
+    kept = desk._kept["a", "m", 1]
+    await kept.turn.acquire()
+    asked = [asyncio.create_task(desk.propose("a", BlockAsk("m", 1, 1, range(2000), 3)))]
+    await asyncio.sleep(0)
+    kept.turn.release()  # it is its turn, and it has not begun
+    assert await desk.propose("a", ask(1, 2001, 7)) is not None
+    assert None not in await asyncio.gather(*asked)
+    assert list(kept.session.told) == [5, *range(2000), 7]
+    desk.close()
+
+
+@in_loop
+async def test_a_session_of_this_process_that_ends_at_once_is_forgotten(tmp_path: Path) -> None:
+    desk = ProposerDesk({"m": Scripted(5)})
+    blocks = list[object]()
+    line = DeskLine(desk, "a", lambda _, block: blocks.append(block), blocks.append)
+    line.send(ask(1, 0, 1, 2))
+    line.send(None, (1,))
+    await until(lambda: len(blocks) == 1)
+    assert (desk.sessions, desk.tokens) == (0, 0)
+    await line.close()
     desk.close()
