@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError, RemoteProposerError
+from paceline.core.errors import PacelineError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
 from paceline.engine.proposers.session import retell
@@ -182,7 +182,8 @@ class RemoteDrafts:
             found = self._find([key for key, failed in self._failed.items() if failed.until_s > now])
         except PacelineError as error:
             if str(self.trouble) != str(error):
-                logger.info("nobody drafts (%s): %s", self.name, error)
+                level = logging.WARNING if isinstance(error, VocabularyMismatch) else logging.INFO
+                logger.log(level, "nobody drafts (%s): %s", self.name, error)
             self.trouble, found = error, ()
         # Whoever drafts goes on: another would have to be told everything.
         kept = None if self._drafter is None else next((one for one in found if one.key == self._key), None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 
+from paceline.core.errors import VocabularyMismatch
 from paceline.core.stats import DraftUse
 from paceline.fleet.effects import Effect
 from paceline.node.build import BuiltNode
@@ -17,6 +18,7 @@ from paceline.node.drafts.proposing import LoadedProposer
 from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.drafts.use import draft_use
 from paceline.node.fleet import FleetNode
+from paceline.node.speed import vocabulary_id
 from paceline.transport.proposer_desk import ProposerDesk
 
 DRAIN_S = 0.5
@@ -81,10 +83,15 @@ class DraftService:
 
 @asynccontextmanager
 async def drafting_alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[DraftMetrics]:
-    """Drafts of this process for its own engine, on a machine in no fleet, for as long as the block runs."""
+    """Drafts of this process for its own engine, on a machine in no fleet, for as long as the block runs.
+
+    Raises:
+        VocabularyMismatch: a proposer has other tokens than the model.
+    """
     desk = ProposerDesk({one.asked: one.proposer for one in proposers})
     drafts = node.drafts
     if drafts is not None:
+        check_vocabulary(vocabulary_id(node.model.tokenizer), proposers, drafts.sources)
         drafts.attach_alone(desk, {one.asked: one.rates for one in proposers}, node.model.tokenizer.size)
     try:
         yield DraftMetrics(desk, lambda: None if drafts is None else drafts.meter, lambda: _drafting(drafts))
@@ -93,6 +100,25 @@ async def drafting_alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -
             await drafts.detach()
         desk.close()
         await close_proposers(desk, proposers)
+
+
+def check_vocabulary(vocabulary: str, proposers: Sequence[LoadedProposer], wanted: Collection[str]) -> None:
+    """Check that what is to draft here for this machine's own model has its tokens.
+
+    Args:
+        vocabulary: of the model, hashed.
+        proposers: of this machine.
+        wanted: names that are to draft for it.
+
+    Raises:
+        VocabularyMismatch: one has others.
+    """
+    for one in proposers:
+        if one.offer.vocabulary != vocabulary and not {one.asked, one.model_id}.isdisjoint(wanted):
+            raise VocabularyMismatch(
+                f"{one.asked} can't draft here: other tokens than those of the model it would draft for",
+                "A draft model has the same tokenizer: mostly it is a smaller one of the same family.",
+            )
 
 
 async def close_proposers(desk: ProposerDesk, proposers: Sequence[LoadedProposer]) -> None:
