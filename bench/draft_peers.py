@@ -112,7 +112,11 @@ def slow_process(address: str, one_way_s: float, pipe: Connection) -> None:
         writer.close()
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        try:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        except OSError:  # it died, as it should
+            writer.close()
+            return
         await asyncio.gather(relay(reader, far_writer), relay(far_reader, writer))
 
     async def live() -> None:

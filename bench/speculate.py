@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -144,6 +145,7 @@ def main() -> None:
     arguments.add_argument("--cores", default="0,1")
     arguments.add_argument("--json", type=Path)
     options = arguments.parse_args()
+    logging.disable(logging.WARNING)  # what fails here is meant to
     parts = options.parts.split(",")
     tokenizer = open_model(MODEL).tokenizer
     bench = Bench(options.rounds, tokenizer)
