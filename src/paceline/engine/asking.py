@@ -20,6 +20,10 @@ MOST_READY = 64
 """Tokens guessed ahead of those verified, at most."""
 PATIENCE = 1.5
 """Times the usual wait for an answer. Raising it: a late one is waited for longer, for nothing if it does not come."""
+UNUSED = 8
+"""Asks in a row of which nothing is used, before a source is asked less often. Raising it: who never helps costs more, who begins to is found sooner."""
+LONGEST_PAUSE = 16
+"""Tokens between two asks of a source that never helps."""
 WORTH_A_WAIT = 0.5
 """Of a step's time: how long an answer may take to be waited for. Raising it: more is won where it is right, and lost where it is wrong."""
 
@@ -90,6 +94,8 @@ class Asking:
         if told.since is not None or source.expected_s is None:
             return
         known = len(seq.tokens)
+        if known < told.pause_until:
+            return
         if tape is not None and tape.resumes:
             tape, verified = None, 0
         guessed = () if tape is None else tape.ids[known - tape.start :]
@@ -99,6 +105,10 @@ class Asking:
         right = min(told.right, known)
         told.end = told.right = known + len(guessed)
         told.since = self._clock.monotonic()
+        told.unused += 1
+        if told.unused > UNUSED:
+            # Nothing of it is worth verifying, or it always comes too late: it may be the one that slows this machine down.
+            told.pause_until = known + min(2 ** (told.unused - UNUSED), LONGEST_PAUSE)
         source.ask(DraftAsk(seq.id, right, [*seq.tokens[right:], *guessed], max(wanted, source.block)))
 
     def _wanted(self, rates: Acceptance, tape: Tape | None, guessed: int, verified: int, usual_s: float) -> int:

@@ -205,6 +205,8 @@ class Drafting:
             start = len(seq.tokens) + len(seq.guess) - tape.start
             draft = tape.ids[start : start + n]
             drafts.maker = maker
+            if maker in drafts.told:
+                drafts.told[maker].unused = 0
         self._asking.ask(seq, drafts, len(seq.guess) + len(draft))
         return draft
 

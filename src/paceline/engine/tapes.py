@@ -41,6 +41,10 @@ class Told:
     """Tokens it knows."""
     since: float | None = None
     """When it was asked what it has not answered; None: it has."""
+    unused: int = 0
+    """Times it was asked since anything of it was verified."""
+    pause_until: int = 0
+    """It is not asked before so many tokens are known."""
 
 
 @dataclass(slots=True)

@@ -31,9 +31,11 @@ class Knowing:
         self.block = 16
         self.told: dict[SequenceId, list[int]] = {}
         self.forgotten: list[SequenceId] = []
+        self.asks = 0
         self._answers: list[DraftAnswer] = []
 
     def ask(self, ask: DraftAsk) -> None:
+        self.asks += 1
         told = self.told.setdefault(ask.sequence, [])
         told[ask.first_position :] = ask.token_ids
         start = len(told)
@@ -107,6 +109,16 @@ def test_wrong_drafts_are_soon_verified_no_more_and_right_ones_again() -> None:
     answer = bench.run()[request.request_id, 0]
     assert answer.token_ids == answer_alone(request).token_ids
     assert bench.engine.stats().accepted_tokens[KNOWING] > 50
+
+
+def test_who_never_helps_is_asked_ever_less() -> None:
+    source = Knowing()
+    request = ask_for(200, source)
+    source.wrong = range(300)
+    bench = bench_with(source)
+    bench.run(request)
+    assert bench.engine.stats().drafted_tokens.get(KNOWING, 0) < 30
+    assert 8 < source.asks < 40
 
 
 @pytest.mark.parametrize("depth", [1, 2])
