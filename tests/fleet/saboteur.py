@@ -63,6 +63,9 @@ class BadStage:
                 pass
         return out_TD
 
+    def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
+        self._stage.rehearse(batch, x_TD)
+
 
 def wait_for_the_end(session: Session, deed: Deed) -> None:
     while not session.stopping:

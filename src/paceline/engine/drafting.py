@@ -53,12 +53,13 @@ class Drafting:
     """All drafts of one engine.
 
     Args:
-        config: None: there are none.
+        config: None: there are none, whatever requests say: a backend gives other bytes for other batches, say.
         vocabulary: token ids below this are tokens.
         clock: for what steps take.
     """
 
     def __init__(self, config: DraftingConfig | None, vocabulary: int, clock: Clock) -> None:
+        self._never = config is None
         self._config = config = config or DraftingConfig(OFF)
         self._clock = clock
         self._makers = (NGRAM, *config.sources)
@@ -85,7 +86,7 @@ class Drafting:
     def begin(self, seq: SequenceState) -> None:
         """A sequence will be generated."""
         chosen = seq.request.draft or self._config.default
-        if chosen == OFF or seq.request.max_tokens < 2:
+        if self._never or chosen == OFF or seq.request.max_tokens < 2:
             return
         makers = self._makers if chosen == AUTO else (chosen,)
         index = NGramIndex() if NGRAM in makers else None
@@ -112,9 +113,10 @@ class Drafting:
             sequences: none in flight; a row of each is run anyway.
             most: guessed tokens of all.
         """
+        if self._lagging:
+            self._index()
         if not self._of or not sequences:
             return [()] * len(sequences)
-        self._index()
         self._asking.hear()
         found = [self._best(seq) for seq in sequences]
         if len(sequences) == 1 and self._waited(sequences[0], found[0]):

@@ -22,6 +22,8 @@ class RouteStage:
     layers: LayerRange
     shard_id: str
     numerics_id: str
+    holds_identity: bool = True
+    """Its kernels give a row the same bytes whatever runs beside it."""
 
     def __str__(self) -> str:
         return f"{self.layers.words} on {self.node_id}"

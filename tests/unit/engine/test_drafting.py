@@ -185,6 +185,14 @@ def test_who_is_not_there_cannot_be_asked_for() -> None:
         DraftingConfig("absent")
 
 
+@pytest.mark.parametrize("draft", [None, "auto", "ngram"])
+def test_an_engine_that_must_not_draft_never_does(draft: str | None) -> None:
+    request = GenerationRequest(RequestId("r"), (1, 2, 3, 1, 2, 3, 1, 2), 40, SamplingParams(temperature=0.0), ignore_eos=True, draft=draft)
+    bench = EngineBench()
+    bench.run(request)
+    assert bench.engine.stats().drafted_tokens == {}
+
+
 def test_a_request_may_say_so() -> None:
     source = Knowing()
     bench = bench_with(source)

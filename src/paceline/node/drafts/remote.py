@@ -32,6 +32,7 @@ LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0
 """How long who failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""
 MOST_ASKED = 32
 """Blocks under way. Raising it: a proposer that many nodes ask refuses them sooner; lowering it: of many sequences some get no drafts."""
+MOST_DOUBLED = 8
 FORGIVEN = 64
 """Blocks after which old failures no longer count."""
 GAIN = 0.1
@@ -143,11 +144,17 @@ class RemoteDrafts:
         self._expected_s = None
 
     def _post(self, item: tuple[DraftAsk, float] | SequenceId) -> None:
-        self._mail.append(item)
         loop = self._loop
         if loop is None:
-            self._read_mail()
-        elif not self._called:
+            # Nobody drafts yet, or any more.
+            if isinstance(item, tuple):
+                self._answer(item[0], ())
+            else:
+                with self._arrived:
+                    self._texts.pop(item, None)
+            return
+        self._mail.append(item)
+        if not self._called:
             self._called = True
             try:
                 loop.call_soon_threadsafe(self._read_mail)
@@ -186,7 +193,8 @@ class RemoteDrafts:
                 logger.log(level, "nobody drafts (%s): %s", self.name, error)
             self.trouble, found = error, ()
         # Whoever drafts goes on: another would have to be told everything.
-        kept = None if self._drafter is None else next((one for one in found if one.key == self._key), None)
+        drafter = self._drafter
+        kept = None if drafter is None else next((one for one in found if (one.key, one.model_id) == (self._key, drafter.model_id)), None)
         if kept is not None:
             self._drafter = kept  # with newer figures
         else:
@@ -308,13 +316,15 @@ class RemoteDrafts:
         self._meter.failures[key[0], error.status] += 1
         before = self._failed.get(key)
         times = 0 if before is None else before.times
-        left_out_s = min(LEFT_OUT_S * 2**times, LEFT_OUT_MOST_S)
-        self._failed[key] = _Failed(self._clock.monotonic() + left_out_s, times + 1)
+        left_out_s = min(LEFT_OUT_S * 2 ** min(times, MOST_DOUBLED), LEFT_OUT_MOST_S)
+        now = self._clock.monotonic()
+        self._failed[key] = _Failed(now + left_out_s, times + 1)
         logger.warning("%s drafts no more for %g s: %s", key[0], left_out_s, error)
         self._change(None)
         if self._again is not None:
             self._again.cancel()
-        self._again = asyncio.get_running_loop().call_later(left_out_s, self.look)
+        soonest = min(failed.until_s for failed in self._failed.values() if failed.until_s > now)
+        self._again = asyncio.get_running_loop().call_later(soonest - now, self.look)
         self.look()
 
     def _change(self, drafter: Drafter | None) -> None:

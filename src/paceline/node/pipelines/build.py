@@ -204,8 +204,9 @@ def build_engine_over(
     stages = ", ".join(map(str, executor.stages))
     here = f"layers {own.words} here" if own else "no layers here"
     summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {kv.context}, {here}, {stages}"
-    drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
-    engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head, drafts))
+    exact = head.holds_identity and all(stage.holds_identity for stage in executor.stages)
+    drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if exact else None
+    engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head, drafts) if exact else None)
     return BuiltPipeline(engine, executor, router, model, config, setup.warm(kv, speed), summary, drafts)
 
 

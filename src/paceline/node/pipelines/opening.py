@@ -155,6 +155,7 @@ class Opener:
                 part.layers,
                 f"{self._request.model_id}:{part.layers}",
                 session.opened.numerics_id,
+                session.opened.holds_identity,
             )
             for part, session in zip(parts, sessions, strict=True)
         ]

@@ -14,6 +14,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.generation import GenerationChunk
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.node.draft_bench import run as subject
 from paceline.node.draft_bench.drive import answer_all, loops
@@ -35,7 +36,7 @@ SHORT = [
 def forced_engine(depth: int = 1, chunk: int = 5) -> tuple[Engine, ForcedExecutor]:
     executor = ForcedExecutor(InOrderExecutor(NullRunner(n_blocks=200, vocab=SIZE), depth))
     config = EngineConfig(max_context=256, max_running=4, prefill_chunk=chunk, prefix_cache=False)
-    return Engine(executor, ByteTokenizer(), config, SystemClock()), executor
+    return Engine(executor, ByteTokenizer(), config, SystemClock(), drafting=DraftingConfig()), executor
 
 
 @pytest.fixture(scope="module")
