@@ -23,11 +23,13 @@ schema = schemathesis.openapi.from_dict(document)
 @pytest.fixture(scope="module")
 def live() -> Generator[Served[ScriptedInference], None, None]:
     served = Served(ScriptedInference(max_context=512))
-    yield served
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        for status in (200, 400):  # or the requests made said little
-            assert served.metric(f'paceline_http_responses_total{{path="{path}",status="{status}"}}') > 2
-    served.close()
+    try:
+        yield served
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            for status in (200, 400):  # or the requests made said little
+                assert served.metric(f'paceline_http_responses_total{{path="{path}",status="{status}"}}') > 2
+    finally:
+        served.close()
     assert served.inference.stats().blocks_in_use == 0
 
 

@@ -53,6 +53,13 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
+DraftName = Annotated[
+    str,
+    Field(min_length=1, max_length=512),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", "off", "ngram"]}, {"type": "string", "minLength": 1, "maxLength": 512}]}),
+]
+
+
 class Sampling(Strict):
     """What chat and plain completions share."""
 
@@ -73,7 +80,7 @@ class Sampling(Strict):
     stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
-    draft: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+    draft: DraftName | None = Field(
         default=None,
         description="Beyond OpenAI's: what tokens are guessed with: `off`, `ngram`, `auto`, or the id of a draft model. Changes no byte.",
     )
