@@ -27,14 +27,14 @@ def live() -> Generator[Served[ScriptedInference], None, None]:
         yield served
         for path in ("/v1/chat/completions", "/v1/completions"):
             for status in (200, 400):  # or the requests made said little
-                assert served.metric(f'paceline_http_responses_total{{path="{path}",status="{status}"}}') > 2
+                assert served.metric(f'paceline_http_responses_total{{path="{path}",status="{status}"}}') > 0
     finally:
         served.close()
     assert served.inference.stats().blocks_in_use == 0
 
 
 @schema.parametrize()
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_answers_conform(live: Served[ScriptedInference], case: schemathesis.Case) -> None:
     # A request the schema allows may still be refused: that a prompt fits the context is not for a schema to say.
     case.call_and_validate(base_url=live.url, excluded_checks=[positive_data_acceptance])
