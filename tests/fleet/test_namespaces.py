@@ -144,7 +144,8 @@ def test_a_partition_and_its_healing(fleet: Fleet) -> None:
     fleet.net.sides = ()
     until(lambda: fleet.watcher.agree(*NAMES))
     after = fleet.watcher.rounds()
-    assert max(after[name] - before[name] for name in NAMES) <= 3
+    # Three whole ones, and the one that was under way when the partition ended.
+    assert max(after[name] - before[name] for name in NAMES) <= 3 + 1
 
 
 def test_power_cuts_under_latency_and_loss(fleet: Fleet) -> None:
