@@ -17,14 +17,13 @@ from typing import Any
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, VocabularyMismatch
 from paceline.core.text import Tokenizer
-from paceline.engine.drafts import DRAFTS, DraftSource
+from paceline.engine.drafts import DRAFTS, OFF, DraftSource
 from paceline.node.bench import with_room
 from paceline.node.draft_bench.drive import Answers, MeasuredEngine, Tally, answer_all, loops
 from paceline.node.draft_bench.exercises import Kind, load
 from paceline.node.draft_bench.forced import ForcedExecutor, Script
 from paceline.node.settings import NodeSettings
 
-OFF = "off"
 FEW = 6
 """Prompts of a kind that are answered one at a time."""
 
