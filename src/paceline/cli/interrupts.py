@@ -38,17 +38,17 @@ def interrupts_end_now(code: int) -> Generator[None]:
         if os.read(read, 1) != b"\0":  # the byte is the signal's number
             end_now(code)
 
-    # Handlers that do nothing in Python: what counts is that the signal reaches the pipe.
-    before = {number: signal.signal(number, lambda _signal, _frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    wakeup = signal.set_wakeup_fd(write)
     waiter = threading.Thread(target=wait, name="paceline-interrupts", daemon=True)
     waiter.start()
+    # At every step one of the two ends the process: the handlers found here, or, while these do nothing in Python, the signal's byte.
+    wakeup = signal.set_wakeup_fd(write)
+    before = {number: signal.signal(number, lambda _signal, _frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
         os.write(write, b"\0")
         waiter.join()
         os.close(read)

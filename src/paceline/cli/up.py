@@ -14,8 +14,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
@@ -216,9 +216,7 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     """Build a node with a progress bar. Ctrl-C meanwhile ends the process at once. A model that only the fleet has is fetched first."""
     ensure(settings.model, console)
     began_s = time.perf_counter()
-    if not console.is_terminal:
-        console.print(f"Loading {settings.model}", markup=False, soft_wrap=True)
-    with interrupts_end_now(EXIT_INTERRUPTED), byte_bar(console, f"Loading {settings.model}", "Preparing kernels") as progress:
+    with interrupts_end_now(EXIT_INTERRUPTED), _loading(settings.model, console) as progress:
         from paceline.node.build import build_node
 
         note_compiling(console)
@@ -230,6 +228,16 @@ def load(settings: NodeSettings, console: Console) -> BuiltNode:
     gc.freeze()
     console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False, soft_wrap=True)
     return node
+
+
+@contextmanager
+def _loading(what: str, console: Console) -> Generator[Callable[[int, int], None]]:
+    """A bar while the block loads something, or one line where no bar can be drawn."""
+    label = f"Loading {what}"
+    if not console.is_terminal:
+        console.print(label, markup=False, soft_wrap=True)
+    with byte_bar(console, label, "Preparing kernels") as progress:
+        yield progress
 
 
 def note_compiling(console: Console) -> None:
@@ -247,9 +255,7 @@ def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedP
 
     ensure(name.removeprefix(JACOBI), console)
     began_s = time.perf_counter()
-    if not console.is_terminal:
-        console.print(f"Loading {name} to draft with", markup=False, soft_wrap=True)
-    with interrupts_end_now(EXIT_INTERRUPTED), byte_bar(console, f"Loading {name} to draft with", "Preparing kernels") as progress:
+    with interrupts_end_now(EXIT_INTERRUPTED), _loading(f"{name} to draft with", console) as progress:
         note_compiling(console)
         proposer = load_proposer(name, threads, progress, SystemClock())
     rate = proposer.offer.tokens_per_second

@@ -89,7 +89,7 @@ def test_an_interrupt_during_a_piped_answer_ends_the_process(start_paceline: Sta
     process.stdin = None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(2.0) == 130
+    assert process.wait(LOAD_S) == 130
     assert "Traceback" not in process.communicate()[1]
 
 
