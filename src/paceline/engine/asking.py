@@ -6,7 +6,6 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import ceil
 
 from paceline.core.clock import Clock
@@ -32,29 +31,33 @@ class Asking:
     """All asks of one engine.
 
     Args:
-        sources: by name.
         longest: tokens of one sequence verified in one step, at most.
         vocabulary: token ids below this are tokens.
         costs: of steps.
         clock: for how long an answer is due.
     """
 
-    def __init__(self, sources: Mapping[str, DraftSource], longest: int, vocabulary: int, costs: StepCosts, clock: Clock) -> None:
-        self._sources, self._longest, self._vocabulary = sources, longest, vocabulary
+    def __init__(self, longest: int, vocabulary: int, costs: StepCosts, clock: Clock) -> None:
+        self._longest, self._vocabulary = longest, vocabulary
         self._costs, self._clock = costs, clock
         self._live: dict[int, tuple[SequenceState, SequenceDrafts]] = {}
+        self._sources: dict[DraftSource, str] = {}
+        """Of those that are live, and maybe of some that were: their names."""
 
     def begin(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
         """A sequence will be generated: its sources may read its prompt at once."""
         if drafts.told:
             self._live[seq.id] = seq, drafts
+            self._sources |= {told.source: maker for maker, told in drafts.told.items()}
             self.ask(seq, drafts)
 
     def end(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
         """A sequence is over."""
         self._live.pop(seq.id, None)
-        for maker in drafts.told:
-            self._sources[maker].forget(seq.id)
+        for told in drafts.told.values():
+            told.source.forget(seq.id)
+        if not self._live:
+            self._sources.clear()
 
     def ask(self, seq: SequenceState, drafts: SequenceDrafts, verified: int = 0) -> None:
         """Have sources go on behind what they guessed, on the guess that all of that comes true, where little of it is left.
@@ -67,12 +70,12 @@ class Asking:
         for maker in drafts.told:
             self._ask(seq, drafts, maker, verified if maker == drafts.maker else 0)
 
-    def hear(self, waiting: str | None = None, wait_s: float = 0.0) -> None:
+    def hear(self, waiting: DraftSource | None = None, wait_s: float = 0.0) -> None:
         """Take what sources answered, and wait for one of them."""
-        for maker, source in self._sources.items():
-            for answer in source.answers(wait_s if maker == waiting else 0.0):
+        for source, maker in self._sources.items():
+            for answer in source.answers(wait_s if source is waiting else 0.0):
                 found = self._live.get(answer.sequence)
-                if found is not None and maker in found[1].told:
+                if found is not None and (told := found[1].told.get(maker)) is not None and told.source is source:
                     self._answered(*found, maker, answer)
 
     def wait_for(self, drafts: SequenceDrafts) -> bool:
@@ -80,17 +83,18 @@ class Asking:
         if not self._costs.known:
             return False
         for maker, told in drafts.told.items():
-            usual_s = self._sources[maker].expected_s
+            usual_s = told.source.expected_s
             if told.since is None or usual_s is None:
                 continue
             late_s = told.since + PATIENCE * usual_s - self._clock.monotonic()
             if late_s > 0 and usual_s < WORTH_A_WAIT * min(1.0, drafts.rates[maker].fresh) * self._costs.seconds(1):
-                self.hear(maker, late_s)
+                self.hear(told.source, late_s)
                 return True
         return False
 
     def _ask(self, seq: SequenceState, drafts: SequenceDrafts, maker: str, verified: int) -> None:
-        source, told, tape = self._sources[maker], drafts.told[maker], drafts.tapes.get(maker)
+        told, tape = drafts.told[maker], drafts.tapes.get(maker)
+        source = told.source
         if told.since is not None or source.expected_s is None:
             return
         known = len(seq.tokens)

@@ -8,7 +8,7 @@ Law: nothing here changes a token.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.shown import printable
 from paceline.engine.acceptance import Acceptance, length_ahead, lengths
 from paceline.engine.asking import Asking
-from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF, DraftSource
+from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF, DraftSource, MoreSources
 from paceline.engine.executor import StepBatch
 from paceline.engine.prompt_lookup import NGramIndex
 from paceline.engine.sequence import Phase, SequenceState
@@ -38,7 +38,9 @@ class DraftingConfig:
     default: str = AUTO
     """For requests that don't say: "off", "auto", "ngram", or a key of `sources`."""
     sources: Mapping[str, DraftSource] = field(default_factory=dict[str, DraftSource])
-    """Beside prompt lookup, which is always there. Closed by whoever made them."""
+    """Those of "auto", beside prompt lookup, which is always there. Closed by whoever made them."""
+    more: MoreSources | None = None
+    """For requests that name another."""
     longest: int = 15
     """Tokens of one sequence verified in one step. Raising it: more of a step may be wasted, where costs are not yet known."""
 
@@ -63,9 +65,9 @@ class Drafting:
         self._config = config = config or DraftingConfig(OFF)
         self._clock = clock
         self._makers = (NGRAM, *config.sources)
-        self._common = {maker: Acceptance() for maker in self._makers}
+        self._common: defaultdict[str, Acceptance] = defaultdict(Acceptance)
         self._costs = StepCosts()
-        self._asking = Asking(config.sources, config.longest, vocabulary, self._costs, clock)
+        self._asking = Asking(config.longest, vocabulary, self._costs, clock)
         self._of: dict[SequenceState, SequenceDrafts] = {}
         self._lagging: dict[SequenceState, NGramIndex] = {}
         """Sequences whose tokens are not all indexed."""
@@ -77,9 +79,10 @@ class Drafting:
         self.blocks: Counter[str] = Counter()
 
     @property
-    def models(self) -> Collection[str]:
-        """Ids of the draft models there are."""
-        return self._config.sources.keys()
+    def names(self) -> Collection[str]:
+        """What a request may name beyond `DRAFTS`."""
+        more = self._config.more
+        return self._config.sources.keys() if more is None else {*self._config.sources, *more.names()}
 
     # ------------------------------------------------------------------------------------------------------- sequences come and go
 
@@ -91,7 +94,7 @@ class Drafting:
         makers = self._makers if chosen == AUTO else (chosen,)
         index = NGramIndex() if NGRAM in makers else None
         rates = {maker: Acceptance(self._common[maker]) for maker in makers}
-        told = {maker: Told() for maker in makers if maker != NGRAM}
+        told = {maker: Told(source) for maker in makers if maker != NGRAM and (source := self._source(maker)) is not None}
         drafts = self._of[seq] = SequenceDrafts(rates, index, told)
         if index is not None:
             self._lagging[seq] = index
@@ -175,6 +178,11 @@ class Drafting:
             drafts.compare(seq.tokens, len(seq.tokens) - n)
 
     # -------------------------------------------------------------------------------------------------------------------- inside
+
+    def _source(self, name: str) -> DraftSource | None:
+        """Beside prompt lookup."""
+        config = self._config
+        return config.sources.get(name) or (None if config.more is None else config.more.find(name))
 
     def _best(self, seq: SequenceState) -> str | None:
         """Who is likeliest to know the next token."""

@@ -8,7 +8,7 @@ Source: the proposer contract is seed 001's (`propose_block(committed, L, K)`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,3 +98,15 @@ class DraftSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class MoreSources(Protocol):
+    """Sources beyond those that an engine is made with: whatever there is when a request names it. For the engine's thread."""
+
+    def names(self) -> Collection[str]:
+        """Of those there are now."""
+        ...
+
+    def find(self, name: str) -> DraftSource | None:
+        """The one of that name; None: there is none. The same one, for as long as it was told of a sequence that goes on."""
+        ...

@@ -103,7 +103,7 @@ class Engine:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
         check_request(request, self._config, self._executor, self._vocabulary.size)
         check_room(self._n_live, request.n, self._config)
-        check_draft(request.draft, self._drafting.models)
+        check_draft(request.draft, self._drafting.names)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids
         sequences: list[SequenceState] = []

@@ -57,7 +57,7 @@ def check_draft(draft: str | None, models: Collection[str]) -> None:
 
     Args:
         draft: of the request.
-        models: ids of the draft models there are.
+        models: ids of those that draft.
 
     Raises:
         InvalidRequest: there is no such draft model.

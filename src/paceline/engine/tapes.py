@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.drafts import NGRAM
+from paceline.engine.drafts import NGRAM, DraftSource
 from paceline.engine.prompt_lookup import NGramIndex
 
 
@@ -35,6 +35,7 @@ class Tape:
 class Told:
     """What a source was told of a sequence."""
 
+    source: DraftSource
     right: int = 0
     """Leading tokens that it knows and that are still right."""
     end: int = 0

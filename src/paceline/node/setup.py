@@ -90,7 +90,9 @@ class Setup:
             runner: of the model.
             drafts: made elsewhere; None: none are.
         """
-        return DraftingConfig(self.settings.draft, {} if drafts is None else drafts.sources) if runner.holds_identity else None
+        if not runner.holds_identity:
+            return None
+        return DraftingConfig(self.settings.draft, {} if drafts is None else drafts.sources, drafts)
 
     def load(
         self, layers: LayerRange, n_blocks: int, max_rows: int, progress: LoadProgress | None = None, *, edges: bool = True

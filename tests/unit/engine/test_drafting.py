@@ -247,3 +247,24 @@ def test_texts_that_wait_are_not_indexed() -> None:
     indexes = [drafts.index for drafts in bench.engine._drafting._of.values()]
     assert [index is not None and bool(index.ids) for index in indexes] == [True, False]
     bench.run()
+
+
+def test_a_request_may_name_who_came_later() -> None:
+    came = Knowing()
+
+    class Others:
+        def names(self) -> Sequence[str]:
+            return ("late",)
+
+        def find(self, name: str) -> Knowing | None:
+            return came if name == "late" else None
+
+    bench = EngineBench(max_context=256, n_blocks=80, drafting=DraftingConfig("off", more=Others()))
+    request = ask_for(100, came)
+    answer = bench.run(replace(request, draft="late"))[request.request_id, 0]
+    assert answer.token_ids == answer_alone(request).token_ids
+    assert bench.engine.stats().accepted_tokens["late"] > 80
+    assert came.forgotten == [SequenceId(0)]
+    with pytest.raises(InvalidRequest, match="nobody proposes with 'later'") as refused:
+        bench.engine.add(replace(request, draft="later"))
+    assert refused.value.hint == "There are: auto, off, ngram, late."

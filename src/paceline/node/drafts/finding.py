@@ -53,8 +53,7 @@ def drafters(
     here = live_cards(cards)
     own = verifier.node_id
     barred = {node_id for node_id, instance in left_out if node_id in here and here[node_id].instance == instance}
-    guests = {node_id for node_id in here if not trust.get(node_id, Trust.MEMBER).reaches(Trust.MEMBER)}
-    able = {node_id: card for node_id, card in here.items() if node_id == own or node_id not in barred | guests}
+    able = {node_id: card for node_id, card in _trusted(here, trust, own).items() if node_id == own or node_id not in barred}
     offers = _offers(able.values(), verifier, model_id)
     # Without a model to name, whoever pays: the plan is then free to say that nobody does.
     ways = frozenset({Way.DRAFT} if model_id else {Way.DRAFT, Way.ALONE})
@@ -71,6 +70,19 @@ def drafters(
     if not keys:
         raise PlacementError(f"Nobody is left to draft with {model_id[:200]}" if model_id else "Nobody's drafts would pay")
     return [_drafter(here[node_id], offers[node_id, name], links, own) for node_id, name in keys]
+
+
+def fitting_models(cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], verifier: Verifier) -> frozenset[str]:
+    """Ids of all that could draft but prompt lookup, which every node has. As `drafters`."""
+    try:
+        return frozenset(name for _, name in _offers(_trusted(live_cards(cards), trust, verifier.node_id).values(), verifier, ""))
+    except PlacementError:
+        return frozenset()
+
+
+def _trusted(cards: Mapping[NodeId, NodeCard], trust: Mapping[NodeId, Trust], own: NodeId) -> dict[NodeId, NodeCard]:
+    """Of machines that may see the text."""
+    return {node_id: card for node_id, card in cards.items() if node_id == own or trust.get(node_id, Trust.MEMBER).reaches(Trust.MEMBER)}
 
 
 def _offers(cards: Collection[NodeCard], verifier: Verifier, model_id: str) -> dict[tuple[NodeId, str], ModelOffer]:

@@ -164,6 +164,11 @@ class RemoteDrafts:
     # ------------------------------------------------------------------------------------------------------------ for its owner
 
     @property
+    def idle(self) -> bool:
+        """No sequence that goes on was told to it."""
+        return not self._texts
+
+    @property
     def drafter(self) -> Drafter | None:
         """Who drafts at present."""
         return self._drafter

@@ -91,8 +91,10 @@ async def drafting_alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -
     desk = ProposerDesk({one.asked: one.proposer for one in proposers})
     drafts = node.drafts
     if drafts is not None:
-        check_vocabulary(vocabulary_id(node.model.tokenizer), proposers, drafts.sources)
-        drafts.attach_alone(desk, {one.asked: one.rates for one in proposers}, node.model.tokenizer.size)
+        vocabulary = vocabulary_id(node.model.tokenizer)
+        check_vocabulary(vocabulary, proposers, drafts.sources)
+        fitting = {one.asked: one.rates for one in proposers if one.offer.vocabulary == vocabulary}
+        drafts.attach_alone(desk, fitting, node.model.tokenizer.size)
     try:
         yield DraftMetrics(desk, lambda: None if drafts is None else drafts.meter, lambda: _drafting(drafts))
     finally:

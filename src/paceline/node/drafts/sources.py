@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from paceline.core.clock import Clock
@@ -13,7 +14,7 @@ from paceline.core.ids import NodeId
 from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.view import FleetView
 from paceline.node.drafts.drafter import Drafter, Key, OpenLine
-from paceline.node.drafts.finding import Verifier, drafters
+from paceline.node.drafts.finding import Verifier, drafters, fitting_models
 from paceline.node.drafts.lines import DeskLine
 from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.remote import RemoteDrafts
@@ -25,12 +26,27 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """After the start, for whoever drafts to be seen, before it is said that nobody does."""
 
+MOST_NAMED = 8
+"""Sources at once. Raising it: more streams stay open, for models that nobody may name again."""
 FLEET = "fleet"
 """A request's `draft` for whatever model of the fleet drafts best."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """Whoever can draft, from where this node is."""
+
+    loop: asyncio.AbstractEventLoop
+    find: Callable[[str, Collection[Key]], Sequence[Drafter]]
+    """Those with a model (empty: any), but for some."""
+    models: Callable[[], frozenset[str]]
+    """Ids of those there are."""
+    open_line: OpenLine
+    vocabulary_size: int
+
+
 class NodeDrafts:
-    """Made with the engine, attached later.
+    """Made with the engine, attached later. Implements `engine.drafts.MoreSources`: a request may name any model that drafts in the fleet.
 
     Args:
         draft: as the person asked: "auto", "off", "ngram", or a draft model's id.
@@ -40,27 +56,65 @@ class NodeDrafts:
 
     def __init__(self, draft: str, clock: Clock, *, in_fleet: bool) -> None:
         self.meter = DraftMeter()
-        named = {draft: draft} if draft not in DRAFTS else {FLEET: ""} if draft == AUTO and in_fleet else {}
-        self._models = named
-        self.sources = {name: RemoteDrafts(name, self.meter, clock) for name in named}
-        """By what a request's `draft` says."""
+        self._clock = clock
+        self._asked = (draft,) if draft not in DRAFTS else (FLEET,) if draft == AUTO and in_fleet else ()
+        """From the start, and for as long as the engine lives."""
+        self.sources: Mapping[str, RemoteDrafts] = {name: RemoteDrafts(name, self.meter, clock) for name in self._asked}
+        """By what a request's `draft` says, the one named last at the end. Replaced, never changed: both threads look at it."""
+        self._reach: _Reach | None = None
+        self._models: frozenset[str] = frozenset()
+        """Those that somebody drafts with."""
+        self._ending: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None
 
-    def attach(self, verifier: Verifier, vocabulary_size: int, view: Callable[[], FleetView], open_line: OpenLine) -> None:
-        """Draw on the fleet. On the event loop."""
-        for name, source in self.sources.items():
-            find = partial(_find, view, verifier, self._models[name])
-            source.attach(find, open_line, vocabulary_size)
-        self._grace = asyncio.get_running_loop().call_later(GRACE_S, self.complain)
+    # ------------------------------------------------------------------------------------------------------ for the engine's thread
 
-    def complain(self) -> None:
-        """Say which models that were asked for nobody drafts with."""
-        for name, source in self.sources.items():
-            if self._models[name] and source.drafter is None and source.trouble is not None:
-                logger.warning("answers come without drafts of %s, until somebody drafts with it: %s", name, source.trouble)
+    def names(self) -> Collection[str]:
+        """As `MoreSources`."""
+        return {*self._asked, *self._models, *((FLEET,) if self._models else ())}
+
+    def find(self, name: str) -> RemoteDrafts | None:
+        """As `MoreSources`."""
+        if name in self._asked:
+            return self.sources[name]
+        reach, sources = self._reach, dict(self.sources)
+        if reach is None or name not in self.names():
+            return None
+        source = sources.pop(name, None)
+        try:
+            if source is None:
+                source = RemoteDrafts(name, self.meter, self._clock)
+                reach.loop.call_soon_threadsafe(self._attach, source)
+            if len(sources) >= MOST_NAMED and (idle := next((one for one in sources.values() if self._may_go(one)), None)) is not None:
+                del sources[idle.name]
+                reach.loop.call_soon_threadsafe(self._end, idle)
+        except RuntimeError:  # the loop is closed: the process ends
+            return None
+        self.sources = {**sources, name: source}
+        return source
+
+    def _may_go(self, source: RemoteDrafts) -> bool:
+        return source.name not in self._asked and source.idle
+
+    # ----------------------------------------------------------------------------------------------------------- on the event loop
+
+    def attach(self, verifier: Verifier, vocabulary_size: int, view: Callable[[], FleetView], open_line: OpenLine) -> None:
+        """Draw on the fleet."""
+
+        def find(model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
+            seen = view()
+            return drafters(seen.cards, seen.trust, verifier, model_id, left_out)
+
+        def models() -> frozenset[str]:
+            seen = view()
+            return fitting_models(seen.cards, seen.trust, verifier)
+
+        loop = asyncio.get_running_loop()
+        self._begin(_Reach(loop, find, models, open_line, vocabulary_size))
+        self._grace = loop.call_later(GRACE_S, self.complain)
 
     def attach_alone(self, desk: ProposerDesk, rates: Mapping[str, tuple[float, float]], vocabulary_size: int) -> None:
-        """Draw on this process alone. On the event loop.
+        """Draw on this process alone.
 
         Args:
             desk: its proposers.
@@ -78,21 +132,40 @@ class NodeDrafts:
         def open_line(drafter: Drafter, on_block: OnBlock, on_end: Callable[..., None]) -> DeskLine:
             return DeskLine(desk, drafter.node_id, on_block, on_end)
 
-        for name, source in self.sources.items():
-            source.attach(partial(find, self._models[name]), open_line, vocabulary_size)
+        self._begin(_Reach(asyncio.get_running_loop(), find, lambda: frozenset(rates), open_line, vocabulary_size))
 
     def look(self) -> None:
         """The view has changed."""
-        for source in self.sources.values():
-            source.look()
+        if self._reach is not None:
+            self._models = self._reach.models()
+            for source in self.sources.values():
+                source.look()
+
+    def complain(self) -> None:
+        """Say which models that were asked for nobody drafts with."""
+        for name in self._asked:
+            source = self.sources[name]
+            if name != FLEET and source.drafter is None and source.trouble is not None:
+                logger.warning("answers come without drafts of %s, until somebody drafts with it: %s", name, source.trouble)
 
     async def detach(self) -> None:
         """End. Idempotent."""
+        self._reach = None
         if self._grace is not None:
             self._grace.cancel()
-        await asyncio.gather(*(source.detach() for source in self.sources.values()))
+        await asyncio.gather(*(source.detach() for source in self.sources.values()), *self._ending)
 
+    def _begin(self, reach: _Reach) -> None:
+        self._reach, self._models = reach, reach.models()
+        for source in self.sources.values():
+            self._attach(source)
 
-def _find(view: Callable[[], FleetView], verifier: Verifier, model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
-    seen = view()
-    return drafters(seen.cards, seen.trust, verifier, model_id, left_out)
+    def _attach(self, source: RemoteDrafts) -> None:
+        reach = self._reach
+        if reach is not None:
+            source.attach(partial(reach.find, "" if source.name == FLEET else source.name), reach.open_line, reach.vocabulary_size)
+
+    def _end(self, source: RemoteDrafts) -> None:
+        task = asyncio.create_task(source.detach())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)

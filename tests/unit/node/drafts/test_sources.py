@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
+from tests.unit.node.drafts.cards import LOOKUP, SMALL, VERIFIER, A, card
 
 from paceline.core.clock import SystemClock
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, SequenceId
 from paceline.core.stats import DraftUse, EngineStats
 from paceline.core.trust import Trust
+from paceline.engine.drafts import DraftAsk
 from paceline.engine.proposers.ngram import NGramProposer
-from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.view import FleetView, LiveCard
 from paceline.node.drafts.drafter import Drafter, Line
-from paceline.node.drafts.finding import Verifier
-from paceline.node.drafts.sources import FLEET, NodeDrafts
+from paceline.node.drafts.sources import FLEET, MOST_NAMED, NodeDrafts
 from paceline.node.drafts.use import draft_use
-from paceline.transport.proposer_desk import ProposerDesk
-
-OWN = Verifier(NodeId("a"), "d" * 64, "int4", "v")
+from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
 
 
 def unreachable(drafter: Drafter, *_: Callable[..., None]) -> Line:
     raise AssertionError(f"nobody may be asked: {drafter}")
 
 
+class Nowhere:
+    """Implements `Line`; nobody answers."""
+
+    def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def nowhere(_drafter: Drafter, *_: Callable[..., None]) -> Line:
+    return Nowhere()
+
+
 def alone(*offers: ModelOffer) -> FleetView:
-    card = NodeCard(NodeId("a"), 1, ("127.0.0.1:1",), b"a", 60, 0, models=offers)
-    return FleetView(NodeId("a"), (LiveCard(card, 0.0, 0, Trust.MEMBER),), (), ())
+    return FleetView(NodeId("a"), (LiveCard(card("a", *offers), 0.0, 0, Trust.MEMBER),), (), ())
 
 
 @pytest.mark.parametrize(
@@ -46,13 +59,43 @@ def test_a_model_that_nobody_drafts_with_is_named(
 ) -> None:
     async def begin() -> None:
         drafts = NodeDrafts(draft, SystemClock(), in_fleet=True)
-        drafts.attach(OWN, 100, lambda: alone(*offers), unreachable)
+        drafts.attach(A, 100, lambda: alone(*offers), unreachable)
         drafts.complain()
         await drafts.detach()
 
     asyncio.run(begin())
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
+
+
+def test_a_request_may_name_any_model_whose_tokens_fit() -> None:
+    offers = [replace(SMALL, model_id=f"m{n}") for n in range(2 * MOST_NAMED)]
+    others = VERIFIER, replace(SMALL, model_id="foreign", vocabulary="w"), LOOKUP
+
+    async def begin() -> None:
+        drafts = NodeDrafts("ngram", SystemClock(), in_fleet=True)
+        assert drafts.find("m0") is None, "nobody is there yet"
+        view = alone(*offers[1:], *others)
+        drafts.attach(A, 100, lambda: view, nowhere)
+        assert set(drafts.names()) == {FLEET, *(offer.model_id for offer in offers[1:])}
+        assert drafts.find("foreign") is None
+        assert drafts.find("m0") is None
+        view = alone(*offers, *others)
+        drafts.look()
+        first = drafts.find("m0")
+        assert first is not None
+        assert first is drafts.find("m0")
+        await asyncio.sleep(0)
+        assert first.drafter is not None
+        first.ask(DraftAsk(SequenceId(1), 0, (1, 2), 3))
+        for offer in offers[1:]:
+            assert drafts.find(offer.model_id) is not None
+        assert len(drafts.sources) == MOST_NAMED
+        assert drafts.sources["m0"] is first, "a sequence that goes on was told to it"
+        await drafts.detach()
+        assert drafts.find("m1") is None
+
+    asyncio.run(begin())
 
 
 def test_use_is_counted_by_kind() -> None:
