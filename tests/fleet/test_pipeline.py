@@ -32,8 +32,8 @@ from paceline.transport.trust.requests import make_request
 
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
 CONFIG = """[pipeline]
-stall_seconds = 0.5
-search_seconds = 4
+stall_seconds = 1
+search_seconds = 8
 spot_check_every = 1
 """
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 48}
