@@ -97,8 +97,6 @@ class DraftSource(Protocol):
         """The sequence is over; unknown ones too."""
         ...
 
-    def close(self) -> None: ...
-
 
 class MoreSources(Protocol):
     """Sources beyond those that an engine is made with: whatever there is when a request names it. For the engine's thread."""

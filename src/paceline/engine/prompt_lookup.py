@@ -122,13 +122,3 @@ class NGramIndex:
         if length <= period:
             return tuple(ids[place : place + length])
         return tuple((ids[place:] * -(-length // period))[:length])
-
-
-def propose(committed: Sequence[int], length: int) -> tuple[int, ...]:
-    """`NGramIndex.propose` of a text that is seen once.
-
-    Args:
-        committed: prompt and answer so far.
-        length: tokens wanted at most.
-    """
-    return NGramIndex(committed).propose(length)

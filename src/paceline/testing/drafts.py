@@ -43,9 +43,6 @@ class UnsteadySource:
     def forget(self, sequence: SequenceId) -> None:
         self.told.pop(sequence, None)
 
-    def close(self) -> None:
-        self._due.clear()
-
     def _drafted(self, ask: DraftAsk, position: int) -> Sequence[int]:
         kind = self._chance.random()
         if kind < 0.1:

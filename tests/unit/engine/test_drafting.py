@@ -51,9 +51,6 @@ class Knowing:
     def forget(self, sequence: SequenceId) -> None:
         self.forgotten.append(sequence)
 
-    def close(self) -> None:
-        pass
-
 
 def bench_with(source: Knowing, **config: Any) -> EngineBench:
     return EngineBench(max_context=256, n_blocks=80, drafting=DraftingConfig(KNOWING, {KNOWING: source}), **config)

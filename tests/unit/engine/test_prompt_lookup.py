@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.prompt_lookup import MAX_NGRAM, REMEMBERED, NGramIndex, propose
+from paceline.engine.prompt_lookup import MAX_NGRAM, REMEMBERED, NGramIndex
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ from paceline.engine.prompt_lookup import MAX_NGRAM, REMEMBERED, NGramIndex, pro
     ],
 )
 def test_examples(committed: list[int], length: int, proposed: tuple[int, ...]) -> None:
-    assert propose(committed, length) == proposed
+    assert NGramIndex(committed).propose(length) == proposed
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))
 def test_a_proposal_follows_the_longest_repetition(committed: list[int], length: int) -> None:
-    proposed = propose(committed, length)
+    proposed = NGramIndex(committed).propose(length)
     n = len(committed)
     longest = 0
     for end in range(n - 1):
@@ -64,7 +64,7 @@ def test_a_text_may_be_cut_by_more_than_is_remembered() -> None:
     for token in text:
         index.append(token)
     index.cut(10)
-    assert index.propose(5) == propose(text[:10], 5)
+    assert index.propose(5) == NGramIndex(text[:10]).propose(5)
 
 
 def test_tokens_told_many_at_a_time_are_taken_back_without_a_look_at_the_rest() -> None:

@@ -70,7 +70,6 @@ class SharedKv(Generic[Activations]):
         kept = min(common_length(text.tokens, tokens), len(tokens) - wanted)
         del text.tokens[kept:]
         self._make_room(text, len(tokens))
-        kept = len(text.tokens)  # which may have been given to others before
         while len(tokens) - kept > self.max_rows:
             self._run(text, tokens[kept : kept + self.max_rows], 0)
             kept += self.max_rows

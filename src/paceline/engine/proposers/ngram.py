@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.engine import prompt_lookup
 from paceline.engine.drafts import BlockProposal
+from paceline.engine.prompt_lookup import NGramIndex
 from paceline.engine.proposers.session import DraftSession, SessionProposer, check_no_gap
-from paceline.engine.proposers.stats import ProposerStats
 
 
 class NGramProposer(SessionProposer):
     """Drafts what followed the longest earlier repetition of the last tokens."""
 
     def open(self) -> DraftSession:
-        return NGramSession(self.stats)
+        return NGramSession()
 
 
 class NGramSession:
     """One text's index."""
 
-    def __init__(self, stats: ProposerStats) -> None:
-        self._stats = stats
-        self._index = prompt_lookup.NGramIndex()
+    def __init__(self) -> None:
+        self._index = NGramIndex()
 
     @property
     def told(self) -> Sequence[int]:
@@ -38,9 +36,7 @@ class NGramSession:
         check_no_gap(first_position, index.ids)
         index.cut(first_position)
         index.extend(token_ids)
-        block = BlockProposal(index.propose(block_size))
-        self._stats.count(block)
-        return block
+        return BlockProposal(index.propose(block_size))
 
     def close(self) -> None:
         self._index.cut(0)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from paceline.engine.drafts import BlockProposal, Proposer
-from paceline.engine.proposers.stats import ProposerStats
 
 KEPT_TEXTS = 16
 """Texts that a proposer remembers of callers without sessions. Raising it: memory, for callers that take turns."""
@@ -90,7 +89,6 @@ class SessionProposer(ABC):
     """A `Proposer` made of sessions: a text that goes on where an earlier one ended is run from there."""
 
     def __init__(self) -> None:
-        self.stats = ProposerStats()
         self._kept: list[DraftSession] = []
         """Of callers without sessions, the one used last at the end."""
 
@@ -112,11 +110,6 @@ class SessionProposer(ABC):
             self._kept.remove(session)
         self._kept.append(session)
         return session.propose(shared, committed[shared:], block_size, num_steps)
-
-    def close(self) -> None:
-        """Forget what callers without sessions told. Idempotent."""
-        while self._kept:
-            self._kept.pop().close()
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
