@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from paceline.engine.drafts import BlockProposal, Proposer
@@ -85,13 +86,20 @@ class ProposerDesk:
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._most_sessions, self._most_tokens = most_sessions, most_tokens
         self._tokens = 0
+        self._making: set[asyncio.Future[BlockProposal]] = set()
         self.stats: dict[str, ProposerStats] = {}
         """By model."""
         for model_id, proposer in proposers.items():
             self.add(model_id, proposer)
 
     def add(self, model_id: str, proposer: Proposer) -> None:
-        """Serve one more."""
+        """Serve one more.
+
+        Raises:
+            ValueError: there is one of that name.
+        """
+        if model_id in self._models:
+            raise ValueError(f"{model_id} drafts here already")
         self.stats[model_id] = ProposerStats()
         self._models[model_id] = _Model(proposer, ThreadPoolExecutor(1, f"paceline-propose-{model_id}"))
 
@@ -110,7 +118,7 @@ class ProposerDesk:
         return self._tokens
 
     async def propose(self, caller: str, ask: BlockAsk) -> BlockProposal | None:
-        """A block; None where the caller's session is not held as far as the ask begins.
+        """A block; None where the caller's session is not held as far as the ask begins, or no longer, or the desk was closed meanwhile.
 
         Raises:
             ModelNotFound: there is no such proposer here.
@@ -149,7 +157,9 @@ class ProposerDesk:
                 # A later ask says that this one's block is of no use any more; but its tokens have to be told.
                 length = ask.block_size if number == kept.asks else 0
                 args = (ask.first_position, ask.token_ids, length, ask.num_steps)
-                block = await asyncio.get_running_loop().run_in_executor(model.thread, kept.session.propose, *args)
+                block = await self._make(model, kept, *args)
+                if block is None:
+                    return None
         except BaseException:
             # What of it was told is not known.
             self._drop(model, key, kept)
@@ -180,12 +190,17 @@ class ProposerDesk:
                     self._drop(model, key, self._kept[key])
 
     def close(self) -> None:
-        """Begin nothing more. A block being made is not waited for: nobody will have it. Idempotent."""
+        """Begin nothing more, and answer whoever waits. A block being made is not waited for: nobody will have it. On the event loop; idempotent."""
         self._ended += [model.thread for model in self._models.values()]
         for thread in self._ended:
             thread.shutdown(wait=False, cancel_futures=True)
         self._models.clear()
+        for kept in self._kept.values():
+            kept.gone = True
         self._kept.clear()
+        self._tokens = 0
+        for making in self._making:
+            making.cancel()
 
     def drained(self, wait_s: float) -> bool:
         """Wait, once it is closed, until nothing is drafted any more. Blocks: for a thread. False where it takes longer."""
@@ -193,6 +208,20 @@ class ProposerDesk:
         waiting.start()
         waiting.join(wait_s)
         return not waiting.is_alive()
+
+    async def _make(self, model: _Model, kept: _Kept, *args: Any) -> BlockProposal | None:
+        """A block, in the model's thread; None: the desk was closed."""
+        making = asyncio.get_running_loop().run_in_executor(model.thread, kept.session.propose, *args)
+        self._making.add(making)
+        try:
+            return await making
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._models or task is None or task.cancelling():
+                raise
+            return None
+        finally:
+            self._making.discard(making)
 
     def _count(self, key: Key, kept: _Kept, held: int) -> None:
         if self._kept.get(key) is not kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -32,8 +33,8 @@ class ProposerServicer(ProposerServiceServicer):
 
     async def ProposeBlock(self, request: wire.ProposeBlockRequest, context: Context) -> wire.ProposeBlockResponse:
         try:
-            ask = read_ask(request)
-            return write_block(await self._desk.propose(self._who(context).node_id, ask), ask.session)
+            ask = replace(read_ask(request), session=0)
+            return write_block(await self._desk.propose(self._who(context).node_id, ask), 0)
         except PacelineError as error:
             await abort(context, error)
 
@@ -74,8 +75,7 @@ class ProposerServicer(ProposerServiceServicer):
                         answering.create_task(answer(ask))
                         await asyncio.sleep(0)  # so that it begins before news that its session is over
         except* PacelineError as errors:
-            first = next(error for error in _flat(errors) if isinstance(error, PacelineError))
-            await abort(context, first)
+            await abort(context, _first(errors))
         finally:
             # Sessions end with the call that spoke of them: whoever calls again says everything again.
             self._desk.end(caller, tuple(seen))
@@ -110,5 +110,6 @@ def proposer_service(desk: ProposerDesk, who: Callable[[Context], Member]) -> Ca
     return register
 
 
-def _flat(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    return [each for error in group.exceptions for each in (_flat(error) if isinstance(error, BaseExceptionGroup) else [error])]
+def _first(group: BaseExceptionGroup[PacelineError]) -> PacelineError:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -13,9 +13,8 @@ from paceline.engine.drafts import BlockProposal
 from paceline.engine.proposers.session import common_length
 from paceline.engine.proposers.stats import ProposerStats
 from paceline.transport.draft_blocks import check_block, new_session
-from paceline.transport.draft_line import failed, read_block, write_ask
+from paceline.transport.draft_line import RemoteLine
 from paceline.transport.proposer_desk import BlockAsk
-from paceline.transport.wire.propose_pb2_grpc import ProposerServiceStub
 
 DEADLINE_S = 5.0
 LOOP_S = 1.0
@@ -23,7 +22,8 @@ LOOP_S = 1.0
 
 
 class RemoteProposer:
-    """Implements `engine.drafts.Proposer`. Blocks: for any thread but the event loop's.
+    """Implements `engine.drafts.Proposer`, over a call that lasts until it is closed or fails; with it ends what the other side remembers. Blocks:
+    for one thread, which is not the event loop's.
 
     Args:
         loop: runs, and has the channel.
@@ -46,9 +46,12 @@ class RemoteProposer:
     ) -> None:
         self._loop, self._channel, self._peer, self._model_id = loop, channel, peer, model_id
         self._vocabulary_size, self._deadline_s = vocabulary_size, deadline_s
-        self._session = new_session()
+        self._session = 0
+        """Of this call."""
         self._told: list[int] = []
-        """What the other side knows of the session."""
+        """What the other side knows of it."""
+        self._line: RemoteLine | None = None
+        self._answer: asyncio.Future[BlockProposal | None] | None = None
         self.stats = ProposerStats()
 
     def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
@@ -57,41 +60,61 @@ class RemoteProposer:
         Raises:
             RemoteProposerError: none was had.
         """
-        asked = asyncio.run_coroutine_threadsafe(self._ask(committed, block_size, num_steps), self._loop)
+        asked = asyncio.run_coroutine_threadsafe(self._propose(committed, block_size, num_steps), self._loop)
         try:
             block = asked.result(self._deadline_s + LOOP_S)
-            if block is None:
-                raise RemoteProposerError(f"{self._peer} forgets what it is told", status="ABORTED")
-            check_block(block, block_size, self._vocabulary_size, self._peer)
         except LoopTimeoutError:
             asked.cancel()
-            self._begin_anew()
+            self.stats.failures += 1
             raise RemoteProposerError(f"{self._peer} drafted nothing in {self._deadline_s:g} s", status="DEADLINE_EXCEEDED") from None
         except RemoteProposerError:
-            self._begin_anew()
+            self.stats.failures += 1
             raise
         self.stats.count(block)
         return block
 
-    def _begin_anew(self) -> None:
-        self.stats.failures += 1
-        self._session, self._told = new_session(), []
+    def close(self) -> None:
+        """End the call. It begins again with the next block. Idempotent."""
+        asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result(LOOP_S)
 
-    async def _ask(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal | None:
-        """A block; None where the session was lost, and lost again as soon as all of it was said."""
+    async def _propose(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
         known = common_length(self._told, committed)
-        for first in dict.fromkeys((known, 0)):
-            ask = BlockAsk(self._model_id, self._session, first, committed[first:], block_size, num_steps)
-            try:
-                message = await ProposerServiceStub(self._channel()).ProposeBlock(write_ask(ask), timeout=self._deadline_s)
-            except grpc.aio.AioRpcError as error:
-                raise failed(error, self._peer) from error
-            except grpc.aio.UsageError as error:
-                raise RemoteProposerError(f"The connection to {self._peer} was closed", status="CANCELLED") from error
-            except FleetError as error:  # the node is not in view, or not trusted any more
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                block = await self._ask(committed, known, block_size, num_steps)
+                if block is None and known:
+                    block = await self._ask(committed, 0, block_size, num_steps)
+            if block is None:
+                raise RemoteProposerError(f"{self._peer} forgets what it is told", status="ABORTED")
+            check_block(block, block_size, self._vocabulary_size, self._peer)
+        except BaseException as error:
+            await self._hang_up()
+            if isinstance(error, FleetError) and not isinstance(error, RemoteProposerError):  # it is not in view, or not trusted any more
                 raise RemoteProposerError(error.message, error.hint, status="UNAVAILABLE") from error
-            block = read_block(message)
-            if block is not None:
-                self._told = list(committed)
-                return block
-        return None
+            raise
+        self._told = list(committed)
+        return block
+
+    async def _ask(self, committed: Sequence[int], first: int, block_size: int, num_steps: int) -> BlockProposal | None:
+        """A block; None where the session was lost."""
+        self._answer = answer = self._loop.create_future()
+        if self._line is None:
+            self._session = new_session()
+            self._line = RemoteLine(self._channel(), self._peer, self._on_block, self._on_end)
+        self._line.send(BlockAsk(self._model_id, self._session, first, committed[first:], block_size, num_steps))
+        return await answer
+
+    async def _hang_up(self) -> None:
+        line, self._line, self._told = self._line, None, []
+        if line is not None:
+            await line.close()
+
+    def _on_block(self, session: int, block: BlockProposal | None) -> None:
+        del session  # there is one
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(block)
+
+    def _on_end(self, error: RemoteProposerError) -> None:
+        self._line, self._told = None, []
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)

@@ -34,7 +34,9 @@ class ProposeBlockRequest(_message.Message):
     """Refinement steps, for proposers that have them."""
     model_id: _builtins.str
     session: _builtins.int
-    """What the caller calls this sequence, so that only new tokens need be said; 0: the request is complete in itself. Ids are the caller's."""
+    """What the caller calls this sequence within a call of ProposeBlocks, so that only new tokens need be said; 0: the request is complete in
+    itself. Ids are the caller's, and over with the call.
+    """
     first_position: _builtins.int
     """Of the first of `committed_token_ids`. What was said of the session before it still holds; what was said from it on does not."""
     @_builtins.property

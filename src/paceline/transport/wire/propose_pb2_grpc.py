@@ -57,8 +57,8 @@ class ProposerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ProposeBlocks(self, request_iterator, context):
-        """The same many times over one call, which is leaner. Blocks of one session are answered in order, those of several in any. An error ends
-        the call.
+        """The same many times over one call, with sessions, of which ProposeBlock has none. Blocks of one session are answered in order, those of
+        several in any. An error ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

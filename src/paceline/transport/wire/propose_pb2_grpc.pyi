@@ -17,8 +17,8 @@ class ProposerServiceStub:
     ProposeBlock: _aio.UnaryUnaryMultiCallable[_propose_pb2.ProposeBlockRequest, _propose_pb2.ProposeBlockResponse]
     """NOT_FOUND where the model is not (or no longer) loaded as a proposer; INVALID_ARGUMENT where the request can't be meant."""
     ProposeBlocks: _aio.StreamStreamMultiCallable[_propose_pb2.ProposeBlocksRequest, _propose_pb2.ProposeBlocksResponse]
-    """The same many times over one call, which is leaner. Blocks of one session are answered in order, those of several in any. An error ends
-    the call.
+    """The same many times over one call, with sessions, of which ProposeBlock has none. Blocks of one session are answered in order, those of
+    several in any. An error ends the call.
     """
 
 class ProposerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -36,8 +36,8 @@ class ProposerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_propose_pb2.ProposeBlocksRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_propose_pb2.ProposeBlocksRequest], _abc.AsyncIterator[_propose_pb2.ProposeBlocksResponse]],
     ) -> _abc.AsyncIterator[_propose_pb2.ProposeBlocksResponse]:
-        """The same many times over one call, which is leaner. Blocks of one session are answered in order, those of several in any. An error ends
-        the call.
+        """The same many times over one call, with sessions, of which ProposeBlock has none. Blocks of one session are answered in order, those of
+        several in any. An error ends the call.
         """
 
 def add_ProposerServiceServicer_to_server(servicer: ProposerServiceServicer, server: _aio.Server) -> None: ...
