@@ -8,9 +8,14 @@ from typing import Protocol
 
 from paceline.core.errors import RemoteProposerError
 from paceline.core.ids import NodeId
+from paceline.fleet import cost
+from paceline.fleet.card import ModelOffer
+from paceline.fleet.machines import sensible
 from paceline.transport.draft_blocks import OnBlock
 from paceline.transport.proposer_desk import BlockAsk
 
+LOOKUP_PROMPT_RATE = 1e6
+"""Tokens a second that prompt lookup takes in."""
 LEAST_ASK_S = 5e-4
 """What asking takes where the way is short."""
 MOST_BLOCK = 64
@@ -39,6 +44,14 @@ class Drafter:
     def takes_s(self, new_tokens: int, length: int) -> float:
         """What a block should take."""
         return self.rtt_s + new_tokens / self.prompt_tokens_per_s + length / self.tokens_per_s
+
+
+def drafter_of(node_id: NodeId, instance: bytes, model_id: str, offer: ModelOffer, rtt_s: float) -> Drafter:
+    """A proposer as it is offered, whatever the offer says of its speed."""
+    lookup = not offer.weights
+    rate = sensible(offer.tokens_per_second, 1e-2, 1e9) or (cost.LOOKUP_RATE if lookup else 1.0)
+    prompt_rate = sensible(offer.prefill_tokens_per_second, 1e-2, 1e9) or (LOOKUP_PROMPT_RATE if lookup else rate)
+    return Drafter(node_id, instance, model_id, rate, prompt_rate, rtt_s)
 
 
 Key = tuple[NodeId, bytes]

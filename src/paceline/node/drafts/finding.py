@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from paceline.core.errors import PlacementError, VocabularyMismatch
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
-from paceline.fleet import cost
 from paceline.fleet.card import ModelOffer, NodeCard, Role
-from paceline.fleet.machines import Links, live_cards, sensible
+from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.pins import ASSUMED_RTT_S
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Pin, PlanRequest, Way
-from paceline.node.drafts.drafter import Drafter, Key
-
-LOOKUP_PROMPT_RATE = 1e6
-"""Tokens a second that prompt lookup takes in."""
+from paceline.node.drafts.drafter import Drafter, Key, drafter_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +107,6 @@ def _offers(cards: Collection[NodeCard], verifier: Verifier, model_id: str) -> d
 
 
 def _drafter(card: NodeCard, offer: ModelOffer, links: Links, own: NodeId) -> Drafter:
-    lookup = not offer.weights
-    rate = sensible(offer.tokens_per_second, 1e-2, 1e9) or (cost.LOOKUP_RATE if lookup else 1.0)
-    prompt_rate = sensible(offer.prefill_tokens_per_second, 1e-2, 1e9) or (LOOKUP_PROMPT_RATE if lookup else rate)
     link = links.between(own, card.node_id)
     rtt_s = 0.0 if card.node_id == own else ASSUMED_RTT_S if link is None else link.rtt_s
-    return Drafter(card.node_id, card.instance, offer.model_id, rate, prompt_rate, rtt_s)
+    return drafter_of(card.node_id, card.instance, offer.model_id, offer, rtt_s)

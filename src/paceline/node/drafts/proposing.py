@@ -7,6 +7,7 @@ that this node itself is giving.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.engine.drafts import NGRAM, Proposer
 from paceline.engine.local import LayerRunner
 from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer
 from paceline.engine.proposers.ngram import NGramProposer
+from paceline.engine.proposers.session import open_session
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.figures import two_digits
 from paceline.node.bench import PromptMaker
@@ -46,11 +48,6 @@ class LoadedProposer:
     """What the card says of it."""
     runner: LayerRunner[Any] | None
     """Its own; close it once nothing is drafted any more."""
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Tokens and prompt tokens a second."""
-        return self.offer.tokens_per_second, self.offer.prefill_tokens_per_second
 
 
 def load_proposer(name: str, threads: int | None, progress: LoadProgress | None, clock: Clock) -> LoadedProposer:
@@ -98,12 +95,11 @@ def lookup(clock: Clock) -> LoadedProposer:
 
 def measure(proposer: Proposer, text: Sequence[int], clock: Clock) -> float:
     """Tokens a second that a proposer drafts behind a text it was told, two digits; 0 where it can't be said."""
-    said = [*text]
-    said += proposer.propose_block(said, MEASURED_LENGTH, 0).token_ids  # which warms up, and tells it the text
-    began_s, drafted = clock.monotonic(), 0
-    for _ in range(MEASURED_BLOCKS):
-        block = proposer.propose_block(said, MEASURED_LENGTH, 0)
-        drafted += len(block.token_ids)
-        said += block.token_ids
-    took_s = clock.monotonic() - began_s
+    with closing(open_session(proposer)) as session:
+        new = session.propose(0, text, MEASURED_LENGTH, 0).token_ids  # which warms up, and tells it the text
+        began_s, drafted = clock.monotonic(), 0
+        for _ in range(MEASURED_BLOCKS):
+            new = session.propose(len(session.told), new, MEASURED_LENGTH, 0).token_ids
+            drafted += len(new)
+        took_s = clock.monotonic() - began_s
     return two_digits(drafted / took_s) if drafted and took_s > 0 else 0.0

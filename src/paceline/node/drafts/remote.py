@@ -139,10 +139,6 @@ class RemoteDrafts:
         """As `DraftSource`."""
         self._post(sequence)
 
-    def close(self) -> None:
-        """As `DraftSource`. What runs on the loop ends with `detach`."""
-        self._expected_s = None
-
     def _post(self, item: tuple[DraftAsk, float] | SequenceId) -> None:
         loop = self._loop
         if loop is None:

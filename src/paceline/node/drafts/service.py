@@ -93,7 +93,7 @@ async def drafting_alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -
     if drafts is not None:
         vocabulary = vocabulary_id(node.model.tokenizer)
         check_vocabulary(vocabulary, proposers, drafts.sources)
-        fitting = {one.asked: one.rates for one in proposers if one.offer.vocabulary == vocabulary}
+        fitting = {one.asked: one.offer for one in proposers if one.offer.vocabulary == vocabulary}
         drafts.attach_alone(desk, fitting, node.model.tokenizer.size)
     try:
         yield DraftMetrics(desk, lambda: None if drafts is None else drafts.meter, lambda: _drafting(drafts))

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PlacementError
-from paceline.core.ids import NodeId
 from paceline.engine.drafts import AUTO, DRAFTS
+from paceline.fleet.card import ModelOffer
 from paceline.fleet.view import FleetView
+from paceline.node.drafts.alone import Alone
 from paceline.node.drafts.drafter import Drafter, Key, OpenLine
 from paceline.node.drafts.finding import Verifier, drafters, fitting_models
-from paceline.node.drafts.lines import DeskLine
 from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.remote import RemoteDrafts
-from paceline.transport.draft_blocks import OnBlock
 from paceline.transport.proposer_desk import ProposerDesk
 
 logger = logging.getLogger(__name__)
@@ -113,26 +111,16 @@ class NodeDrafts:
         self._begin(_Reach(loop, find, models, open_line, vocabulary_size))
         self._grace = loop.call_later(GRACE_S, self.complain)
 
-    def attach_alone(self, desk: ProposerDesk, rates: Mapping[str, tuple[float, float]], vocabulary_size: int) -> None:
+    def attach_alone(self, desk: ProposerDesk, offers: Mapping[str, ModelOffer], vocabulary_size: int) -> None:
         """Draw on this process alone.
 
         Args:
             desk: its proposers.
-            rates: tokens and prompt tokens a second, by model.
+            offers: what they promise, by model.
             vocabulary_size: of the model drafted for.
         """
-        own = NodeId("here")
-
-        def find(model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
-            names = [name for name in rates if model_id in {"", name}]
-            if not names or (own, b"") in left_out:
-                raise PlacementError(f"Nobody drafts with {model_id or 'a model'} here", f"Start with --propose {model_id or 'MODEL'}.")
-            return [Drafter(own, b"", name, *rates[name], rtt_s=0.0) for name in names]
-
-        def open_line(drafter: Drafter, on_block: OnBlock, on_end: Callable[..., None]) -> DeskLine:
-            return DeskLine(desk, drafter.node_id, on_block, on_end)
-
-        self._begin(_Reach(asyncio.get_running_loop(), find, lambda: frozenset(rates), open_line, vocabulary_size))
+        alone = Alone(desk, offers)
+        self._begin(_Reach(asyncio.get_running_loop(), alone.find, lambda: frozenset(offers), alone.open, vocabulary_size))
 
     def look(self) -> None:
         """The view has changed."""

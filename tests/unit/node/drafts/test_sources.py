@@ -102,7 +102,7 @@ def test_use_is_counted_by_kind() -> None:
     async def begin() -> tuple[DraftUse, ...]:
         drafts = NodeDrafts("small", SystemClock(), in_fleet=False)
         desk = ProposerDesk({"small": NGramProposer()})
-        drafts.attach_alone(desk, {"small": (100.0, 100.0)}, 100)
+        drafts.attach_alone(desk, {"small": ModelOffer("small", Role.PROPOSER, "int4", 0.0, float("nan"))}, 100)
         drafts.meter.hop.observe(0.25, 2)
         stats = EngineStats(drafted_tokens={"ngram": 9}, accepted_tokens={"ngram": 5}, draft_blocks={"ngram": 2})
         used = draft_use(stats, drafts)
