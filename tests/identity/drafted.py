@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from tests.identity.draft_rounds import HITS, PLAIN, PREEMPTED, PROPOSERS, Configuration
 
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
@@ -22,7 +25,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftAnswer, DraftAsk, DraftSource
 from paceline.engine.engine import Engine
-from paceline.engine.executor import Executor
+from paceline.engine.executor import Executor, Path, StepBatch, StepOutput
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer
 from paceline.engine.proposers.session import DraftSession, SessionProposer
@@ -44,32 +47,6 @@ BLOCKS = 200
 CRAMPED = 9
 """Blocks with which a few sequences preempt one another, and the longest still fits."""
 LONGEST_PROMPT, ANSWER = 88, 48
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """How requests are run."""
-
-    proposer: str
-    stages: int
-    batch: int
-    memory: str = "plain"
-
-    @property
-    def blocks(self) -> int:
-        return CRAMPED if self.memory == "preempted" else BLOCKS
-
-
-PROPOSERS = ("ngram", "model", "jacobi", "knowing", "auto")
-"""The one that knows the answer uses it badly: see `UnsteadySource`. auto: all of them."""
-RUNS = (
-    *((batch, memory) for batch in (1, 16) for memory in ("plain", "prefix hits")),
-    (16, "preempted"),
-)
-
-
-def configurations(proposer: str, stages: int) -> list[Configuration]:
-    return [Configuration(proposer, stages, batch, memory) for batch, memory in RUNS]
 
 
 @dataclass(slots=True)
@@ -144,22 +121,24 @@ class Subject:
     def run(self, config: Configuration, requests: Sequence[GenerationRequest]) -> Answers:
         """The answers of the last round."""
         router: MemoryRouter | None = None
-        executor: Executor
+        executor: _Whole | _Spread
+        n_blocks = CRAMPED if config.memory == PREEMPTED else BLOCKS
         if config.stages == 1:
-            executor = _Cramped(self._whole, config.blocks)
+            executor = _Whole(self._whole, n_blocks)
         else:
             cut = self.n_layers // 2
             hidden = self._source.spec.hidden
-            machines = [Machine(name, self._stage, hidden, config.blocks) for name in ("a", "b")]
+            machines = [Machine(name, self._stage, hidden, n_blocks) for name in ("a", "b")]
             machines[1].lock = machines[0].lock  # of the one runner that both have
             router = MemoryRouter(machines, [LayerRange(0, cut), LayerRange(cut, self.n_layers)])
-            executor = PipelineExecutor(self._head, self.n_layers, router, PipelineLimits(stall_s=60.0), SystemClock())
+            executor = _Spread(self._head, self.n_layers, router, PipelineLimits(stall_s=60.0), SystemClock())
         truths: list[tuple[int, ...]] = []
         sources = self._sources(config.proposer, truths)
         answers: Answers = {}
         try:
-            engine = self._engine(executor, config.batch, DraftingConfig(config.proposer, sources), config.memory != "plain")
-            for _ in range(2 if config.memory == "prefix hits" else 1):
+            drafting = DraftingConfig(config.proposer, sources)
+            engine = self._engine(executor, config.batch, drafting, prefix_cache=config.memory != PLAIN)
+            for _ in range(2 if config.memory == HITS else 1):
                 for request in requests:
                     truths += [(*request.prompt_ids, *self.alone[request.request_id, index].token_ids) for index in range(request.n)]
                 answers = drain(engine, requests)
@@ -170,10 +149,12 @@ class Subject:
             if router is not None:
                 router.close()
         assert stats.blocks_in_use == 0
-        if config.memory == "prefix hits":
+        if config.memory == HITS:
             assert stats.prefix_hits_tokens > 0
-        if config.memory == "preempted":
+        if config.memory == PREEMPTED:
             assert stats.preemptions > 0
+        else:
+            assert executor.crowd == config.batch, "more or fewer sequences were generated at once"
         self.stats[config.proposer].append(stats)
         return answers
 
@@ -192,7 +173,7 @@ class Subject:
         wanted = {"auto": ("model", "knowing")}.get(proposer, (proposer,))
         return {name: make() for name, make in made.items() if name in wanted}
 
-    def _engine(self, executor: Executor, batch: int, drafting: DraftingConfig | None, prefix_cache: bool) -> Engine:
+    def _engine(self, executor: Executor, batch: int, drafting: DraftingConfig | None, *, prefix_cache: bool) -> Engine:
         config = EngineConfig(max_context=512, max_running=batch, prefill_chunk=96, prefix_cache=prefix_cache, step_timeout_s=1e9)
         return Engine(executor, self.vocabulary, config, self._clock(), drafting=drafting)
 
@@ -208,20 +189,44 @@ class Subject:
         return requests, alone
 
     def _alone(self, requests: Sequence[GenerationRequest]) -> Answers:
-        return drain(self._engine(_Cramped(self._whole, BLOCKS), 1, None, prefix_cache=False), requests)
+        return drain(self._engine(_Whole(self._whole, BLOCKS), 1, None, prefix_cache=False), requests)
 
     def _load(self, layers: LayerRange, *, edges: bool = True) -> LayerRunner[Any]:
         options = LoadOptions(layers, WeightsFormat.INT4, BLOCKS, threads=1, edges=edges, kernel_cache=Home.from_environment().kernels)
         return load_runner(choose(self._source.spec, WeightsFormat.INT4), self._source, options)
 
 
-class _Cramped(LocalExecutor[Any]):
+class _Crowded:
+    """An executor that knows for how many sequences it generated at once."""
+
+    crowd = 0
+
+    def __init__(self, *args: Any) -> None:
+        self._generating: deque[set[SequenceId]] = deque()
+        super().__init__(*args)
+
+    def submit(self, batch: StepBatch) -> None:
+        super().submit(batch)
+        self._generating.append({step.sequence for step in batch.steps if step.path is Path.GENERATED})
+        self.crowd = max(self.crowd, len(set().union(*self._generating)))
+
+    def collect(self, deadline: float) -> StepOutput:
+        output = super().collect(deadline)
+        self._generating.popleft()
+        return output
+
+
+class _Whole(_Crowded, LocalExecutor[Any]):
     def __init__(self, runner: LayerRunner[Any], n_blocks: int) -> None:
         super().__init__(runner)
         self.n_blocks = n_blocks
 
     def close(self) -> None:
         """The runner outlives the engines of a test."""
+
+
+class _Spread(_Crowded, PipelineExecutor):
+    """Over stages in threads."""
 
 
 def drain(engine: Engine, requests: Sequence[GenerationRequest]) -> Answers:
