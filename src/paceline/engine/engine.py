@@ -58,7 +58,7 @@ class Engine:
             config: bounds.
             clock: for the deadline of a step.
             entropy: seeds of requests that bring none.
-            drafting: what tokens are guessed with; None: nothing.
+            drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.
         """
         self._executor = executor
         self._vocabulary = vocabulary
@@ -66,6 +66,8 @@ class Engine:
         self._clock = clock
         self._entropy = entropy
         self._drafting = Drafting(drafting, vocabulary.size, clock)
+        self._drafts = executor.holds_identity
+        """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
         self._scheduler = Scheduler(executor, config, self._drafting)
         self._sampler = Sampler(vocabulary.size, vocabulary.eos_ids)
         self._live: dict[RequestId, list[SequenceState]] = {}
@@ -113,7 +115,8 @@ class Engine:
             sequences.append(SequenceState(SequenceId(next(self._sequence_ids)), request, index, draws, text, stop_ids))
         for seq in sequences:
             self._scheduler.add(seq)
-            self._drafting.begin(seq)
+            if self._drafts:
+                self._drafting.begin(seq)
         self._live[request.request_id] = sequences
         self._n_live += request.n
         self._prompt_tokens += len(request.prompt_ids)
@@ -219,6 +222,10 @@ class Engine:
             self._lost = False
             for seq in self._scheduler.resume():
                 self._outbox.append(self._end(seq, FinishReason.ERROR, _NO_ROOM, "shard_unavailable"))
+            if self._executor.holds_identity != self._drafts:
+                self._drafts = not self._drafts
+                for seq in self._scheduler.waiting:
+                    (self._drafting.begin if self._drafts else self._drafting.end)(seq)
         return True
 
     def _read(self, planned: PlannedBatch, output: StepOutput, chunks: list[GenerationChunk]) -> None:

@@ -92,6 +92,11 @@ class Executor(Protocol):
         """Hash of what the kernels compute here; equal ids give equal bytes (rule 7)."""
         ...
 
+    @property
+    def holds_identity(self) -> bool:
+        """A row's bytes don't depend on what runs beside it, so drafts may be verified. May change where KV was lost."""
+        ...
+
     def ready(self) -> bool:
         """Whether a batch may be submitted. Where machines are being looked for in place of lost ones, waits a moment and says False.
 

@@ -150,7 +150,7 @@ class LocalExecutor(Generic[Activations]):
 
     def __init__(self, runner: LayerRunner[Activations]) -> None:
         self.n_blocks, self.block_size = runner.n_blocks, runner.block_size
-        self.one_path, self.numerics_id = runner.one_path, runner.numerics_id
+        self.one_path, self.numerics_id, self.holds_identity = runner.one_path, runner.numerics_id, runner.holds_identity
         self._runner = runner
         self._tables = BlockTables()
         self._pending: deque[_Prepared] = deque()

@@ -84,7 +84,7 @@ class Setup:
         )
 
     def drafting(self, runner: LayerRunner[Any], drafts: NodeDrafts | None) -> DraftingConfig | None:
-        """How its engine drafts; None where kernels give other bytes for other batches: a draft would change the answer.
+        """How its engine drafts; None where kernels here give other bytes for other batches: a draft would change the answer.
 
         Args:
             runner: of the model.

@@ -110,7 +110,7 @@ class PipelineExecutor:
         self._remote = f"{head.layers.stop} to {n_layers - 1}"
         self._search = Search(router, fallback, self._remote, limits, clock)
         self.block_size, self.one_path = head.block_size, head.one_path
-        self.n_blocks, self.numerics_id = head.n_blocks, head.numerics_id
+        self.n_blocks, self.numerics_id, self.holds_identity = head.n_blocks, head.numerics_id, head.holds_identity
         self.depth = 1
         self.failovers = 0
         self.times = PipelineTimes()
@@ -238,6 +238,7 @@ class PipelineExecutor:
         """Run over a route from now on."""
         self._route = route
         self.n_blocks = min(route.n_blocks, self._head.n_blocks)
+        self.holds_identity = self._head.holds_identity and all(stage.holds_identity for stage in route.stages)
         own = self._head.layers
         limits = self._limits
         self._own = (

@@ -22,7 +22,7 @@ class RouteStage:
     layers: LayerRange
     shard_id: str
     numerics_id: str
-    holds_identity: bool = True
+    holds_identity: bool
     """Its kernels give a row the same bytes whatever runs beside it."""
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ class InOrderExecutor:
             break_at: ordinal of `collect` at which it fails for good.
         """
         self.depth, self.n_blocks, self.block_size = depth, runner.n_blocks, runner.block_size
-        self.one_path, self.numerics_id = runner.one_path, runner.numerics_id
+        self.one_path, self.numerics_id, self.holds_identity = runner.one_path, runner.numerics_id, runner.holds_identity
         self._runner = runner
         self._inner = LocalExecutor(runner)
         self._lose = frozenset(lose)

@@ -118,8 +118,12 @@ def machines(runners: dict[str, LayerRunner[Any]], *names: str) -> list[Machine]
 class Bench:
     """A pipeline over machines; closes its routes, and leaves the runners to their fixture."""
 
-    def __init__(self, runners: dict[str, LayerRunner[Any]], head: str, names: Sequence[str], splits: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, runners: dict[str, LayerRunner[Any]], head: str, names: Sequence[str], splits: Sequence[tuple[int, int]], inexact: str = ""
+    ) -> None:
         self.machines = {machine.node_id: machine for machine in machines(runners, *names)}
+        for name, machine in self.machines.items():
+            machine.holds_identity = name != inexact
         self.router = MemoryRouter(list(self.machines.values()), [LayerRange(*span) for span in splits])
         self.executor = PipelineExecutor(runners[head], SPEC.n_layers, self.router, LIMITS, SystemClock())
         self.run = Run(self.executor)
@@ -173,6 +177,36 @@ def test_drafts_through_a_pipeline_change_no_byte(
         assert run.all(wanted) == {request.request_id: expected[request.request_id] for request in wanted}
         assert run.engine.stats().accepted_tokens["knowing"] > 0
         assert bench.executor.failovers == (dies_at is not None)
+
+
+@pytest.mark.parametrize("names", [("three", "one", "two"), ("one", "three", "two"), ("one", "two", "three")])
+def test_nothing_is_drafted_while_a_stage_gives_other_bytes_for_other_batches(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], names: tuple[str, ...]
+) -> None:
+    """From the start, from the loss of another with drafts in flight, and no longer than it takes part."""
+    wanted = requests()
+    truths = [[*request.prompt_ids, *expected[request.request_id]] for request in wanted]
+    with Bench(runners, "head2", names, [(2, 6)], inexact="three") as bench:
+        for machine in bench.machines.values():
+            machine.dies_at = 10
+        bench.machines[names[-1]].dies_at = None
+        source = UnsteadySource(lambda sequence: truths[sequence], Random(3), SPEC.vocab)
+        run = Run(bench.executor, drafting=DraftingConfig("knowing", {"knowing": source}))
+        for request in wanted:
+            run.engine.add(request)
+        drafted = dict.fromkeys(names, 0)
+        asked = dict.fromkeys(names, 0)
+        while run.engine.has_work:
+            before, asks = sum(run.engine.stats().drafted_tokens.values()), source.asks
+            run.step()
+            (stage,) = bench.router.routes[-1].stages
+            drafted[stage.node_id] += sum(run.engine.stats().drafted_tokens.values()) - before
+            asked[stage.node_id] += source.asks - asks
+        assert run.tokens == expected
+        assert bench.executor.failovers == 2
+        assert {name for name in names if drafted[name]} == {"one", "two"}
+        assert {name for name in names if asked[name]} <= {"one", "two"}
+        assert not source.told
 
 
 @pytest.mark.parametrize("dies_at", [1, 2, 5, 9, 17])

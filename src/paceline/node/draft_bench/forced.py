@@ -65,6 +65,10 @@ class ForcedExecutor:
     def numerics_id(self) -> str:
         return self._inner.numerics_id
 
+    @property
+    def holds_identity(self) -> bool:
+        return self._inner.holds_identity
+
     def ready(self) -> bool:
         return self._inner.ready()
 

@@ -62,7 +62,7 @@ class BuiltPipeline:
     warm: WarmModel
     summary: str
     drafts: NodeDrafts | None
-    """Made elsewhere; None: kernels do not allow for drafts."""
+    """Made elsewhere; None: the kernels here do not allow for drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +204,9 @@ def build_engine_over(
     stages = ", ".join(map(str, executor.stages))
     here = f"layers {own.words} here" if own else "no layers here"
     summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {kv.context}, {here}, {stages}"
-    exact = head.holds_identity and all(stage.holds_identity for stage in executor.stages)
-    drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if exact else None
-    engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head, drafts) if exact else None)
+    # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
+    drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
+    engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head, drafts))
     return BuiltPipeline(engine, executor, router, model, config, setup.warm(kv, speed), summary, drafts)
 
 
