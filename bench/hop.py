@@ -40,7 +40,7 @@ from paceline.transport.tensor.batch_codec import read_batch, write_batch
 from paceline.transport.tensor.batches import LOOK_S, StreamSink, StreamSource, to_bf16
 from paceline.transport.tensor.dialling import dial
 from paceline.transport.tensor.listener import TensorListener
-from paceline.transport.tensor.streams import TensorReceiver
+from paceline.transport.tensor.receiver import TensorReceiver
 from paceline.transport.trust.credentials import channel_credentials, server_credentials
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals

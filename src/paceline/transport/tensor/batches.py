@@ -18,7 +18,8 @@ from paceline.parallel.sessions import ActivationDtype
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batch_codec import read_batch, write_batch
 from paceline.transport.tensor.incoming import Array, Message
-from paceline.transport.tensor.streams import TensorReceiver, TensorSender
+from paceline.transport.tensor.receiver import TensorReceiver
+from paceline.transport.tensor.sender import TensorSender
 
 WIRE: Final[dict[ActivationDtype, np.dtype[np.generic]]] = {
     ActivationDtype.BF16: np.dtype(np.uint16),

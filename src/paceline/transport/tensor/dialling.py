@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from paceline.core.errors import NodeUnreachable
 from paceline.transport.tensor.contexts import client_context
 from paceline.transport.tensor.pipe import Pipe, tune
-from paceline.transport.tensor.streams import TensorSender
+from paceline.transport.tensor.sender import TensorSender
 from paceline.transport.trust.certificates import Member
 from paceline.transport.trust.credentials import check_callable
 from paceline.transport.trust.identity import Identity

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from paceline.core.errors import StreamClosed, StreamStalled
-from paceline.transport.tensor.streams import TensorReceiver
+from paceline.transport.tensor.receiver import TensorReceiver
 
 
 class Expected:

@@ -27,7 +27,7 @@ from paceline.transport.tensor.frames import WELCOME, CloseCode
 from paceline.transport.tensor.incoming import FROM_SENDER, Incoming
 from paceline.transport.tensor.newcomer import Newcomer, Wants
 from paceline.transport.tensor.pipe import Pipe, tune
-from paceline.transport.tensor.streams import TensorReceiver
+from paceline.transport.tensor.receiver import TensorReceiver
 from paceline.transport.trust.certificates import FleetRoot, Member
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals

@@ -15,7 +15,8 @@ from paceline.testing.fleets import TestFleet
 from paceline.transport.tensor.dialling import dial
 from paceline.transport.tensor.frames import WINDOW
 from paceline.transport.tensor.listener import TensorListener
-from paceline.transport.tensor.streams import TensorReceiver, TensorSender
+from paceline.transport.tensor.receiver import TensorReceiver
+from paceline.transport.tensor.sender import TensorSender
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals
 

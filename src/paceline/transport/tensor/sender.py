@@ -1,8 +1,4 @@
-"""The two ends of a tensor stream: one sends tensors, one receives them. Each is for one thread; `close` is for any.
-
-Acknowledgements stay off the path of a message: the receiver sends one when half the window lacks it, and after its user says that the result is
-passed on; the sender looks for them when half the window is used, and waits for them when all of it is.
-"""
+"""The end of a tensor stream that sends: small tensors in one write, large ones in chunks, no more than the window on their way."""
 
 from __future__ import annotations
 
@@ -11,9 +7,9 @@ from math import prod
 
 import numpy as np
 
-from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
-from paceline.core.ids import NodeId
+from paceline.core.errors import StreamCorrupt, TensorStreamError, TensorTooLarge
 from paceline.transport.tensor.conversation import Conversation, Event
+from paceline.transport.tensor.end import HALF, End
 from paceline.transport.tensor.frames import (
     CODES,
     MAX_CHUNK_BYTES,
@@ -22,56 +18,19 @@ from paceline.transport.tensor.frames import (
     MAX_START_BYTES,
     MAX_TENSOR_BYTES,
     WINDOW,
-    CloseCode,
-    ack,
     chunk_start,
-    close,
-    code_of,
     error_of,
     hello,
     tensor_start,
 )
-from paceline.transport.tensor.incoming import FROM_RECEIVER, Array, Closed, Incoming, Message
+from paceline.transport.tensor.incoming import FROM_RECEIVER, Array, Closed, Incoming
 from paceline.transport.tensor.pipe import Pipe
-from paceline.transport.tensor.rehearsal import Rehearsal
 
-HALF = WINDOW // 2
 JOINED_BYTES = 48 << 10
 """Frames up to here are put together, so that each is one write."""
 
 
-class _End:
-    """What both ends have in common."""
-
-    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
-        self._pipe, self._conversation, self._incoming = pipe, conversation, incoming
-        self._on_close = on_close
-
-    @property
-    def peer(self) -> NodeId:
-        """Whose certificate the other end showed."""
-        return self._pipe.peer
-
-    @property
-    def closed(self) -> bool:
-        return self._pipe.closed
-
-    def close(self, code: CloseCode = CloseCode.DONE, why: str = "") -> None:
-        """Idempotent, from any thread; wakes the one that reads or writes.
-
-        Args:
-            code: told to the other side where no thread is reading or writing.
-            why: likewise.
-        """
-        self._pipe.close(close(code, why))
-        if self._on_close is not None:
-            self._on_close()
-
-    def _fail(self, error: TensorStreamError) -> None:
-        self.close(code_of(error), error.message)
-
-
-class TensorSender(_End):
+class TensorSender(End):
     """Sends tensors, once `greet` has opened the stream."""
 
     def __init__(self, pipe: Pipe, on_close: Callable[[], None] | None = None) -> None:
@@ -94,7 +53,7 @@ class TensorSender(_End):
                 self._pipe.send(hello(ticket), deadline)
                 self._hear(deadline)
         except TensorStreamError as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
     def prepare(self, header: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
@@ -219,7 +178,7 @@ class TensorSender(_End):
     def _broken(self, error: TensorStreamError) -> TensorStreamError:
         """Close, for an error or for what the other side gave as its reason, which is returned."""
         told = self._told(error)
-        self._fail(told)
+        self.fail(told)
         return told
 
     def _told(self, error: TensorStreamError) -> TensorStreamError:
@@ -233,96 +192,3 @@ class TensorSender(_End):
         except TensorStreamError as reason:
             return reason if self._conversation.over else error
         return error
-
-
-class TensorReceiver(_End):
-    """Receives tensors. The listener makes it, from a connection that has been greeted."""
-
-    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
-        super().__init__(pipe, conversation, incoming, on_close)
-        self._rehearsal = Rehearsal()
-
-    def receive(self, deadline: float, rehearse: Callable[[Message], None] | None = None) -> Message:
-        """The next tensor. Its array is good until the next call.
-
-        Args:
-            deadline: on the monotonic clock.
-            rehearse: called now and then while this looks, with a message like the last one, of zeros.
-
-        Raises:
-            StreamIdle: none has begun to come.
-            StreamStalled: it was not all there in time. Calling again goes on where this left off.
-            TensorStreamError: the stream is broken.
-        """
-        try:
-            with self._pipe:
-                event = self._next(deadline, self._rehearsing(rehearse) if rehearse else None)
-        except StreamStalled as error:
-            if self._incoming.empty and self._conversation.between:
-                raise StreamIdle(error.message) from error
-            raise
-        except TensorStreamError as error:
-            self._fail(error)
-            raise
-        if isinstance(event, Closed):
-            error = error_of(event.code, event.message, self.peer)
-            self._fail(error)
-            raise error
-        self._rehearsal.came(event)
-        return event
-
-    def look(self, seconds: float) -> None:
-        """Have `receive` look for so long before it sleeps. It takes the core meanwhile, unless others want it."""
-        self._pipe.look_s = seconds
-
-    def refuse(self, error: TensorStreamError) -> TensorStreamError:
-        """What came makes no sense to its user: the stream ends, and the other side is told. Returns the error, to be raised."""
-        self._fail(error)
-        return error
-
-    def acknowledge(self) -> None:
-        """The user is done with what it received, so more may come.
-
-        Raises:
-            TensorStreamError: the stream is broken.
-        """
-        if self._conversation.unacknowledged >= HALF:
-            try:
-                with self._pipe:
-                    self._ack(None)
-            except TensorStreamError as error:
-                self._fail(error)
-                raise
-
-    def _rehearsing(self, rehearse: Callable[[Message], None]) -> Callable[[], None]:
-        """Read a message like the last one, and do with it what is done with the next."""
-
-        def again() -> None:
-            message = self._rehearsal.again()
-            if message is not None:
-                rehearse(message)
-
-        return again
-
-    def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> Message | Closed:
-        incoming, pipe, conversation = self._incoming, self._pipe, self._conversation
-        if conversation.unacknowledged > HALF + HALF // 2:
-            # Nobody acknowledges; but asking for more says as much.
-            self._ack(deadline)
-        while True:
-            event = incoming.next()
-            if event is None:
-                incoming.filled(pipe.receive(incoming.space(), deadline, rehearse))
-            elif isinstance(event, Message | Closed):
-                return event
-            elif conversation.unacknowledged >= HALF:
-                self._ack(deadline)
-
-    def _ack(self, deadline: float | None) -> None:
-        """For every chunk that has come. It is a few bytes: who can't take them takes nothing any more."""
-        seq = self._conversation.next_seq
-        self._conversation.acknowledge(seq)
-        try:
-            self._pipe.send(ack(seq), deadline)
-        except StreamStalled as error:
-            raise StreamClosed(f"{self.peer} takes no acknowledgements") from error

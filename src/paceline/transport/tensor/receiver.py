@@ -1,0 +1,106 @@
+"""The end of a tensor stream that receives: whole tensors, acknowledged once their user is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.core.errors import StreamClosed, StreamIdle, StreamStalled, TensorStreamError
+from paceline.transport.tensor.conversation import Conversation
+from paceline.transport.tensor.end import HALF, End
+from paceline.transport.tensor.frames import ack, error_of
+from paceline.transport.tensor.incoming import Closed, Incoming, Message
+from paceline.transport.tensor.pipe import Pipe
+from paceline.transport.tensor.rehearsal import Rehearsal
+
+
+class TensorReceiver(End):
+    """Receives tensors. The listener makes it, from a connection that has been greeted."""
+
+    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
+        super().__init__(pipe, conversation, incoming, on_close)
+        self._rehearsal = Rehearsal()
+
+    def receive(self, deadline: float, rehearse: Callable[[Message], None] | None = None) -> Message:
+        """The next tensor. Its array is good until the next call.
+
+        Args:
+            deadline: on the monotonic clock.
+            rehearse: called now and then while this looks, with a message like the last one, of zeros.
+
+        Raises:
+            StreamIdle: none has begun to come.
+            StreamStalled: it was not all there in time. Calling again goes on where this left off.
+            TensorStreamError: the stream is broken.
+        """
+        try:
+            with self._pipe:
+                event = self._next(deadline, self._rehearsing(rehearse) if rehearse else None)
+        except StreamStalled as error:
+            if self._incoming.empty and self._conversation.between:
+                raise StreamIdle(error.message) from error
+            raise
+        except TensorStreamError as error:
+            self.fail(error)
+            raise
+        if isinstance(event, Closed):
+            error = error_of(event.code, event.message, self.peer)
+            self.fail(error)
+            raise error
+        self._rehearsal.came(event)
+        return event
+
+    def look(self, seconds: float) -> None:
+        """Have `receive` look for so long before it sleeps. It takes the core meanwhile, unless others want it."""
+        self._pipe.look_s = seconds
+
+    def refuse(self, error: TensorStreamError) -> TensorStreamError:
+        """What came makes no sense to its user: the stream ends, and the other side is told. Returns the error, to be raised."""
+        self.fail(error)
+        return error
+
+    def acknowledge(self) -> None:
+        """The user is done with what it received, so more may come.
+
+        Raises:
+            TensorStreamError: the stream is broken.
+        """
+        if self._conversation.unacknowledged >= HALF:
+            try:
+                with self._pipe:
+                    self._ack(None)
+            except TensorStreamError as error:
+                self.fail(error)
+                raise
+
+    def _rehearsing(self, rehearse: Callable[[Message], None]) -> Callable[[], None]:
+        """Read a message like the last one, and do with it what is done with the next."""
+
+        def again() -> None:
+            message = self._rehearsal.again()
+            if message is not None:
+                rehearse(message)
+
+        return again
+
+    def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> Message | Closed:
+        incoming, pipe, conversation = self._incoming, self._pipe, self._conversation
+        if conversation.unacknowledged > HALF + HALF // 2:
+            # Nobody acknowledges; but asking for more says as much.
+            self._ack(deadline)
+        while True:
+            event = incoming.next()
+            if event is None:
+                incoming.filled(pipe.receive(incoming.space(), deadline, rehearse))
+            elif isinstance(event, Message | Closed):
+                return event
+            elif conversation.unacknowledged >= HALF:
+                self._ack(deadline)
+
+    def _ack(self, deadline: float | None) -> None:
+        """For every chunk that has come. It is a few bytes: who can't take them takes nothing any more."""
+        seq = self._conversation.next_seq
+        self._conversation.acknowledge(seq)
+        try:
+            self._pipe.send(ack(seq), deadline)
+        except StreamStalled as error:
+            raise StreamClosed(f"{self.peer} takes no acknowledgements") from error
