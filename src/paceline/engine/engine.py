@@ -15,7 +15,7 @@ from itertools import count
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorLost, ExecutorUnavailable, InvalidRequest, PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.ids import RequestId, SequenceId
 from paceline.core.stats import EngineStats
 from paceline.core.text import Vocabulary
@@ -23,13 +23,13 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.draw_state import DrawState
 from paceline.engine.executor import Executor, StepOutput
+from paceline.engine.gains import draw
 from paceline.engine.intake import check_draft, check_request, check_room
 from paceline.engine.sampling import Draws, Sampler
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
 from paceline.engine.stops import TextStream
 
-_BROKEN_LOGITS = "the model's logits are not finite"
 _NO_ROOM = "What is left of the machines has not the memory for this sequence"
 
 
@@ -60,11 +60,8 @@ class Engine:
             entropy: seeds of requests that bring none.
             drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.
         """
-        self._executor = executor
-        self._vocabulary = vocabulary
-        self._config = config
-        self._clock = clock
-        self._entropy = entropy
+        self._executor, self._vocabulary, self._config = executor, vocabulary, config
+        self._clock, self._entropy = clock, entropy
         self._drafting = Drafting(drafting, vocabulary.size, clock)
         self._drafts = executor.holds_identity
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
@@ -80,9 +77,7 @@ class Engine:
         self._lost = False
         """KV was lost, and the executor has run nothing since."""
         self._failure: str | None = None
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._generated_tokens = 0
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
 
     @property
@@ -178,8 +173,8 @@ class Engine:
             blocks_total=pool.n_blocks,
             blocks_in_use=pool.used,
             blocks_cached=len(pool.cache),
-            prefix_queries_tokens=scheduler.queried_tokens,
-            prefix_hits_tokens=scheduler.hit_tokens,
+            prefix_queries_tokens=scheduler.prefixes.queried_tokens,
+            prefix_hits_tokens=scheduler.prefixes.hit_tokens,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=scheduler.preemptions,
@@ -247,45 +242,16 @@ class Engine:
         self._scheduler.collected(planned)
 
     def _advance(self, seq: SequenceState, draws: Draws, rows: Iterable[int]) -> GenerationChunk:
-        """Draw a sequence's next tokens, from row to row as long as the guess was right."""
+        """What a sequence's rows gave, and its end if that was it."""
         cached = (seq.cached_tokens or 0) if seq.n_generated == 0 else 0
-        token_ids, text, logprobs = list[int](), "", list[TokenLogprob]()
-        reason = error = None
-        accepted = 0
-        for row in rows:
-            token, logprob = draws.of(row, len(seq.tokens))
-            if token is None:
-                reason, error = FinishReason.ERROR, _BROKEN_LOGITS
-                break
-            token_ids.append(token)
-            if logprob is not None:
-                logprobs.append(logprob)
-            guessed = seq.take(token)
-            accepted += guessed
-            seq.draws.count(token)
-            gained, reason = self._say(seq, token)
-            text += gained
-            if reason is not None or not guessed:
-                break
+        gain = draw(seq, draws, rows)
+        token_ids, reason = tuple(gain.token_ids), gain.finish_reason
         self._generated_tokens += len(token_ids)
-        self._drafting.took(seq, len(token_ids), accepted)
+        self._drafting.took(seq, len(token_ids), gain.accepted)
         if reason is not None:
             self._forget(seq, reason)
-        return GenerationChunk(
-            *(seq.request.request_id, seq.index, tuple(token_ids), text, tuple(logprobs), reason, error), cached_tokens=cached
-        )
-
-    def _say(self, seq: SequenceState, token: int) -> tuple[str, FinishReason | None]:
-        """The text that a token adds, and whether the answer ends with it."""
-        if token in seq.stop_ids:
-            return seq.text.flush(), FinishReason.STOP
-        text = seq.text.push(token)
-        if seq.text.stopped:
-            return text, FinishReason.STOP
-        if seq.n_generated == seq.request.max_tokens:
-            text += seq.text.flush()
-            return text, FinishReason.STOP if seq.text.stopped else FinishReason.LENGTH
-        return text, None
+        id_ = seq.request.request_id
+        return GenerationChunk(id_, seq.index, token_ids, gain.text, tuple(gain.logprobs), reason, gain.error, cached_tokens=cached)
 
     def _notices(self, *more: Notice) -> list[GenerationChunk]:
         """What happened, for every live request."""

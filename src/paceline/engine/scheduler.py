@@ -23,10 +23,8 @@ from paceline.engine.block_tables import blocks_for
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, Path, SequenceStep, StepBatch
-from paceline.engine.prefix_cache import chain_key, prompt_keys, root_key
+from paceline.engine.prefixes import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
-
-_UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +43,24 @@ class Scheduler:
     def __init__(self, executor: Executor, config: EngineConfig, drafting: Drafting) -> None:
         self._executor, self._drafting = executor, drafting
         self.pool = BlockPool(executor.n_blocks)
+        self.prefixes = Prefixes(executor, config)
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
-        self.queried_tokens = 0
-        self.hit_tokens = 0
         self._depth = executor.depth
         self._block_size = executor.block_size
-        self._one_path = executor.one_path
-        self._caching = config.prefix_cache
-        self._root = root_key(executor.numerics_id, config.model_digest)
         self._max_running = config.max_running
         self._chunk = config.prefill_chunk
         self._batch_ids = count()
         self._released: list[SequenceId] = []
         self._draining: list[SequenceState] = []
         """Ended or due to be preempted, with blocks held until their batch is collected."""
-        self._computing: dict[bytes, SequenceState] = {}
-        """Keys of prompt blocks that a running sequence is about to fill: who needs the same waits for them."""
 
     # ---------------------------------------------------------------------------------------------------- sequences come and go
 
     def add(self, seq: SequenceState) -> None:
         """A new sequence waits its turn."""
-        if self._caching:
-            seq.keys = prompt_keys(self._root, seq.tokens, self._block_size)
-            # Generated rows may be shared where they are the same bytes as prompt rows (byte identity, rule 3).
-            seq.n_publishable = _UNBOUNDED if self._one_path else len(seq.keys)
+        self.prefixes.name(seq)
         self.waiting.append(seq)
 
     def end(self, seq: SequenceState) -> None:
@@ -116,7 +105,7 @@ class Scheduler:
                 continue
             if seq.n_published < seq.n_publishable:
                 end = step.first_position + len(step.token_ids)
-                self._publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end)
+                self.prefixes.publish(seq, min(end, len(seq.tokens) - 1) if step.logits_rows else end, self.pool.cache)
             if not seq.flights:
                 if seq.preempt_when_collected:
                     self._draining.remove(seq)
@@ -218,10 +207,8 @@ class Scheduler:
         for seq in tuple(self.waiting):
             if len(self.running) >= self._max_running or backlog >= self._chunk:
                 return
-            # The last token's row must run: its logits are what is wanted.
-            keys = seq.keys[: (len(seq.tokens) - 1) // self._block_size]
-            hits = self.pool.cache.match(keys)
-            if len(hits) < len(keys) and keys[len(hits)] in self._computing:
+            hits = self.prefixes.find(seq, self.pool.cache)
+            if hits is None:
                 continue
             revived = sum(self.pool.cache.is_idle(block) for block in hits)
             needed = blocks_for(len(seq.tokens), self._block_size) - len(hits)
@@ -230,16 +217,9 @@ class Scheduler:
                 return
             for block in hits:
                 self.pool.share(block)
-            seq.blocks = hits + [self.pool.take() for _ in range(needed)]
+            seq.blocks = [*hits, *(self.pool.take() for _ in range(needed))]
             seq.computed = len(hits) * self._block_size
-            seq.n_published = len(hits)
-            for key in keys[len(hits) :]:
-                self._computing.setdefault(key, seq)
-            if seq.cached_tokens is None:
-                seq.cached_tokens = seq.computed
-                if seq.n_publishable:
-                    self.queried_tokens += seq.n_prompt
-                    self.hit_tokens += seq.computed
+            self.prefixes.begun(seq, len(hits))
             self.waiting.remove(seq)
             seq.phase = Phase.RUNNING
             insort(self.running, seq, key=_arrival)
@@ -285,27 +265,12 @@ class Scheduler:
             seq.n_sent = min(seq.n_sent, needed)
 
     def _release(self, seq: SequenceState) -> None:
-        for key in seq.keys[seq.n_published :]:
-            if self._computing.get(key) is seq:
-                del self._computing[key]
+        self.prefixes.stopped(seq)
         self.pool.give_back(reversed(seq.blocks))
         seq.blocks = []
         if seq.n_sent:
             self._released.append(seq.id)
             seq.n_sent = 0
-
-    def _publish(self, seq: SequenceState, settled: int) -> None:
-        """Offer full blocks to the prefix cache, of the first `settled` tokens."""
-        for index in range(seq.n_published, min(settled // self._block_size, seq.n_publishable)):
-            if index == len(seq.keys):
-                start = index * self._block_size
-                parent = seq.keys[-1] if seq.keys else self._root
-                seq.keys.append(chain_key(parent, seq.tokens[start : start + self._block_size]))
-            key = seq.keys[index]
-            self.pool.cache.insert(key, seq.blocks[index])
-            if self._computing.get(key) is seq:
-                del self._computing[key]
-            seq.n_published += 1
 
     # ----------------------------------------------------------------------------------------------------------------- invariants
 
@@ -320,9 +285,7 @@ class Scheduler:
         assert all(seq.flights or not seq.guess for seq in self.running), "guesses outlived the batch they were in"
         for queue in (self.waiting, self.running):
             assert all(a.id < b.id for a, b in pairwise(queue)), "a queue is out of the order of arrival"
-        assert all(seq in self.running or seq in self._draining for seq in self._computing.values()), (
-            "a key waits for a sequence that is gone"
-        )
+        self.prefixes.check_invariants({*self.running, *self._draining})
         if not self.running and not self._draining:
             assert self.pool.used == 0, "blocks are held with nothing running"
 

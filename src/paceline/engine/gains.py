@@ -1,0 +1,62 @@
+"""From rows of logits to an answer's next tokens: drawn one after the other, turned to text, until a guess was wrong or the answer ends.
+
+Law: a token is what its own (seed, position) draws. A guess decides only whether the row behind it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from paceline.core.generation import FinishReason, TokenLogprob
+from paceline.engine.sampling import Draws
+from paceline.engine.sequence import SequenceState
+
+_BROKEN_LOGITS = "the model's logits are not finite"
+
+
+@dataclass(slots=True)
+class Gain:
+    """What a sequence gained in one batch."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    accepted: int = 0
+    """Tokens that were guessed."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+def draw(seq: SequenceState, draws: Draws, rows: Iterable[int]) -> Gain:
+    """Draw a sequence's next tokens, from row to row as long as the guess was right."""
+    gain = Gain()
+    for row in rows:
+        token, logprob = draws.of(row, len(seq.tokens))
+        if token is None:
+            gain.finish_reason, gain.error = FinishReason.ERROR, _BROKEN_LOGITS
+            break
+        gain.token_ids.append(token)
+        if logprob is not None:
+            gain.logprobs.append(logprob)
+        guessed = seq.take(token)
+        gain.accepted += guessed
+        seq.draws.count(token)
+        text, gain.finish_reason = _say(seq, token)
+        gain.text += text
+        if gain.finish_reason is not None or not guessed:
+            break
+    return gain
+
+
+def _say(seq: SequenceState, token: int) -> tuple[str, FinishReason | None]:
+    """The text that a token adds, and whether the answer ends with it."""
+    if token in seq.stop_ids:
+        return seq.text.flush(), FinishReason.STOP
+    text = seq.text.push(token)
+    if seq.text.stopped:
+        return text, FinishReason.STOP
+    if seq.n_generated == seq.request.max_tokens:
+        text += seq.text.flush()
+        return text, FinishReason.STOP if seq.text.stopped else FinishReason.LENGTH
+    return text, None
