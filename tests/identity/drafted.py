@@ -84,10 +84,6 @@ class SessionSource:
         if (session := self._sessions.pop(sequence, None)) is not None:
             session.close()
 
-    def close(self) -> None:
-        for sequence in tuple(self._sessions):
-            self.forget(sequence)
-
     def _draft(self, ask: DraftAsk) -> DraftAnswer:
         if ask.sequence not in self._sessions:
             self._sessions[ask.sequence] = self._proposer.open()
@@ -144,8 +140,6 @@ class Subject:
                 answers = drain(engine, requests)
             stats = engine.stats()
         finally:
-            for made in sources.values():
-                made.close()
             if router is not None:
                 router.close()
         assert stats.blocks_in_use == 0
