@@ -12,9 +12,8 @@ import os
 import random
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +30,7 @@ from paceline.node.drafts.remote import RemoteDrafts
 from paceline.node.fleet import FleetNode
 from paceline.node.fleet_settings import FleetSettings, parse_preset
 from paceline.node.local_fleet import found_fleet
+from paceline.node.loop_thread import LoopThread
 from paceline.store.home import Home
 from paceline.transport.channels import Purpose
 from paceline.transport.draft_blocks import OnBlock
@@ -138,15 +138,13 @@ class DraftPeers:
         self._root = Path(tempfile.mkdtemp(prefix="paceline-drafts-"))
         homes = found_fleet(self._root, Home.from_environment(), ("here", "there"))
         self._vocabulary = vocabulary
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._node = self._run(self._start(homes["here"]))
+        self._loop = LoopThread("draft peers")
+        self._node = self._loop.run(self._start(homes["here"]))
         self._spawn = multiprocessing.get_context("spawn")
         self._sources: list[RemoteDrafts] = []
         self._processes: list[Any] = []
         self._begin(partial(peer_process, homes["there"], self._node.addresses[0], vocabulary))
-        self._run(self._seen())
+        self._loop.run(self._seen())
 
     def source(self, model_id: str, added_ms: float = 0.0) -> RemoteDrafts:
         """Drafts by a proposer of the other machine, over a way whose round trip takes so much longer."""
@@ -174,17 +172,16 @@ class DraftPeers:
         async def attach() -> None:
             made.attach(find, open_line, self._vocabulary)
 
-        self._run(attach())
+        self._loop.run(attach())
         return made
 
     def close(self) -> None:
         for source in self._sources:
-            self._run(source.detach())
-        self._run(self._node.stop())
+            self._loop.run(source.detach())
+        self._loop.run(self._node.stop())
         for process in self._processes:
             process.kill()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.close()
         shutil.rmtree(self._root, ignore_errors=True)
 
     @property
@@ -208,6 +205,3 @@ class DraftPeers:
         process = self._spawn.Process(target=work, daemon=True)
         process.start()
         self._processes.append(process)
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

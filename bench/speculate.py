@@ -22,16 +22,16 @@ from typing import Any
 
 from draft_peers import GARBAGE, DraftPeers
 from paceline.core.clock import SystemClock
+from paceline.core.model import LayerRange
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftSource
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor
-from paceline.engine.local import LocalExecutor
 from paceline.node.build import BuiltEngine, build_engine
 from paceline.node.draft_bench.exercises import Kind
 from paceline.node.draft_bench.forced import ForcedExecutor
-from paceline.node.draft_bench.run import DraftBenchPlan, DraftMeter, DraftRow, settings_for
+from paceline.node.draft_bench.run import DraftBenchPlan, DraftRow, RowMeter, settings_for
 from paceline.node.settings import NodeSettings
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
@@ -69,12 +69,12 @@ class Bench:
         self.tokenizer = tokenizer
         self.lines: list[Line] = []
 
-    def meter(self, executor: Executor, config: EngineConfig, sources: dict[str, DraftSource]) -> Callable[..., DraftMeter]:
+    def meter(self, executor: Executor, config: EngineConfig, sources: dict[str, DraftSource]) -> Callable[..., RowMeter]:
         forced = ForcedExecutor(executor)
         engine = Engine(forced, self.tokenizer, config, SystemClock(), drafting=DraftingConfig(sources=sources))
-        return lambda **changes: DraftMeter(engine, forced, replace(self.plan, **changes), SystemClock())
+        return lambda **changes: RowMeter(engine, forced, replace(self.plan, **changes), SystemClock())
 
-    def measure(self, what: str, meter: DraftMeter, cases: Sequence[tuple[Kind, int, bool]], least: float, reach: float) -> None:
+    def measure(self, what: str, meter: RowMeter, cases: Sequence[tuple[Kind, int, bool]], least: float, reach: float) -> None:
         for kind, batch, forced in cases:
             line = Line(what, meter.row(self.tokenizer, kind, batch, forced=forced), least, reach)
             self.lines.append(line)
@@ -86,7 +86,7 @@ def both(*kinds: Kind, batch: int = 1) -> list[tuple[Kind, int, bool]]:
 
 
 def measure_local(bench: Bench, built: BuiltEngine) -> None:
-    meter = bench.meter(LocalExecutor(built.runner), built.config, {})
+    meter = bench.meter(built.executor, built.config, {})
     bench.measure("ngram / off", meter(draft="ngram"), both(Kind.CODE_EDIT, Kind.AGENT), 1.8, 2.5)
     bench.measure("auto / off", meter(), both(Kind.SUMMARY), 1.0, 1.5)
     bench.measure("auto / off", meter(), [*both(Kind.PROSE), *both(Kind.PROSE, batch=16)], 0.97, 1.0)
@@ -94,7 +94,7 @@ def measure_local(bench: Bench, built: BuiltEngine) -> None:
 
 def measure_remote(bench: Bench, built: BuiltEngine, peers: DraftPeers, added_ms: float) -> None:
     sources: dict[str, DraftSource] = {"near": peers.source("ngram"), "far": peers.source("ngram", added_ms)}
-    meter = bench.meter(LocalExecutor(built.runner), built.config, sources)
+    meter = bench.meter(built.executor, built.config, sources)
     cases = [(Kind.CODE_EDIT, 1, True), (Kind.AGENT, 1, True)]
     bench.measure("remote ngram / local ngram", meter(draft="near", against="ngram"), cases, 0.95, 0.99)
     bench.measure(f"the same, {added_ms:g} ms added", meter(draft="far", against="ngram"), cases, 0.85, 0.95)
@@ -102,7 +102,7 @@ def measure_remote(bench: Bench, built: BuiltEngine, peers: DraftPeers, added_ms
 
 def measure_garbage(bench: Bench, built: BuiltEngine, peers: DraftPeers) -> None:
     sources: dict[str, DraftSource] = {kind: peers.source(kind) for kind in GARBAGE}
-    meter = bench.meter(LocalExecutor(built.runner), built.config, sources)
+    meter = bench.meter(built.executor, built.config, sources)
     for kind in GARBAGE:
         bench.measure(f"garbage ({kind}) / off", meter(draft=kind), [(Kind.PROSE, 1, True)], 0.95, 1.0)
 
@@ -111,19 +111,16 @@ def measure_pipeline(bench: Bench, cut: int, cores: tuple[int, int]) -> None:
     from pipeline import connect, load
 
     os.sched_setaffinity(0, {cores[0]})
-    head, opened = load_head(load, cut)
+    head, opened = load(LayerRange(0, cut), edges=True)
     route, process = connect(cut, opened.spec.n_layers, cores[1])
     executor = PipelineExecutor(head, opened.spec.n_layers, route, PipelineLimits(stall_s=PATIENCE_S, search_s=1.0), SystemClock())
     config = EngineConfig(max_context=2048, max_running=16, prefix_cache=False)
-    meter = bench.meter(executor, config, {})
-    bench.measure("2 stages: ngram / off", meter(draft="ngram"), both(Kind.AGENT), 1.8, 2.5)
-    process.kill()
-
-
-def load_head(load: Callable[..., tuple[Any, Any]], cut: int) -> tuple[Any, Any]:
-    from paceline.core.model import LayerRange
-
-    return load(LayerRange(0, cut), edges=True)
+    try:
+        meter = bench.meter(executor, config, {})
+        bench.measure("2 stages: ngram / off", meter(draft="ngram"), both(Kind.AGENT), 1.8, 2.5)
+    finally:
+        executor.close()
+        process.kill()
 
 
 @contextlib.contextmanager
@@ -132,7 +129,7 @@ def engine(threads: int, tokenizer: Any, plan: DraftBenchPlan) -> Iterator[Built
     try:
         yield built
     finally:
-        built.runner.close()
+        built.executor.close()
 
 
 def main() -> None:

@@ -5,14 +5,11 @@ Law: the node's event loop has a thread of its own, as beside an engine that ser
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
-import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable, PipelineError, PlacementError
@@ -21,6 +18,7 @@ from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.node.engine_thread import SWITCH_INTERVAL_S
 from paceline.node.fleet_settings import FleetSettings
+from paceline.node.loop_thread import LoopThread
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder, build_engine_over
 from paceline.node.pipelines.eyes import FleetEyes
@@ -35,8 +33,6 @@ SEEN_S = 60.0
 """How long machines may take to come into view."""
 LINKS_S = 20.0
 """How long the ways between them may take to be measured."""
-
-Answer = TypeVar("Answer")
 
 
 class BenchNode:
@@ -54,14 +50,12 @@ class BenchNode:
     def __init__(self, settings: FleetSettings, home: Home, clock: Clock) -> None:
         self._clock = clock
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="paceline-node", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("paceline-node")
         self._whole: FleetServing | None = None
         try:
-            self._whole, self._eyes = self._run(self._start(settings, home))
+            self._whole, self._eyes = self._loop.run(self._start(settings, home))
         except BaseException:
-            self._end_loop()
+            self._loop.close()
             raise
 
     @property
@@ -116,7 +110,7 @@ class BenchNode:
         """
         assert self._whole is not None, "a closed node builds nothing"
         try:
-            return build_engine_over(settings, order, self._eyes, tensor_ends(self._whole.fleet), self._loop, self._clock)
+            return build_engine_over(settings, order, self._eyes, tensor_ends(self._whole.fleet), self._loop.loop, self._clock)
         except (ExecutorUnavailable, PipelineError) as error:
             raise PlacementError(error.message, error.hint) from error
 
@@ -131,26 +125,18 @@ class BenchNode:
             request = replace(like, session_id=os.urandom(SESSION_ID_BYTES))
             await (await open_stage(self._eyes.channel(node_id), node_id, request)).close()
 
-        self._run(open_and_close())
+        self._loop.run(open_and_close())
 
     def close(self) -> None:
         """Say goodbye and end. Idempotent."""
         whole, self._whole = self._whole, None
         if whole is not None:
             try:
-                self._run(whole.stop())
+                self._loop.run(whole.stop())
             finally:
-                self._end_loop()
+                self._loop.close()
 
     async def _start(self, settings: FleetSettings, home: Home) -> tuple[FleetServing, FleetEyes]:
         whole = FleetServing(None, settings, home, self._clock)
         await whole.start()
         return whole, FleetEyes(whole.fleet, PipelineSettings().shard_age_s)
-
-    def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()

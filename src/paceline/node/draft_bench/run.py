@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ConfigError, VocabularyMismatch
+from paceline.core.errors import ConfigError
 from paceline.core.text import Tokenizer
 from paceline.engine.drafts import DRAFTS, OFF, DraftSource
 from paceline.node.bench import with_room
@@ -133,7 +134,7 @@ def without_loops(works: Sequence[Work], looks: Sequence[Answers]) -> tuple[list
     return kept, answers, left_out
 
 
-class DraftMeter:
+class RowMeter:
     """Measures rows on one engine.
 
     Args:
@@ -240,7 +241,7 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
         sources = {} if plan.draft in DRAFTS else {plan.draft: stack.enter_context(_drafts(plan.draft, settings, tokenizer, clock))}
         executor = ForcedExecutor(built.executor)
         engine = Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig(sources=sources))
-        meter = DraftMeter(engine, executor, plan, clock)
+        meter = RowMeter(engine, executor, plan, clock)
         rows: list[DraftRow] = []
         for batch in plan.batches:
             for kind in plan.kinds:
@@ -252,22 +253,38 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
 
 @contextmanager
 def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Clock) -> Generator[DraftSource]:
-    """A draft model on this machine, in a thread of its own.
+    """A draft model on this machine, as `paceline up --propose` has it: in a thread of its own, asked over an event loop.
 
     Raises:
         VocabularyMismatch: its tokens are others than those of the model.
         UserError: it can't be loaded.
     """
-    from paceline.node.drafts.local import LocalDrafts
+    from paceline.node.drafts.alone import Alone
+    from paceline.node.drafts.meter import DraftMeter
     from paceline.node.drafts.proposing import load_proposer
+    from paceline.node.drafts.remote import RemoteDrafts
+    from paceline.node.drafts.service import check_vocabulary, close_proposers
+    from paceline.node.loop_thread import LoopThread
     from paceline.node.speed import vocabulary_id
+    from paceline.transport.proposer_desk import ProposerDesk
 
     loaded = load_proposer(name, settings.threads, None, clock)
+    loop = LoopThread("paceline-drafts")
+    desk, source = ProposerDesk({name: loaded.proposer}), RemoteDrafts(name, DraftMeter(), clock)
+    alone = Alone(desk, {name: loaded.offer})
+
+    async def begin() -> None:
+        check_vocabulary(vocabulary_id(tokenizer), [loaded], {name})
+        source.attach(partial(alone.find, name), alone.open, tokenizer.size)
+
+    async def end() -> None:
+        await source.detach()
+        desk.close()
+        await close_proposers(desk, [loaded])
+
     try:
-        if loaded.offer.vocabulary != vocabulary_id(tokenizer):
-            raise VocabularyMismatch(f"{name} can't draft for {settings.model}: its tokens are others", "Take one of the same family.")
-        with closing(LocalDrafts(loaded.proposer, clock)) as source:
-            yield source
+        loop.run(begin())
+        yield source
     finally:
-        if loaded.runner is not None:
-            loaded.runner.close()
+        loop.run(end())
+        loop.close()

@@ -36,6 +36,10 @@ class Drafter:
     def key(self) -> Key:
         return self.node_id, self.instance
 
+    def is_same(self, other: Drafter) -> bool:
+        """Whether it is that proposer, maybe with other figures."""
+        return (self.key, self.model_id) == (other.key, other.model_id)
+
     @property
     def block(self) -> int:
         """Tokens that are drafted in the time that asking takes anyway."""

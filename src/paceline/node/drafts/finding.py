@@ -15,7 +15,7 @@ from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.pins import ASSUMED_RTT_S
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import Pin, PlanRequest, Way
+from paceline.fleet.plan import Draft, Pin, PlanRequest, Way
 from paceline.node.drafts.drafter import Drafter, Key, drafter_of
 
 
@@ -74,6 +74,27 @@ def fitting_models(cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], ver
         return frozenset(name for _, name in _offers(_trusted(live_cards(cards), trust, verifier.node_id).values(), verifier, ""))
     except PlacementError:
         return frozenset()
+
+
+def placed(cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId, draft: Draft) -> Drafter:
+    """The one that a plan names, as it is now.
+
+    Args:
+        cards: the live ones.
+        trust: what certificates say.
+        own: this machine.
+        draft: what the plan says.
+
+    Raises:
+        PlacementError: it is gone, drafts no more with that, or may not see texts.
+    """
+    able = _trusted(live_cards(cards), trust, own)
+    card = able.get(draft.node_id)
+    offers = () if card is None else (each for each in card.models if each.role is Role.PROPOSER and each.model_id == draft.model_id)
+    offer = next(iter(offers), None)
+    if card is None or offer is None:
+        raise PlacementError(f"{draft.node_id} does not draft with {draft.model_id}", "Plan again: the fleet has changed.")
+    return _drafter(card, offer, Links(able), own)
 
 
 def _trusted(cards: Mapping[NodeId, NodeCard], trust: Mapping[NodeId, Trust], own: NodeId) -> dict[NodeId, NodeCard]:

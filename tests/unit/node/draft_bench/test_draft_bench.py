@@ -20,7 +20,7 @@ from paceline.node.draft_bench import run as subject
 from paceline.node.draft_bench.drive import answer_all, loops
 from paceline.node.draft_bench.exercises import Kind, load, parse
 from paceline.node.draft_bench.forced import ForcedExecutor, Script
-from paceline.node.draft_bench.run import DraftBenchPlan, DraftMeter, DraftReport, without_loops
+from paceline.node.draft_bench.run import DraftBenchPlan, DraftReport, RowMeter, without_loops
 from paceline.store.catalog import open_model
 from paceline.testing.executors import InOrderExecutor
 from paceline.testing.null_backend import NullRunner
@@ -99,7 +99,7 @@ def test_what_loops_is_left_out_and_counted() -> None:
 def test_a_row_compares_the_same_work_with_and_without(monkeypatch: pytest.MonkeyPatch, batch: int, forced: bool) -> None:
     monkeypatch.setattr(subject, "load", lambda _: SHORT)
     engine, executor = forced_engine()
-    row = DraftMeter(engine, executor, PLAN, SystemClock()).row(ByteTokenizer(), Kind.AGENT, batch, forced=forced)
+    row = RowMeter(engine, executor, PLAN, SystemClock()).row(ByteTokenizer(), Kind.AGENT, batch, forced=forced)
     assert row.answers == (batch if batch > 1 else 2 if forced else subject.FEW)
     assert row.same_bytes
     assert row.off.tokens > 0
@@ -129,7 +129,7 @@ def test_other_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             self.steps += 1
             return [replace(each, token_ids=(1,)) if self.steps % 50 == 0 and each.token_ids else each for each in engine.step()]
 
-    row = DraftMeter(Lying(), executor, PLAN, SystemClock()).row(ByteTokenizer(), Kind.AGENT, 1, forced=True)  # type: ignore[arg-type]
+    row = RowMeter(Lying(), executor, PLAN, SystemClock()).row(ByteTokenizer(), Kind.AGENT, 1, forced=True)  # type: ignore[arg-type]
     assert not row.same_bytes
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from tests.unit.node.drafts.proposers import Scripted, TooLong
+from tests.unit.node.drafts.fleet import DraftFleet, on_fleet
+from tests.unit.node.drafts.proposers import TooLong
 from tests.unit.node.drafts.test_finding import SMALL, VERIFIER, card
-from tests.unit.node.fleet.nodes import in_loop, make_node, running, until, until_seen
+from tests.unit.node.fleet.nodes import until
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError, RemoteProposerError
@@ -21,9 +21,8 @@ from paceline.engine.local import LocalExecutor
 from paceline.engine.proposers.models import DraftModelProposer
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, PlanRequest, Way
-from paceline.node.drafts.decoder import DistributedSpeculativeDecoder, through
+from paceline.node.drafts.decoder import DistributedSpeculativeDecoder
 from paceline.testing.engines import VOCAB, VOCABULARY, answer_alone
-from paceline.testing.fleets import TestFleet
 from paceline.testing.null_backend import NullRunner
 
 CONFIG = EngineConfig(max_context=200, prefill_chunk=64)
@@ -57,38 +56,37 @@ def finish_again_and_again(decoder: DistributedSpeculativeDecoder, prompt: Seque
         decoder.begin(prompt, 40, SAMPLED)
 
 
-@in_loop
-async def test_tokens_are_those_without_drafts_and_a_failed_proposer_is_told_once(tmp_path: Path) -> None:
-    fleet = TestFleet()
-    a = make_node(fleet, tmp_path, "a")
-    async with running(a):
-        b, c = make_node(fleet, tmp_path, "b", a), make_node(fleet, tmp_path, "c", a)
-        good, bad = DraftModelProposer(runner(), vocabulary_size=VOCAB), TooLong()
-        b.desk.add("small", good)
-        c.desk.add("small", bad)
-        async with running(b, c):
-            await until_seen(a, "a", "b", "c")
-            make = DistributedSpeculativeDecoder.from_placement
-            executor = LocalExecutor(runner())
-            decoder = make(placement("b"), executor, VOCABULARY, CONFIG, through(a, VOCAB), SystemClock())
-            prompt = [3, 4, 5, 6]
-            for sampling in (SamplingParams(temperature=0, seed=1), SAMPLED):
-                decoder.begin(prompt, 40, sampling)
-                assert await asyncio.to_thread(finish, decoder) == expected(prompt, sampling)
-            await until(lambda: b.desk.stats["small"].blocks > 0)  # the model may be quicker
+@on_fleet
+async def test_tokens_are_those_without_drafts_and_a_failed_proposer_is_told_once(fleet: DraftFleet) -> None:
+    b, c = fleet.others
+    b.desk.add("small", DraftModelProposer(runner(), vocabulary_size=VOCAB))
+    c.desk.add("small", TooLong())
+    make = DistributedSpeculativeDecoder.from_placement
+    decoder = make(placement("b0"), LocalExecutor(runner()), VOCABULARY, CONFIG, fleet.a, SystemClock())
+    prompt = [3, 4, 5, 6]
+    for sampling in (SamplingParams(temperature=0, seed=1), SAMPLED):
+        decoder.begin(prompt, 40, sampling)
+        assert await asyncio.to_thread(finish, decoder) == expected(prompt, sampling)
+    await until(lambda: b.desk.stats["small"].blocks > 0)  # the model may be quicker
 
-            decoder.place(placement("c"))
-            decoder.begin(prompt, 40, SAMPLED)
-            with pytest.raises(RemoteProposerError, match="c drafted"):
-                await asyncio.to_thread(finish_again_and_again, decoder, prompt)
-            decoder.place(placement("b"))
-            assert await asyncio.to_thread(finish, decoder) == expected(prompt, SAMPLED)
-            decoder.close()
+    decoder.place(placement("b1"))
+    decoder.begin(prompt, 40, SAMPLED)
+    with pytest.raises(RemoteProposerError, match="b1 drafted"):
+        await asyncio.to_thread(finish_again_and_again, decoder, prompt)
+    assert await asyncio.to_thread(finish, decoder) == expected(prompt, SAMPLED)  # it was said, and is said no more
+    decoder.place(placement("b0"))
+    decoder.begin(prompt, 40, SAMPLED)
+    assert await asyncio.to_thread(finish, decoder) == expected(prompt, SAMPLED)
+    await decoder.close()
+    await until(lambda: b.desk.sessions == 0)
 
 
-def test_a_plan_without_drafts_makes_no_decoder() -> None:
-    chosen = plan([card("a", VERIFIER)], PlanRequest("big", ways=frozenset({Way.ALONE}))).chosen
+@on_fleet
+async def test_a_plan_without_drafts_or_of_another_fleet_makes_no_decoder(fleet: DraftFleet) -> None:
+    make = DistributedSpeculativeDecoder.from_placement
+    alone = plan([card("a", VERIFIER)], PlanRequest("big", ways=frozenset({Way.ALONE}))).chosen
     with pytest.raises(PlacementError, match="without drafts"):
-        DistributedSpeculativeDecoder.from_placement(
-            chosen, LocalExecutor(runner()), VOCABULARY, CONFIG, lambda _: Scripted(), SystemClock()
-        )
+        make(alone, LocalExecutor(runner()), VOCABULARY, CONFIG, fleet.a, SystemClock())
+    for gone in (placement("z"), placement("b0", "another")):
+        with pytest.raises(PlacementError, match="does not draft with"):
+            make(gone, LocalExecutor(runner()), VOCABULARY, CONFIG, fleet.a, SystemClock())

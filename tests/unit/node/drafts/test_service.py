@@ -51,7 +51,7 @@ def test_a_model_is_measured_and_offered(proposer: LoadedProposer) -> None:
 
 @in_loop
 async def test_it_drafts_for_the_engine_beside_it(proposer: LoadedProposer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.node.drafts.remote.LATE_S", 20.0)  # whatever else the machine does
+    monkeypatch.setattr("paceline.node.drafts.talk.LATE_S", 20.0)  # whatever else the machine does
     clock = SystemClock()
     node = build_node(NodeSettings(kv_tokens=512, context=256, max_running=2, threads=1, draft=DRAFT), clock=clock)
     assert node.drafts is not None
