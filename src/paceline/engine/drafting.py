@@ -109,11 +109,12 @@ class Drafting:
 
     # ------------------------------------------------------------------------------------------------------------------- each step
 
-    def plan(self, sequences: Sequence[SequenceState], most: int) -> Sequence[Sequence[int]]:
+    def plan(self, sequences: Sequence[SequenceState], rooms: Sequence[int], most: int) -> Sequence[Sequence[int]]:
         """What to verify of each sequence behind its last known token. Most times, and for most, nothing.
 
         Args:
             sequences: none in flight; a row of each is run anyway.
+            rooms: guessed tokens of each, at most.
             most: guessed tokens of all.
         """
         if self._lagging:
@@ -122,17 +123,17 @@ class Drafting:
             return [()] * len(sequences)
         self._asking.hear()
         found = [self._best(seq) for seq in sequences]
-        if len(sequences) == 1 and self._waited(sequences[0], found[0]):
+        if len(sequences) == 1 and rooms[0] and self._waited(sequences[0], found[0]):
             found = [self._best(sequences[0])]
         longest = self._config.longest
         chances: list[Sequence[float]] = []
-        for seq, maker in zip(sequences, found, strict=True):
-            chances.append(() if maker is None else self._of[seq].chances(maker, len(seq.tokens), longest))
+        for seq, maker, room in zip(sequences, found, rooms, strict=True):
+            chances.append(() if maker is None else self._of[seq].chances(maker, len(seq.tokens), min(longest, room)))
         wanted = lengths(chances, self._costs.seconds, most) if any(chances) else [0] * len(sequences)
         return [self._taken(seq, maker, n) for seq, maker, n in zip(sequences, found, wanted, strict=True)]
 
-    def plan_ahead(self, seq: SequenceState) -> Sequence[int]:
-        """What to run behind the last row of a sequence that is in flight, in a pipeline that has nothing else to do."""
+    def plan_ahead(self, seq: SequenceState, room: int) -> Sequence[int]:
+        """What to run behind the last row of a sequence that is in flight, in a pipeline that has nothing else to do: `room` tokens at most."""
         drafts = self._of.get(seq)
         if drafts is None:
             return ()
@@ -141,7 +142,7 @@ class Drafting:
         maker, done = drafts.maker if seq.guess else self._best(seq), len(seq.guess)
         if maker is None or maker not in drafts.tapes:
             return ()
-        chances = drafts.chances(maker, len(seq.tokens), done + self._config.longest)
+        chances = drafts.chances(maker, len(seq.tokens), done + min(self._config.longest, room))
         certain = prod(chances[:done])
         return self._taken(seq, maker, length_ahead(certain, chances[done:], self._costs.seconds))
 

@@ -147,11 +147,12 @@ class Scheduler:
             elif share and not seq.is_awaited and seq.phase is Phase.RUNNING and self._has_room(seq):
                 share -= 1
                 decoding.append(seq)
+        # A prompt's last row has another path than what is guessed behind it.
+        rooms = [self._room(seq, seq.computed + 1) if seq.computed >= seq.n_prompt else 0 for seq in decoding]
         budget = self._chunk
         # Drafts leave prompts half of it.
-        for seq, draft in zip(decoding, self._drafting.plan(decoding, budget // 2 if prefilling else budget), strict=True):
-            # A prompt's last row has another path than what is guessed behind it.
-            guess = self._cut(seq, seq.computed + 1, draft) if seq.computed >= seq.n_prompt else ()
+        for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, budget // 2 if prefilling else budget), strict=True):
+            guess = self._cut(seq, seq.computed + 1, draft)
             budget -= len(guess)
             yield seq, 1, guess
         idle = not decoding
@@ -169,13 +170,18 @@ class Scheduler:
         """Guesses on guesses, for a pipeline that has nothing else to do."""
         for seq in self.running:
             if seq.is_awaited and seq.computed >= len(seq.tokens) and not seq.preempt_when_collected:
-                guess = self._cut(seq, seq.computed, self._drafting.plan_ahead(seq))
+                guess = self._cut(seq, seq.computed, self._drafting.plan_ahead(seq, self._room(seq, seq.computed)))
                 if guess:
                     yield seq, 0, guess
 
+    def _room(self, seq: SequenceState, start: int) -> int:
+        """For how many guessed tokens there is room, from position `start` on, with blocks that nobody else wants."""
+        spare = max(0, self.pool.available - len(self.running))
+        return min(seq.guesses_left, (len(seq.blocks) + spare) * self._block_size - start)
+
     def _cut(self, seq: SequenceState, start: int, draft: Sequence[int]) -> Sequence[int]:
-        """What of a draft there is room for, from position `start` on, with blocks that nobody else wants."""
-        n = min(len(draft), seq.guesses_left)
+        """What is left of the room for a draft, once drafts before it took theirs."""
+        n = len(draft)
         while n > 0 and blocks_for(start + n, self._block_size) > len(seq.blocks):
             if self.pool.available > len(self.running):
                 seq.blocks.append(self.pool.take())

@@ -12,8 +12,9 @@ from paceline.core.errors import ConfigError, InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId, SequenceId
 from paceline.engine.block_tables import blocks_for
-from paceline.engine.drafting import DraftingConfig
+from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.drafts import DraftAnswer, DraftAsk
+from paceline.engine.sequence import SequenceState
 from paceline.testing.clock import FakeClock
 from paceline.testing.engines import EngineBench, answer_alone
 
@@ -62,6 +63,31 @@ def ask_for(n: int, source: Knowing, index: int = 0, **fields: Any) -> Generatio
     request = GenerationRequest(RequestId(f"r{index}"), prompt, n, sampling, ignore_eos=True, **fields)
     source.truth[SequenceId(index)] = [*request.prompt_ids, *answer_alone(request).token_ids]
     return request
+
+
+@pytest.mark.parametrize(("depth", "n_blocks"), [(1, 80), (2, 80), (1, 9), (2, 9)])
+def test_what_is_planned_is_run(depth: int, n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is planned behind a prompt's last row, behind the end of the answer, or where there are no blocks."""
+    planned: list[int] = []
+
+    class Watched(Drafting):
+        def plan(self, sequences: Sequence[SequenceState], rooms: Sequence[int], most: int) -> Sequence[Sequence[int]]:
+            drafts = super().plan(sequences, rooms, most)
+            planned.extend(map(len, drafts))
+            return drafts
+
+        def plan_ahead(self, seq: SequenceState, room: int) -> Sequence[int]:
+            draft = super().plan_ahead(seq, room)
+            planned.append(len(draft))
+            return draft
+
+    monkeypatch.setattr("paceline.engine.engine.Drafting", Watched)
+    source = Knowing()
+    source.wrong = range(9, 256, 5)
+    request = ask_for(29, source)
+    bench = EngineBench(max_context=256, depth=depth, n_blocks=n_blocks, drafting=DraftingConfig(KNOWING, {KNOWING: source}))
+    bench.run(request)
+    assert sum(planned) == bench.engine.stats().drafted_tokens[KNOWING] > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -221,6 +247,25 @@ def test_who_has_nothing_to_say_is_soon_waited_for_no_more(ids: tuple[int, ...])
         clock.advance(0.01)
         bench.read(bench.engine.collect())
     assert 0 < source.waits < 8
+
+
+def test_nobody_is_waited_for_where_no_draft_can_be_run() -> None:
+    """Behind a prompt's last row, and behind an answer's last token but one."""
+
+    source, clock = Silent(), FakeClock()
+    source.wrong = range(9, 256, 5)  # whoever was wrong is asked at once, and waited for
+    bench = EngineBench(max_context=256, n_blocks=80, drafting=DraftingConfig(KNOWING, {KNOWING: source}), clock=clock)
+    unknown = replace(ask_for(2, source, 1), prompt_ids=tuple(range(1, 10)))
+    del source.truth[SequenceId(1)]
+    waits: list[int] = []
+    for request in (ask_for(60, source), unknown):
+        bench.add(request)
+        while bench.engine.has_work:
+            bench.engine.submit()
+            clock.advance(0.01)
+            bench.read(bench.engine.collect())
+        waits.append(source.waits)
+    assert waits[0] == waits[1] > 0
 
 
 def test_drafts_leave_room_for_prompts() -> None:
