@@ -60,6 +60,20 @@ async def test_a_route_that_is_given_up_half_open_leaves_no_session_behind() -> 
         await fleet.nothing_is_left()
 
 
+@in_loop
+async def test_a_route_says_whose_kernels_give_other_bytes_for_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two() as fleet:
+        route = await fleet.open()
+        assert [stage.holds_identity for stage in route.stages] == [True, True]
+        await in_thread(route.close)
+        await fleet.nothing_is_left()
+        monkeypatch.setattr(fleet.b.runner, "holds_identity", False)
+        route = await fleet.open()
+        assert [stage.holds_identity for stage in route.stages] == [True, False]
+        await in_thread(route.close)
+        await fleet.nothing_is_left()
+
+
 @dataclass(slots=True)
 class Held:
     """An `Expected` whose stream is fetched, and handed over when a test says so; or never comes."""
