@@ -128,9 +128,11 @@ class ChannelPool:
             return await ask_card(channel, self._identity.root, self._voids, self._clock.wall(), timeout_s)
         except grpc.aio.AioRpcError as error:
             self.refused(error)
-            raise fleet_error_of(error, address) from error
+            failure = fleet_error_of(error, address)
         finally:
             await channel.close(None)
+        # Not from the call's own error: whoever holds that holds the call, and with it a channel that dials on though it is closed.
+        raise failure
 
     def discard(self, purpose: Purpose, address: str, member: Member) -> None:
         """Dial anew next time. Ends the calls on it."""

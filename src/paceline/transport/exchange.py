@@ -116,10 +116,12 @@ class Exchanger:
             if self._book.is_failing(address) or channel.get_state() is not grpc.ChannelConnectivity.CONNECTING:
                 self._met.pop(address, None)
                 self._pool.discard(Purpose.EXCHANGE, address, member)
-            raise fleet_error_of(error, f"{member.node_id} at {address}") from error
-        message = parse_reply(data)
-        self._bounds.check(measure_reply(message))
-        return Answer(member.node_id, await read_reply(message, self._opener, refuse))
+            failure = fleet_error_of(error, f"{member.node_id} at {address}")
+        else:
+            message = parse_reply(data)
+            self._bounds.check(measure_reply(message))
+            return Answer(member.node_id, await read_reply(message, self._opener, refuse))
+        raise failure  # as `ChannelPool.card_at` does
 
     async def _whom(self, address: str, node_id: NodeId | None, timeout_s: float) -> Member:
         known = self._opener.member(node_id) if node_id is not None else self._met.get(address)
