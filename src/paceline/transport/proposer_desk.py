@@ -86,6 +86,7 @@ class ProposerDesk:
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._most_sessions, self._most_tokens = most_sessions, most_tokens
         self._tokens = 0
+        self._closed = False
         self._making: set[asyncio.Future[BlockProposal]] = set()
         self.stats: dict[str, ProposerStats] = {}
         """By model."""
@@ -126,6 +127,8 @@ class ProposerDesk:
             Overloaded: too many wait.
         """
         model = self._models.get(ask.model_id)
+        if model is None and self._closed:
+            raise ModelNotFound("Nothing is drafted here any more: this machine stops")
         if model is None:
             raise ModelNotFound(f"{ask.model_id[:200]!r} is not loaded here as a proposer", f"Here: {', '.join(self._models)}.")
         _check(ask)
@@ -191,6 +194,7 @@ class ProposerDesk:
 
     def close(self) -> None:
         """Begin nothing more, and answer whoever waits. A block being made is not waited for: nobody will have it. On the event loop; idempotent."""
+        self._closed = True
         self._ended += [model.thread for model in self._models.values()]
         for thread in self._ended:
             thread.shutdown(wait=False, cancel_futures=True)
@@ -217,7 +221,7 @@ class ProposerDesk:
             return await making
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._models or task is None or task.cancelling():
+            if not self._closed or task is None or task.cancelling():
                 raise
             return None
         finally:

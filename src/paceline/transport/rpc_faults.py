@@ -64,6 +64,8 @@ _STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
 )
 _KINDS = {kind.__name__: kind for kind, _ in _STATUS} | {"PacelineError": PacelineError}
 """What a peer may make us raise."""
+_DIALLED = "Failed to connect to remote host: "
+"""What gRPC puts before a socket's own error, behind the address and how many it has tried."""
 _FIELDS = ("field", "retry_after_s", "who")
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 MAX_TEXT = 2000
@@ -107,7 +109,7 @@ def error_of(failed: grpc.aio.AioRpcError, peer: str) -> PacelineError:
     details = printable((failed.details() or "").strip(), MAX_TEXT)
     code = failed.code()
     if code in _GONE:
-        return NodeUnreachable(f"{peer} can't be reached ({code.name.lower()}: {details})", "Look at `paceline status`.")
+        return NodeUnreachable(f"{peer} can't be reached ({_why(code, details)})", "Look at `paceline status`.")
     return FleetError(f"{peer} refused ({code.name.lower()}): {details}")
 
 
@@ -115,6 +117,12 @@ def fleet_error_of(failed: grpc.aio.AioRpcError, peer: str) -> FleetError:
     """The same, where a peer has no business to name anything but an error of the fleet."""
     error = error_of(failed, peer)
     return error if isinstance(error, FleetError) else FleetError(f"{peer} refused: {error.message}", error.hint)
+
+
+def _why(code: grpc.StatusCode, details: str) -> str:
+    """A status and what gRPC says of it, which repeats the status, or the address of who was called."""
+    status, reason = code.name.lower().replace("_", " "), details.rpartition(_DIALLED)[2]
+    return status if reason.lower() in {"", status} else f"{status}: {reason}"
 
 
 def _told(value: bytes) -> PacelineError | None:

@@ -41,7 +41,7 @@ async def test_a_desk_keeps_no_more_than_it_may() -> None:
     desk.end("a", [2, 77])
     assert (desk.sessions, desk.tokens) == (0, 0)
     desk.close()
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(ModelNotFound, match="this machine stops"):
         await desk.propose("a", ask(1, 0, 1))
 
 

@@ -68,6 +68,24 @@ def test_a_node_that_is_gone_is_unreachable(code: grpc.StatusCode) -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "details", "said"),
+    [
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed to connect to remote host: Connection refused",
+            "unavailable: Connection refused",
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "unavailable: Socket closed"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "deadline exceeded"),
+        (grpc.StatusCode.CANCELLED, "", "cancelled"),
+    ],
+)
+def test_what_grpc_says_is_said_once(code: grpc.StatusCode, details: str, said: str) -> None:
+    failed = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    assert error_of(failed, "b").message == f"b can't be reached ({said})"
+
+
+@pytest.mark.parametrize(
     "fault",
     [
         b"",
