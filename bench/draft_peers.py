@@ -9,9 +9,12 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import queue
 import random
 import shutil
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -91,40 +94,43 @@ def peer_process(home: Path, address: str, vocabulary: int) -> None:
 
 
 def slow_process(address: str, one_way_s: float, pipe: Connection) -> None:
-    """A way that takes longer: a relay that lets bytes pass after a while, in order and at any rate."""
+    """A way that takes longer: a relay that lets bytes pass after a while, in order and at any rate. Threads, which wake on time."""
     host, _, port = address.rpartition(":")
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        loop = asyncio.get_running_loop()
-        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-
-        async def let_pass() -> None:
-            while True:
-                at, data = await due.get()
-                await asyncio.sleep(max(0.0, at - loop.time()))
-                writer.write(data)
-
-        passing = asyncio.create_task(let_pass())
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                due.put_nowait((loop.time() + one_way_s, data))
-        passing.cancel()
-        writer.close()
-
-    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    pipe.send(f"127.0.0.1:{listening.getsockname()[1]}")
+    while True:
+        near, _ = listening.accept()
         try:
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            far = socket.create_connection((host, int(port)))
         except OSError:  # it died, as it should
-            writer.close()
-            return
-        await asyncio.gather(relay(reader, far_writer), relay(far_reader, writer))
+            near.close()
+            continue
+        for one, other in ((near, far), (far, near)):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            due: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            threading.Thread(target=_take_in, args=(one, due, one_way_s), daemon=True).start()
+            threading.Thread(target=_let_pass, args=(other, due), daemon=True).start()
 
-    async def live() -> None:
-        server = await asyncio.start_server(meet, "127.0.0.1", 0)
-        pipe.send(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        await server.serve_forever()
 
-    asyncio.run(live())
+def _take_in(sock: socket.socket, due: queue.SimpleQueue[tuple[float, bytes]], one_way_s: float) -> None:
+    data = b"any"
+    while data:
+        try:
+            data = sock.recv(1 << 16)
+        except OSError:
+            data = b""
+        due.put((time.perf_counter() + one_way_s, data))
+
+
+def _let_pass(sock: socket.socket, due: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            at, data = due.get()
+            time.sleep(max(0.0, at - time.perf_counter()))
+            if not data:
+                break
+            sock.sendall(data)
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class DraftPeers:

@@ -23,7 +23,7 @@ UNUSED = 8
 """Asks in a row of which nothing is used, before a source is asked less often. Raising it: who never helps costs more, who begins to is found sooner."""
 LONGEST_PAUSE = 16
 """Tokens between two asks of a source that never helps."""
-WORTH_A_WAIT = 0.5
+WORTH_A_WAIT = 0.25
 """Of a step's time: how long an answer may take to be waited for. Raising it: more is won where it is right, and lost where it is wrong."""
 
 
@@ -132,8 +132,14 @@ class Asking:
             drafts.rates[maker].learn_fresh(0)  # so that nobody waits for nothing
             return
         old, known = drafts.tapes.get(maker), len(seq.tokens)
+        branches = {
+            (answer.position + branch.offset, branch.token_ids[0]): branch.token_ids[1:]
+            for branch in answer.branches
+            if branch.token_ids and min(branch.token_ids) >= 0 and max(branch.token_ids) < self._vocabulary
+        }
         if old is not None and not old.resumes:
-            drafts.tapes[maker] = Tape([*old.ids[known - old.start :], *ids], known, old.run, old.came_true)
+            kept = {at: ids for at, ids in old.branches.items() if at[0] >= known}
+            drafts.tapes[maker] = Tape([*old.ids[known - old.start :], *ids], known, old.run, old.came_true, branches=kept | branches)
         else:
-            drafts.tapes[maker] = Tape(ids, answer.position, 1)
+            drafts.tapes[maker] = Tape(ids, answer.position, 1, branches=branches)
             drafts.compare_with(maker, seq.tokens, answer.position)

@@ -21,6 +21,16 @@ DRAFTS = (AUTO, OFF, NGRAM)
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """What follows if a block is right up to a token, and that one is another."""
+
+    offset: int
+    """In the block, of that token."""
+    token_ids: tuple[int, ...]
+    """The other one, and what follows it: at least one more."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockProposal:
     """A block of guessed tokens, and what it took."""
 
@@ -30,6 +40,8 @@ class BlockProposal:
     forward_passes: int = 0
     """Of the proposer's model."""
     peak_activation_bytes: int = 0
+    branches: tuple[Branch, ...] = ()
+    """Of proposers that know some: whoever is far away is behind by the time it takes to ask again where its block turns out wrong."""
 
 
 class Proposer(Protocol):
@@ -69,6 +81,7 @@ class DraftAnswer:
     position: int
     """Of the first token: where the ask ended."""
     token_ids: Sequence[int]
+    branches: Sequence[Branch] = ()
 
 
 class DraftSource(Protocol):

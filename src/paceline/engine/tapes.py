@@ -25,6 +25,8 @@ class Tape:
     came_true: int = 0
     resumes: bool = False
     """It was wrong, and goes on behind the wrong token: for want of a better one, which takes its place."""
+    branches: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict[tuple[int, int], Sequence[int]])
+    """By position and token: what follows, if it is this one."""
 
     @property
     def end(self) -> int:
@@ -104,7 +106,12 @@ class SequenceDrafts:
         if position < told.end:
             # What it was asked to go on behind is wrong.
             told.right, told.since = min(told.right, position), None
-        if tape.came_true and position + 1 < tape.end:
-            # One token replaced by another: until the source has said more, this is the best guess.
+        # Until the source has said more, this is the best guess: what it said would follow this token, or else that one token is
+        # replaced by another.
+        if branch := tape.branches.get((position, tokens[position])):
+            self.tapes[maker] = Tape(branch, position + 1, 1, resumes=True)
+        elif tape.came_true and position + 1 < tape.end:
             self.tapes[maker] = Tape(tape.ids[position + 1 - tape.start :], position + 1, 0, resumes=True)
-            self.compare_with(maker, tokens, position + 1)
+        else:
+            return
+        self.compare_with(maker, tokens, position + 1)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import grpc.aio
 
 from paceline.core.errors import RemoteProposerError
-from paceline.engine.drafts import BlockProposal
+from paceline.engine.drafts import BlockProposal, Branch
 from paceline.transport.draft_blocks import OnBlock
 from paceline.transport.proposer_desk import BlockAsk
 from paceline.transport.rpc_faults import error_of
@@ -95,7 +96,15 @@ def read_block(message: wire.ProposeBlockResponse) -> BlockProposal | None:
     """A block, not checked; None where its session is lost."""
     if message.session_lost:
         return None
-    return BlockProposal(tuple(message.token_ids), message.diffusion_steps, message.forward_passes, message.peak_activation_bytes)
+    return BlockProposal(
+        tuple(message.token_ids), message.diffusion_steps, message.forward_passes, message.peak_activation_bytes, _read_branches(message)
+    )
+
+
+def _read_branches(message: wire.ProposeBlockResponse) -> tuple[Branch, ...]:
+    """What is missing of them is cut off; whether the rest are branches, `check_block` says."""
+    tokens, ends = tuple(message.branch_token_ids), tuple(accumulate(message.branch_lengths, initial=0))
+    return tuple(Branch(offset, tokens[start:end]) for offset, (start, end) in zip(message.branch_offsets, pairwise(ends), strict=False))
 
 
 def failed(error: grpc.aio.AioRpcError, peer: str) -> RemoteProposerError:

@@ -97,6 +97,9 @@ def write_block(block: BlockProposal | None, session: int) -> wire.ProposeBlockR
         forward_passes=block.forward_passes,
         peak_activation_bytes=block.peak_activation_bytes,
         session=session,
+        branch_offsets=[branch.offset for branch in block.branches],
+        branch_lengths=[len(branch.token_ids) for branch in block.branches],
+        branch_token_ids=[token for branch in block.branches for token in branch.token_ids],
     )
 
 

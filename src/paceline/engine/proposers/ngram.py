@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paceline.engine.drafts import BlockProposal
 from paceline.engine.prompt_lookup import NGramIndex
+from paceline.engine.proposers.branches import Occurrences, branches
 from paceline.engine.proposers.session import DraftSession, SessionProposer, check_no_gap
 
 
@@ -20,7 +21,7 @@ class NGramSession:
     """One text's index."""
 
     def __init__(self) -> None:
-        self._index = NGramIndex()
+        self._index, self._occurrences = NGramIndex(), Occurrences()
 
     @property
     def told(self) -> Sequence[int]:
@@ -34,9 +35,12 @@ class NGramSession:
         del num_steps  # there is nothing to refine
         index = self._index
         check_no_gap(first_position, index.ids)
+        self._occurrences.cut(index.ids, first_position)
         index.cut(first_position)
+        self._occurrences.extend(token_ids)
         index.extend(token_ids)
-        return BlockProposal(index.propose(block_size))
+        block = index.propose(block_size)
+        return BlockProposal(block, branches=branches(index.ids, self._occurrences, block))
 
     def close(self) -> None:
-        self._index.cut(0)
+        self._index, self._occurrences = NGramIndex(), Occurrences()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from paceline.core.ids import SequenceId
-from paceline.engine.drafts import DraftAnswer, DraftAsk
+from paceline.engine.drafts import Branch, DraftAnswer, DraftAsk
 from paceline.engine.proposers.session import retell
 
 Mail = tuple[DraftAsk, float] | SequenceId
@@ -105,8 +105,8 @@ class Mailbox:
             told = self._told.get(sequence, ())
             return told[:length] if len(told) >= length else None
 
-    def answer(self, ask: DraftAsk, token_ids: Sequence[int]) -> None:
+    def answer(self, ask: DraftAsk, token_ids: Sequence[int], branches: Sequence[Branch] = ()) -> None:
         """Once for every ask taken."""
         with self._changed:
-            self._answers.append(DraftAnswer(ask.sequence, ask.first_position + len(ask.token_ids), token_ids))
+            self._answers.append(DraftAnswer(ask.sequence, ask.first_position + len(ask.token_ids), token_ids, branches))
             self._changed.notify()

@@ -156,7 +156,7 @@ class Talk:
             self._fail(error)
         else:
             self._on_good(block, self._clock.monotonic() - waiting.asked_s, waiting.whole)
-            self._mailbox.answer(ask, block.token_ids)
+            self._mailbox.answer(ask, block.token_ids, block.branches)
 
     def _late(self, late_s: float) -> None:
         self._fail(RemoteProposerError(f"{self.drafter.node_id} drafted nothing in {late_s:.2f} s", status="DEADLINE_EXCEEDED"))
