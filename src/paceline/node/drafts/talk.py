@@ -21,8 +21,12 @@ from paceline.transport.draft_blocks import check_block, new_session
 from paceline.transport.proposer_desk import BlockAsk
 
 LATE_S, LATE_TIMES, LATEST_S = 0.5, 4.0, 30.0
-"""A block is late after so long, and so many times what its proposer's speed promises for it and for those before it; at the latest after the last.
-Raising them: a proposer that hangs is noticed later, and meanwhile nobody drafts."""
+"""A block is late after so long, and so many times what its proposer's speed promises for it and for those before it, or what it took lately instead;
+at the latest after the last. Raising them: a proposer that hangs is noticed later, and meanwhile nobody drafts."""
+MOST_SLOWER = 20.0
+"""Times that a proposer may be slower than its speed promises: it was measured with other lengths, while nothing else ran."""
+FASTER_AGAIN = 0.1
+"""Of one block, in how much slower it is."""
 MOST_ASKED = 32
 """Blocks under way. Raising it: a proposer that many nodes ask refuses them sooner; lowering it: of many sequences some get no drafts."""
 
@@ -34,6 +38,8 @@ class _Waiting:
     late: asyncio.TimerHandle
     takes_s: float
     """What it should take, once it is its turn."""
+    promised_s: float
+    """What it should take with those before it."""
     whole: bool
     """All of the text was said."""
 
@@ -68,6 +74,8 @@ class Talk:
         """Of sequences that it knows."""
         self._waiting: dict[int, deque[_Waiting]] = {}
         """By session, in the order of the asks, which is that of their blocks."""
+        self._slower = 1.0
+        """Than was promised."""
 
     def begin(self, open_line: OpenLine) -> None:
         """Reach it.
@@ -117,9 +125,9 @@ class Talk:
         session = self._sessions[ask.sequence]
         takes_s = self.drafter.takes_s(len(tokens), ask.length)
         before_s = sum(each.takes_s for asks in self._waiting.values() for each in asks)
-        late_s = min(LATE_S + LATE_TIMES * (before_s + takes_s), LATEST_S)
+        late_s = min(LATE_S + LATE_TIMES * self._slower * (before_s + takes_s), LATEST_S)
         late = asyncio.get_running_loop().call_later(late_s, self._late, late_s)
-        self._waiting.setdefault(session, deque()).append(_Waiting(ask, asked_s, late, takes_s, whole))
+        self._waiting.setdefault(session, deque()).append(_Waiting(ask, asked_s, late, takes_s, before_s + takes_s, whole))
         line.send(BlockAsk(self.drafter.model_id, session, first, tokens, ask.length))
 
     def _on_block(self, session: int, block: BlockProposal | None) -> None:
@@ -155,7 +163,10 @@ class Talk:
             self._mailbox.answer(ask, ())
             self._fail(error)
         else:
-            self._on_good(block, self._clock.monotonic() - waiting.asked_s, waiting.whole)
+            took_s = self._clock.monotonic() - waiting.asked_s
+            slower = min(took_s / waiting.promised_s, MOST_SLOWER) if waiting.promised_s > 0 else 1.0
+            self._slower = max(1.0, slower, self._slower + FASTER_AGAIN * (slower - self._slower))
+            self._on_good(block, took_s, waiting.whole)
             self._mailbox.answer(ask, block.token_ids, block.branches)
 
     def _late(self, late_s: float) -> None:

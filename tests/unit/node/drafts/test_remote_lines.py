@@ -147,6 +147,20 @@ async def test_whoever_waits_in_line_is_not_late() -> None:
 
 
 @in_passing_loop
+async def test_who_is_slower_than_promised_is_given_more_time() -> None:
+    line = Line()
+    promised_s = DRAFTER.takes_s(50, 2)
+    for slower in (2, 6):  # the latter would have been late at first
+        await line.ask(1, 0, *range(50))
+        await line.passes(slower * promised_s)
+        assert await line.drafted(7) == (7,)
+    await line.ask(1, 0, *range(50))
+    await line.passes(LATE_S + LATE_TIMES * 6 * promised_s + 0.1)
+    assert line.meter.failures == {("b", "DEADLINE_EXCEEDED"): 1}
+    await line.source.detach()
+
+
+@in_passing_loop
 async def test_who_failed_is_asked_again_after_a_while_that_grows_until_it_is_forgiven() -> None:
     line = Line()
     for times in range(3):
