@@ -11,21 +11,31 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 AS_FOUND = b"\r\033[2K\033[?25h"
 """A line without the bar or spinner that was drawn on it, and the cursor they hid."""
+LAST_WORDS_S = 0.5
+"""Raising it: a reader that is slow gets more of what was said, and one that stopped holds up the end for longer."""
 
 
 def end_now(code: int) -> NoReturn:
-    """End the process where it stands, with the terminal as it was found."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End the process where it stands, with the terminal as it was found; a reader that is gone, or reads no more, is no reason to stay."""
+    speaking = threading.Thread(target=_last_words, name="paceline-last-words", daemon=True)
+    speaking.start()
+    speaking.join(LAST_WORDS_S)
+    os._exit(code)
+
+
+def _last_words() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     # Past sys.stdout: a bar that is still alive stands in for it, and would draw itself once more.
     if (terminal := next(filter(os.isatty, (1, 2)), None)) is not None:
-        os.write(terminal, AS_FOUND)
-    os._exit(code)
+        with suppress(OSError):
+            os.write(terminal, AS_FOUND)
 
 
 @contextmanager

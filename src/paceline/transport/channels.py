@@ -30,6 +30,8 @@ MAX_MESSAGE_BYTES = 8 << 20
 """A link's measure carries 4 MiB, 256 cards of 16 KB as much. Raising it: what one message can make a node hold."""
 MAX_CARD_MESSAGE_BYTES = 128 << 10
 """What somebody who is only met may say: one card."""
+MAX_BLOCK_BYTES = 64 << 10
+"""What may come at once of somebody who drafts: a block and branches take some 20 KB at the most, and what takes long to read holds up this node."""
 KEEPALIVE_S = 10
 """Of silence in a call, until the other side is asked for a sign of life. Raising it: the streams of a machine that lost its power hang for
 longer."""
@@ -63,6 +65,10 @@ class Purpose(StrEnum):
     MEASURE = "measure"
     WEIGHTS = "weights"
     DRAFTS = "drafts"
+
+
+MOST_BYTES = {Purpose.EXCHANGE: MAX_EXCHANGE_BYTES, Purpose.DRAFTS: MAX_BLOCK_BYTES}
+"""Of one message, where it is less than elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +106,7 @@ class ChannelPool:
         key = (purpose, address, member.serial)
         found = self._open.get(key)
         if found is None:
-            most = MAX_EXCHANGE_BYTES if purpose is Purpose.EXCHANGE else MAX_MESSAGE_BYTES
-            found = self._open[key] = _Open(self._dial(address, member.tls_name, most), member)
+            found = self._open[key] = _Open(self._dial(address, member.tls_name, MOST_BYTES.get(purpose, MAX_MESSAGE_BYTES)), member)
             if len(self._open) > MAX_CHANNELS:
                 self._end(self._open.popitem(last=False)[1])
         self._open.move_to_end(key)

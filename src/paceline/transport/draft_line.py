@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 import grpc.aio
 
 from paceline.core.errors import RemoteProposerError
 from paceline.engine.drafts import BlockProposal, Branch
-from paceline.transport.draft_blocks import OnBlock
+from paceline.transport.draft_blocks import MOST_BRANCHES, OnBlock
 from paceline.transport.proposer_desk import BlockAsk
 from paceline.transport.rpc_faults import error_of
 from paceline.transport.wire import propose_pb2 as wire
@@ -102,9 +102,10 @@ def read_block(message: wire.ProposeBlockResponse) -> BlockProposal | None:
 
 
 def _read_branches(message: wire.ProposeBlockResponse) -> tuple[Branch, ...]:
-    """What is missing of them is cut off; whether the rest are branches, `check_block` says."""
-    tokens, ends = tuple(message.branch_token_ids), tuple(accumulate(message.branch_lengths, initial=0))
-    return tuple(Branch(offset, tokens[start:end]) for offset, (start, end) in zip(message.branch_offsets, pairwise(ends), strict=False))
+    """What is missing of them is cut off, and so is what is too many; whether the rest are branches, `check_block` says."""
+    tokens, ends = tuple(message.branch_token_ids), accumulate(message.branch_lengths, initial=0)
+    places = islice(zip(message.branch_offsets, pairwise(ends), strict=False), MOST_BRANCHES + 1)
+    return tuple(Branch(offset, tokens[start:end]) for offset, (start, end) in places)
 
 
 def failed(error: grpc.aio.AioRpcError, peer: str) -> RemoteProposerError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -52,3 +54,39 @@ def test_no_step_loses_the_signal(name: str, ends: set[int]) -> None:
     for step in range(1, n_steps + 1):
         code, said = outcome(step, name)
         assert code in ends, f"step {step}: {said}"
+
+
+UNREAD = """
+import os, sys, threading
+from paceline.cli.interrupts import interrupts_end_now
+
+with interrupts_end_now(130):
+    sys.stdout.write("x")
+    os.write(2, b"loading")
+    {then}
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_reader_that_is_gone_or_reads_no_more_keeps_nobody(reads: bool) -> None:
+    then = 'sys.stdout.write("y" * (1 << 22)); sys.stdout.flush()' if reads else "pass"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    read, write = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", UNREAD.format(then=then)], stdout=write, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        os.close(write)
+        assert process.stderr is not None
+        assert process.stderr.read(7) == b"loading"
+        if reads:
+            os.read(read, 1)  # it is within its flush now, and most of it will never be read
+        else:
+            os.close(read)
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    if reads:
+        os.close(read)

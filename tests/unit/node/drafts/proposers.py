@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from paceline.engine.drafts import BlockProposal
+from paceline.engine.drafts import BlockProposal, Branch
 
 
 class Scripted:
@@ -24,6 +24,21 @@ class Scripted:
 class TooLong(Scripted):
     def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
         return BlockProposal((1,) * (block_size + 1))
+
+
+class Floods(Scripted):
+    """One token, and so many ways to go on.
+
+    Args:
+        branches: that many.
+    """
+
+    def __init__(self, branches: int) -> None:
+        super().__init__(1)
+        self._branches = (Branch(0, (2, 3)),) * branches
+
+    def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
+        return BlockProposal((1,), branches=self._branches)
 
 
 class Breaks(Scripted):

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 
 import pytest
 from tests.unit.node.drafts.fleet import VOCAB, DraftFleet, on_fleet
-from tests.unit.node.drafts.proposers import Breaks, Hangs, Scripted, TooLong
+from tests.unit.node.drafts.proposers import Breaks, Floods, Hangs, Scripted, TooLong
 from tests.unit.node.fleet.nodes import until, until_seen
 
 from paceline.core.errors import RemoteProposerError
 from paceline.engine.drafts import NGRAM, BlockProposal, Proposer
 from paceline.node.drafts.fleet_lines import FleetLines
+from paceline.transport.channels import MAX_BLOCK_BYTES
+from paceline.transport.draft_blocks import MOST_BRANCHES
+from paceline.transport.draft_line import read_block
 from paceline.transport.proposer_desk import MAX_BLOCK
 from paceline.transport.remote_proposer import RemoteProposer
+from paceline.transport.wire import propose_pb2
 
 
 def remote(fleet: DraftFleet, model_id: str, deadline_s: float = 20.0) -> RemoteProposer:
@@ -69,12 +73,21 @@ class Once(Scripted):
 @on_fleet
 async def test_what_is_no_draft_is_an_error_and_the_next_block_may_be_had(fleet: DraftFleet) -> None:
     desk = fleet.others[0].desk
-    for model_id, bad in (("long", Once(TooLong())), ("unknown", Once(Scripted(VOCAB))), ("breaks", Once(Breaks())), ("good", Scripted(5))):
-        desk.add(model_id, bad)
+    for model_id, bad in (
+        ("long", TooLong()),
+        ("unknown", Scripted(VOCAB)),
+        ("breaks", Breaks()),
+        ("floods", Floods(MOST_BRANCHES + 1)),
+        ("drowns", Floods(MAX_BLOCK_BYTES // 3)),  # nobody reads all that to find that it is too much
+        ("good", Scripted(5)),
+    ):
+        desk.add(model_id, bad if model_id == "good" else Once(bad))
     for model_id, block_size, status in (
         ("long", 3, "DATA_LOSS"),
         ("unknown", 3, "DATA_LOSS"),
         ("breaks", 3, "UNKNOWN"),
+        ("floods", 3, "DATA_LOSS"),
+        ("drowns", 3, "RESOURCE_EXHAUSTED"),
         ("good", 0, "INVALID_ARGUMENT"),
         ("good", MAX_BLOCK + 1, "INVALID_ARGUMENT"),
         ("later", 3, "NOT_FOUND"),
@@ -109,3 +122,11 @@ async def test_who_does_not_answer_is_told_as_such(fleet: DraftFleet) -> None:
         await propose(proposer, [1, 2])
     assert failed.value.status == "UNAVAILABLE"
     await fleet.replace(b)
+
+
+def test_no_more_branches_are_read_than_make_a_block_none() -> None:
+    n = MOST_BRANCHES * 100
+    said = propose_pb2.ProposeBlockResponse(token_ids=[1], branch_offsets=[0] * n, branch_lengths=[2] * n, branch_token_ids=[3] * 2 * n)
+    block = read_block(said)
+    assert block is not None
+    assert len(block.branches) == MOST_BRANCHES + 1
