@@ -29,6 +29,8 @@ class EngineStats:
     """Those of them that the model would have drawn itself: each is a step saved."""
     draft_blocks: dict[str, int] = field(default_factory=dict[str, int])
     """Verified drafts."""
+    drafts_off: bool = False
+    """Nothing is drafted at present: a machine that runs some of the layers gives other bytes for other batches."""
     finished: dict[str, int] = field(default_factory=dict[str, int])
     """Sequences ended, by finish reason."""
 

@@ -183,6 +183,7 @@ class Engine:
             drafted_tokens=dict(self._drafting.drafted),
             accepted_tokens=dict(self._drafting.accepted),
             draft_blocks=dict(self._drafting.blocks),
+            drafts_off=not self._drafts,
             finished=dict(self._finished),
         )
 

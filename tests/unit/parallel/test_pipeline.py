@@ -196,16 +196,19 @@ def test_nothing_is_drafted_while_a_stage_gives_other_bytes_for_other_batches(
             run.engine.add(request)
         drafted = dict.fromkeys(names, 0)
         asked = dict.fromkeys(names, 0)
+        off = set[str]()
         while run.engine.has_work:
             before, asks = sum(run.engine.stats().drafted_tokens.values()), source.asks
             run.step()
             (stage,) = bench.router.routes[-1].stages
             drafted[stage.node_id] += sum(run.engine.stats().drafted_tokens.values()) - before
             asked[stage.node_id] += source.asks - asks
+            off |= {stage.node_id} if run.engine.stats().drafts_off else set()
         assert run.tokens == expected
         assert bench.executor.failovers == 2
         assert {name for name in names if drafted[name]} == {"one", "two"}
         assert {name for name in names if asked[name]} <= {"one", "two"}
+        assert off == {"three"}
         assert not source.told
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.stats import DraftUse, EngineStats
+from paceline.engine.drafts import NGRAM
 from paceline.node.drafts.sources import NodeDrafts
+
+OFF_HERE = "a machine that runs some of the layers gives other bytes for other batches, and a draft would change the answer"
 
 
 def draft_use(stats: EngineStats, drafts: NodeDrafts | None) -> tuple[DraftUse, ...]:
@@ -16,7 +19,10 @@ def draft_use(stats: EngineStats, drafts: NodeDrafts | None) -> tuple[DraftUse, 
         drafts: its sources; None: prompt lookup alone, or nothing.
     """
     sources = {} if drafts is None else drafts.sources
-    return tuple(_use(name, stats, drafts) for name in dict.fromkeys((*stats.draft_blocks, *sources)))
+    names = dict.fromkeys((*stats.draft_blocks, *sources))
+    if not stats.drafts_off:
+        return tuple(_use(name, stats, drafts) for name in names)
+    return tuple(replace(_use(name, stats, drafts), trouble=OFF_HERE) for name in names or (NGRAM,))
 
 
 def _use(name: str, stats: EngineStats, drafts: NodeDrafts | None) -> DraftUse:

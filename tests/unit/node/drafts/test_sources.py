@@ -19,7 +19,7 @@ from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.view import FleetView, LiveCard
 from paceline.node.drafts.drafter import Drafter, Line
 from paceline.node.drafts.sources import FLEET, MOST_NAMED, NodeDrafts
-from paceline.node.drafts.use import draft_use
+from paceline.node.drafts.use import OFF_HERE, draft_use
 from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
 
 
@@ -115,4 +115,5 @@ def test_use_is_counted_by_kind() -> None:
     assert ngram == DraftUse("ngram", 2, 9, 5)
     assert (small.by, small.node_id, small.model_id, small.hop_s, small.trouble) == ("small", "here", "small", 0.25, "")
     assert draft_use(EngineStats(), None) == ()
+    assert draft_use(EngineStats(drafts_off=True), None) == (DraftUse("ngram", trouble=OFF_HERE),)
     assert draft_use(EngineStats(), NodeDrafts("auto", SystemClock(), in_fleet=True))[0].by == FLEET
