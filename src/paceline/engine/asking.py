@@ -42,7 +42,7 @@ class Asking:
         self._costs, self._clock = costs, clock
         self._live: dict[int, tuple[SequenceState, SequenceDrafts]] = {}
         self._sources: dict[DraftSource, str] = {}
-        """Of those that are live, and maybe of some that were: their names."""
+        """Of those that are live: their names."""
 
     def begin(self, seq: SequenceState, drafts: SequenceDrafts) -> None:
         """A sequence will be generated: its sources may read its prompt at once."""
@@ -56,8 +56,8 @@ class Asking:
         self._live.pop(seq.id, None)
         for told in drafts.told.values():
             told.source.forget(seq.id)
-        if not self._live:
-            self._sources.clear()
+        asked = {told.source for _, others in self._live.values() for told in others.told.values()}
+        self._sources = {source: maker for source, maker in self._sources.items() if source in asked}
 
     def ask(self, seq: SequenceState, drafts: SequenceDrafts, verified: int = 0) -> None:
         """Have sources go on behind what they guessed, on the guess that all of that comes true, where little of it is left.

@@ -94,7 +94,7 @@ class Drafting:
         makers = self._makers if chosen == AUTO else (chosen,)
         index = NGramIndex() if NGRAM in makers else None
         rates = {maker: Acceptance(self._common[maker]) for maker in makers}
-        told = {maker: Told(source) for maker in makers if maker != NGRAM and (source := self._source(maker)) is not None}
+        told = {maker: Told(source) for maker in makers if maker != NGRAM and (source := self._source(maker, seq)) is not None}
         drafts = self._of[seq] = SequenceDrafts(rates, index, told)
         if index is not None:
             self._lagging[seq] = index
@@ -180,10 +180,10 @@ class Drafting:
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 
-    def _source(self, name: str) -> DraftSource | None:
+    def _source(self, name: str, seq: SequenceState) -> DraftSource | None:
         """Beside prompt lookup."""
         config = self._config
-        return config.sources.get(name) or (None if config.more is None else config.more.find(name))
+        return config.sources.get(name) or (None if config.more is None else config.more.find(name, seq.id))
 
     def _best(self, seq: SequenceState) -> str | None:
         """Who is likeliest to know the next token."""

@@ -118,6 +118,6 @@ class MoreSources(Protocol):
         """Of those there are now."""
         ...
 
-    def find(self, name: str) -> DraftSource | None:
-        """The one of that name; None: there is none. The same one, for as long as it was told of a sequence that goes on."""
+    def find(self, name: str, sequence: SequenceId) -> DraftSource | None:
+        """The one of that name, kept for a sequence until that is forgotten; None: there is none."""
         ...

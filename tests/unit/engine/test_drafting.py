@@ -326,7 +326,8 @@ def test_a_request_may_name_who_came_later() -> None:
         def names(self) -> Sequence[str]:
             return ("late",)
 
-        def find(self, name: str) -> Knowing | None:
+        def find(self, name: str, sequence: SequenceId) -> Knowing | None:
+            assert sequence == SequenceId(0)
             return came if name == "late" else None
 
     bench = EngineBench(max_context=256, n_blocks=80, drafting=DraftingConfig("off", more=Others()))
@@ -338,3 +339,30 @@ def test_a_request_may_name_who_came_later() -> None:
     with pytest.raises(InvalidRequest, match="nobody proposes with 'later'") as refused:
         bench.engine.add(replace(request, draft="later"))
     assert refused.value.hint == "There are: auto, off, ngram, late."
+
+
+def test_who_drafts_for_nobody_any_more_is_listened_to_no_more() -> None:
+    """However long the engine is not idle."""
+    kept = Knowing()
+    made: list[Knowing] = []
+
+    class Others:
+        def names(self) -> Sequence[str]:
+            return ("new",)
+
+        def find(self, name: str, sequence: SequenceId) -> Knowing:
+            made.append(Knowing())
+            return made[-1]
+
+    bench = EngineBench(max_context=256, n_blocks=80, drafting=DraftingConfig(KNOWING, {KNOWING: kept}, Others()))
+    lasting = ask_for(200, kept)
+    bench.add(lasting)
+    for number in range(1, 4):
+        brief = replace(ask_for(3, kept, number), draft="new")
+        bench.add(brief)
+        while (brief.request_id, 0) not in bench.answers or bench.answers[brief.request_id, 0].finish is None:
+            bench.step()
+    assert len(made) == 3
+    assert list(bench.engine._drafting._asking._sources) == [kept]
+    bench.run()
+    assert bench.answers[lasting.request_id, 0].token_ids == answer_alone(lasting).token_ids

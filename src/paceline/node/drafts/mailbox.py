@@ -52,6 +52,11 @@ class Mailbox:
             taken, self._answers = self._answers, []
         return taken
 
+    def expect(self, sequence: SequenceId) -> None:
+        """It may be told of, until it is forgotten."""
+        with self._changed:
+            self._told.setdefault(sequence, [])
+
     def forget(self, sequence: SequenceId) -> None:
         """As `DraftSource`."""
         with self._changed:
@@ -60,7 +65,7 @@ class Mailbox:
 
     @property
     def idle(self) -> bool:
-        """No sequence that goes on was told of."""
+        """No sequence that goes on was told of, or may be."""
         return not self._told
 
     def _post(self, item: Mail) -> None:

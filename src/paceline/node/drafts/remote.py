@@ -76,9 +76,13 @@ class RemoteDrafts:
         """As `DraftSource`."""
         self._mailbox.forget(sequence)
 
+    def expect(self, sequence: SequenceId) -> None:
+        """A sequence has it for a source, until it is forgotten."""
+        self._mailbox.expect(sequence)
+
     @property
     def idle(self) -> bool:
-        """No sequence that goes on was told to it."""
+        """No sequence that goes on has it for a source."""
         return self._mailbox.idle
 
     # ------------------------------------------------------------------------------------------------------------ for its owner

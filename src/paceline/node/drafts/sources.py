@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.core.clock import Clock
+from paceline.core.ids import SequenceId
 from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.view import FleetView
@@ -25,7 +26,7 @@ GRACE_S = 5.0
 """After the start, for whoever drafts to be seen, before it is said that nobody does."""
 
 MOST_NAMED = 8
-"""Sources at once. Raising it: more streams stay open, for models that nobody may name again."""
+"""Sources at once, unless sequences that go on have more. Raising it: more streams stay open, for models that nobody may name again."""
 FLEET = "fleet"
 """A request's `draft` for whatever model of the fleet drafts best."""
 
@@ -71,7 +72,7 @@ class NodeDrafts:
         """As `MoreSources`."""
         return {*self._asked, *self._models, *((FLEET,) if self._models else ())}
 
-    def find(self, name: str) -> RemoteDrafts | None:
+    def find(self, name: str, sequence: SequenceId) -> RemoteDrafts | None:
         """As `MoreSources`."""
         if name in self._asked:
             return self.sources[name]
@@ -83,11 +84,13 @@ class NodeDrafts:
             if source is None:
                 source = RemoteDrafts(name, self.meter, self._clock)
                 reach.loop.call_soon_threadsafe(self._attach, source)
-            if len(sources) >= MOST_NAMED and (idle := next((one for one in sources.values() if self._may_go(one)), None)) is not None:
+            many = len(sources) + 1 - MOST_NAMED
+            for idle in [one for one in sources.values() if self._may_go(one)][: max(0, many)]:
                 del sources[idle.name]
                 reach.loop.call_soon_threadsafe(self._end, idle)
         except RuntimeError:  # the loop is closed: the process ends
             return None
+        source.expect(sequence)
         self.sources = {**sources, name: source}
         return source
 

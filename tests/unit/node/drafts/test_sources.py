@@ -13,7 +13,6 @@ from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId, SequenceId
 from paceline.core.stats import DraftUse, EngineStats
 from paceline.core.trust import Trust
-from paceline.engine.drafts import DraftAsk
 from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.view import FleetView, LiveCard
@@ -21,6 +20,8 @@ from paceline.node.drafts.drafter import Drafter, Line
 from paceline.node.drafts.sources import FLEET, MOST_NAMED, NodeDrafts
 from paceline.node.drafts.use import OFF_HERE, draft_use
 from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
+
+ONE, TWO = SequenceId(1), SequenceId(2)
 
 
 def unreachable(drafter: Drafter, *_: Callable[..., None]) -> Line:
@@ -74,26 +75,47 @@ def test_a_request_may_name_any_model_whose_tokens_fit() -> None:
 
     async def begin() -> None:
         drafts = NodeDrafts("ngram", SystemClock(), in_fleet=True)
-        assert drafts.find("m0") is None, "nobody is there yet"
+        assert drafts.find("m0", ONE) is None, "nobody is there yet"
         view = alone(*offers[1:], *others)
         drafts.attach(A, 100, lambda: view, nowhere)
         assert set(drafts.names()) == {FLEET, *(offer.model_id for offer in offers[1:])}
-        assert drafts.find("foreign") is None
-        assert drafts.find("m0") is None
+        assert drafts.find("foreign", ONE) is None
+        assert drafts.find("m0", ONE) is None
         view = alone(*offers, *others)
         drafts.look()
-        first = drafts.find("m0")
+        first = drafts.find("m0", ONE)
         assert first is not None
-        assert first is drafts.find("m0")
+        assert first is drafts.find("m0", ONE)
         await asyncio.sleep(0)
         assert first.drafter is not None
-        first.ask(DraftAsk(SequenceId(1), 0, (1, 2), 3))
         for offer in offers[1:]:
-            assert drafts.find(offer.model_id) is not None
+            found = drafts.find(offer.model_id, TWO)
+            assert found is not None
+            found.forget(TWO)
         assert len(drafts.sources) == MOST_NAMED
-        assert drafts.sources["m0"] is first, "a sequence that goes on was told to it"
+        assert drafts.sources["m0"] is first, "a sequence that goes on has it"
         await drafts.detach()
-        assert drafts.find("m1") is None
+        assert drafts.find("m1", ONE) is None
+
+    asyncio.run(begin())
+
+
+def test_sources_of_sequences_that_go_on_are_kept_however_many_they_are() -> None:
+    offers = [replace(SMALL, model_id=f"m{n}") for n in range(3 * MOST_NAMED)]
+
+    async def begin() -> None:
+        drafts = NodeDrafts("ngram", SystemClock(), in_fleet=True)
+        drafts.attach(A, 100, lambda: alone(*offers, VERIFIER), nowhere)
+        # At once: before any of them can be asked, so that they know of no text yet.
+        found = [drafts.find(offer.model_id, SequenceId(n)) for n, offer in enumerate(offers[1:])]
+        await asyncio.sleep(0)
+        assert all(source is not None and source.drafter is not None for source in found)
+        for n, source in enumerate(found):
+            assert source is not None
+            source.forget(SequenceId(n))
+        assert drafts.find("m0", ONE) is not None
+        assert len(drafts.sources) == MOST_NAMED
+        await drafts.detach()
 
     asyncio.run(begin())
 
