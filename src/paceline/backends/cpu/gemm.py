@@ -129,14 +129,22 @@ def _product(form: int) -> Callable[..., None]:
         row = wide_rows if wide_blocks == blocks else 0
         while row < rows:
             left, first = rows - row, wide_blocks if row < wide_rows else 0
-            step = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+            step = min(left, 8)
             x_, s_ = x + row * x_stride, scales + row * scales_stride
             for n in range(first, blocks):
                 a, o = w + n * stride, out + row * out_stride + 64 * n
                 if step == 8:
                     _tile(form, 8, 1, a, stride, x_, x_stride, s_, scales_stride, o, out_stride, groups)
+                elif step == 7:
+                    _tile(form, 7, 1, a, stride, x_, x_stride, s_, scales_stride, o, out_stride, groups)
+                elif step == 6:
+                    _tile(form, 6, 1, a, stride, x_, x_stride, s_, scales_stride, o, out_stride, groups)
+                elif step == 5:
+                    _tile(form, 5, 1, a, stride, x_, x_stride, s_, scales_stride, o, out_stride, groups)
                 elif step == 4:
                     _tile(form, 4, 1, a, stride, x_, x_stride, s_, scales_stride, o, out_stride, groups)
+                elif step == 3:
+                    _tile(form, 3, 1, a, stride, x_, x_stride, s_, scales_stride, o, out_stride, groups)
                 elif step == 2:
                     _tile(form, 2, 1, a, stride, x_, x_stride, s_, scales_stride, o, out_stride, groups)
                 else:
