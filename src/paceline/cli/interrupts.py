@@ -22,10 +22,12 @@ LAST_WORDS_S = 0.5
 
 def end_now(code: int) -> NoReturn:
     """End the process where it stands, with the terminal as it was found; a reader that is gone, or reads no more, is no reason to stay."""
-    speaking = threading.Thread(target=_last_words, name="paceline-last-words", daemon=True)
-    speaking.start()
-    speaking.join(LAST_WORDS_S)
-    os._exit(code)
+    try:
+        speaking = threading.Thread(target=_last_words, name="paceline-last-words", daemon=True)
+        speaking.start()
+        speaking.join(LAST_WORDS_S)
+    finally:  # whatever comes while it waits: a second Ctrl-C, say
+        os._exit(code)
 
 
 def _last_words() -> None:

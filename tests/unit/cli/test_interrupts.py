@@ -90,3 +90,17 @@ def test_a_reader_that_is_gone_or_reads_no_more_keeps_nobody(reads: bool) -> Non
             process.kill()
     if reads:
         os.close(read)
+
+
+IMPATIENT = """
+import signal, threading
+from paceline.cli.interrupts import end_now
+
+threading.Thread.join = lambda *_: signal.raise_signal(signal.SIGINT)
+end_now(130)
+"""
+
+
+def test_a_second_signal_ends_what_is_ending_with_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPATIENT], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
