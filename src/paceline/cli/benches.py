@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import AnswerTokens, AsJson, Device, Draft, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
+from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
 from paceline.node.fleet_settings import DEFAULT_PRESET
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
@@ -46,7 +46,12 @@ def bench(
 @app.command()
 def speculate(
     model: Model = DEFAULT_MODEL,
-    draft: Draft = "auto",
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft", metavar="auto|ngram|MODEL", help="Compared with none: prompt lookup, or a model on this machine, or jacobi:MODEL."
+        ),
+    ] = "auto",
     kinds: Annotated[str, typer.Option("--kinds", help="Of code-edit, agent, summary, prose: those to measure. Default: all.")] = "",
     streams: Streams = "1,16",
     answer_tokens: Annotated[int, typer.Option("--answer", min=2, help="Tokens of the model's own answers, at most.")] = 128,

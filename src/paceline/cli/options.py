@@ -22,7 +22,7 @@ MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="A
 Draft = Annotated[
     str,
     typer.Option(
-        "--draft", metavar="auto|off|ngram|MODEL", help="Guess tokens ahead, with a model of the fleet or without. Changes no byte."
+        "--draft", metavar="auto|off|ngram|fleet|MODEL", help="Guess tokens ahead, with a model of the fleet or without. Changes no byte."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]

@@ -68,7 +68,9 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
     others = ", ".join(f"{name} (process {pid})" for name, pid in local.pids.items())
     if others:
         home = f"PACELINE_HOME={os.environ['PACELINE_HOME']}"
-        print(f"On this machine: local-1 and {others}. Kill one in the middle of an answer: it goes on. To look: {home} paceline status")
+        # Of two, the one that is left has only its own layers.
+        lost = " Kill one in the middle of an answer: it goes on." if len(local.pids) > 1 else ""
+        print(f"On this machine: local-1 and {others}.{lost} To look: {home} paceline status")
     settings = replace(settings, threads=local.threads)
     pins = sharing.pins or local.names  # all take part: that is what is to be seen
     sharing = replace(sharing, fleet_port=local.port, fleet_host=local.host, mdns=False, fleet_preset=local.preset, pipeline=True)
@@ -110,16 +112,18 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
 
 
 def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
-    from paceline.engine.drafts import DRAFTS
+    from paceline.engine.drafts import DRAFTS, NGRAM
     from paceline.node.drafts.proposing import JACOBI
+    from paceline.node.drafts.sources import FLEET
 
     if settings is not None and not settings.draft.strip():
-        raise ConfigError("--draft names nothing", f"Choose of {', '.join(DRAFTS)}, or name a draft model.")
+        raise ConfigError("--draft names nothing", f"Choose of {', '.join((*DRAFTS, FLEET))}, or name a draft model.")
     for name in propose:
         if not name.removeprefix(JACOBI).strip():
             raise ConfigError(f"--propose {name!r} names no model", "Write it like smollm2-135m or jacobi:smollm2-135m.")
-        if name in DRAFTS:
-            raise ConfigError(f"--propose {name!r} names no model", "Prompt lookup needs none: each machine has it.")
+        if name in (*DRAFTS, FLEET):
+            hint = "Prompt lookup needs none: each machine has it." if name == NGRAM else "It is for --draft, on a machine that has drafts."
+            raise ConfigError(f"--propose {name!r} names no model", hint)
     if twice := {name for name in propose if propose.count(name) > 1}:
         raise ConfigError(f"--propose {min(twice)} was asked for twice", "Once is enough.")
 
@@ -127,12 +131,14 @@ def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
     """In no fleet, this machine has the drafts that it makes itself, and nobody else does."""
     from paceline.engine.drafts import DRAFTS
+    from paceline.node.drafts.sources import FLEET
 
     draft = None if settings is None else settings.draft
     if draft is not None and draft not in (*DRAFTS, *propose):
+        here = "Name a model to draft here" if draft == FLEET else f"Draft here, with --propose {draft} too"
         raise ConfigError(
             f"Nobody drafts with {draft!r}: this machine is in no fleet",
-            f"Draft here, with --propose {draft} too, or make it part of a fleet: paceline init, paceline join.",
+            f"{here}, or make it part of a fleet: paceline init, paceline join.",
         )
     if propose and draft not in propose:
         raise ConfigError(

@@ -161,7 +161,7 @@ def _drafts(use: DraftUse) -> str:
     if use.failures:
         parts.append(f"{use.failures} failed")
     if use.trouble:
-        parts.append(f"nobody drafts at present: {use.trouble}")
+        parts.append(f"no drafts at present: {use.trouble}")
     return f"drafts here, {who}: {'; '.join(parts)}"
 
 

@@ -48,7 +48,7 @@ class DraftingConfig:
         """Raises ConfigError: nothing of the default's name drafts."""
         if self.default not in {*DRAFTS, *self.sources}:
             there = ", ".join((*DRAFTS, *self.sources))
-            raise ConfigError(f"nobody proposes with {printable(self.default, 200)!r}", f"There are: {there}.")
+            raise ConfigError(f"nobody drafts with {printable(self.default, 200)!r}", f"There are: {there}.")
 
 
 class Drafting:

@@ -64,7 +64,7 @@ def check_draft(draft: str | None, models: Collection[str]) -> None:
     """
     if draft is not None and draft not in DRAFTS and draft not in models:
         there = ", ".join((*DRAFTS, *sorted(models)))
-        raise InvalidRequest(f"draft: nobody proposes with {printable(draft, 200)!r}", f"There are: {there}.", field="draft")
+        raise InvalidRequest(f"draft: nobody drafts with {printable(draft, 200)!r}", f"There are: {there}.", field="draft")
 
 
 def check_room(live: int, more: int, config: EngineConfig) -> None:

@@ -53,10 +53,11 @@ def test_a_key_that_does_not_exist_is_said_in_a_fleet_or_out_of_it(home: Path, s
         up(sharing)
 
 
-@pytest.mark.parametrize(("propose", "said"), [(("",), "names no model"), (("jacobi:",), "names no model"), (("ngram",), "names no model")])
-def test_what_drafts_is_a_model(propose: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        up(replace(PLAIN, propose=propose))
+@pytest.mark.parametrize("name", ["", "jacobi:", "ngram", "auto", "fleet"])
+def test_what_drafts_is_a_model(name: str) -> None:
+    with pytest.raises(ConfigError, match="names no model") as refused:
+        up(replace(PLAIN, propose=(name,)))
+    assert ("Prompt lookup" in refused.value.hint) == (name == "ngram")
 
 
 def test_a_model_is_loaded_once_to_draft_with() -> None:
@@ -67,3 +68,10 @@ def test_a_model_is_loaded_once_to_draft_with() -> None:
 def test_drafts_of_nothing() -> None:
     with pytest.raises(ConfigError, match="--draft names nothing"):
         run_shared(NodeSettings("nothing-is-loaded", draft=""), PLAIN, host="127.0.0.1", port=0, api_key=None, greet=False)
+
+
+@pytest.mark.parametrize(("draft", "hint"), [("small", "--propose small"), ("fleet", "Name a model")])
+def test_in_no_fleet_nobody_drafts_but_this_machine(draft: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match="in no fleet") as refused:
+        run_shared(NodeSettings("nothing-is-loaded", draft=draft), PLAIN, host="127.0.0.1", port=0, api_key=None, greet=False)
+    assert hint in refused.value.hint

@@ -60,7 +60,7 @@ def test_drafts_are_shown_with_what_came_of_them() -> None:
         "drafts with small (int4, 120 tokens/s)",
         "drafts here, ngram: 50% right, 2.5 tokens a draft, 50 steps saved\n",
         "drafts here, small on b: 25% right, 1.0 tokens a draft, 4 steps saved; 9 blocks asked for, 12 ms from ask to answer; 2 failed",
-        "drafts here, gone: none verified yet; nobody drafts at present: Nobody in the fleet drafts with 'gone'",
+        "drafts here, gone: none verified yet; no drafts at present: Nobody in the fleet drafts with 'gone'",
     ):
         assert part in shown
 

@@ -202,9 +202,9 @@ def test_a_source_that_has_nothing_to_give_is_not_asked() -> None:
 
 def test_who_is_not_there_cannot_be_asked_for() -> None:
     source = Knowing()
-    with pytest.raises(InvalidRequest, match="nobody proposes with 'absent'"):
+    with pytest.raises(InvalidRequest, match="nobody drafts with 'absent'"):
         bench_with(source).add(ask_for(5, source, draft="absent"))
-    with pytest.raises(ConfigError, match="nobody proposes with 'absent'"):
+    with pytest.raises(ConfigError, match="nobody drafts with 'absent'"):
         DraftingConfig("absent")
 
 
@@ -336,7 +336,7 @@ def test_a_request_may_name_who_came_later() -> None:
     assert answer.token_ids == answer_alone(request).token_ids
     assert bench.engine.stats().accepted_tokens["late"] > 80
     assert came.forgotten == [SequenceId(0)]
-    with pytest.raises(InvalidRequest, match="nobody proposes with 'later'") as refused:
+    with pytest.raises(InvalidRequest, match="nobody drafts with 'later'") as refused:
         bench.engine.add(replace(request, draft="later"))
     assert refused.value.hint == "There are: auto, off, ngram, late."
 

@@ -23,6 +23,7 @@ from paceline.node.bench import with_room
 from paceline.node.draft_bench.drive import Answers, MeasuredEngine, Tally, answer_all, loops
 from paceline.node.draft_bench.exercises import Kind, load
 from paceline.node.draft_bench.forced import ForcedExecutor, Script
+from paceline.node.drafts.sources import FLEET
 from paceline.node.settings import NodeSettings
 
 FEW = 6
@@ -50,6 +51,8 @@ class DraftBenchPlan:
         """
         if min(self.rounds, *self.batches, self.answer_tokens - 1) < 1 or not self.kinds:
             raise ConfigError("Nothing can be measured of that", "Ask for 1 or more of everything, and for answers of 2 tokens or more.")
+        if not self.draft.strip() or self.draft == FLEET:
+            raise ConfigError(f"--draft {self.draft!r} names nothing that drafts here", "Ask for auto, ngram, or a model on this machine.")
         if self.draft == self.against:
             raise ConfigError(f"Drafts: {self.draft} would be compared with itself", "Ask for --draft auto, ngram, or a draft model.")
 
@@ -231,14 +234,15 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
 
     on_run(f"loading {settings.model}")
     tokenizer = open_model(settings.model, clock=clock).tokenizer
-    built = build_engine(settings_for(settings, tokenizer, plan), clock=clock)
     with ExitStack() as stack:
+        # First: a name that is wrong should not cost a load to find out.
+        sources = {} if plan.draft in DRAFTS else {plan.draft: stack.enter_context(_drafts(plan.draft, settings, tokenizer, clock))}
+        built = build_engine(settings_for(settings, tokenizer, plan), clock=clock)
         stack.callback(built.executor.close)
         if not built.runner.holds_identity:
             raise ConfigError(
                 "Nothing is drafted on this machine: its kernels give other bytes for other batches", "Try another --device or --weights."
             )
-        sources = {} if plan.draft in DRAFTS else {plan.draft: stack.enter_context(_drafts(plan.draft, settings, tokenizer, clock))}
         executor = ForcedExecutor(built.executor)
         engine = Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig(sources=sources))
         meter = RowMeter(engine, executor, plan, clock)

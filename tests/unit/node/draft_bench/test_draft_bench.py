@@ -133,7 +133,9 @@ def test_other_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not row.same_bytes
 
 
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"batches": (0,)}, {"answer_tokens": 1}, {"kinds": ()}, {"draft": "off"}])
+@pytest.mark.parametrize(
+    "wrong", [{"rounds": 0}, {"batches": (0,)}, {"answer_tokens": 1}, {"kinds": ()}, {"draft": "off"}, {"draft": ""}, {"draft": "fleet"}]
+)
 def test_plans_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         replace(PLAN, **wrong).check()  # type: ignore[arg-type]
