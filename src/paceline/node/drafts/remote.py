@@ -163,7 +163,7 @@ class RemoteDrafts:
         self._meter.of(self.name).failures += 1
         self._meter.failures[node_id, error.status] += 1
         left_out_s = self._ledger.failed(talk.drafter.key)
-        logger.warning("%s drafts no more for %g s: %s", node_id, left_out_s, error)
+        logger.warning("%s drafts with %s no more for %g s: %s", node_id, talk.drafter.model_id, left_out_s, error)
         self.failure = error
         self._change(None)
         if self._again is not None:
