@@ -13,7 +13,7 @@ from paceline.cli import benches, joining
 from paceline.cli.faults import EXIT_FAILED, EXIT_USER, report
 from paceline.cli.options import AsJson, Context, Device, Draft, KvTokens, MaxRunning, Model, Threads, Weights
 from paceline.cli.terminal import discard
-from paceline.core.errors import PacelineError, UserError
+from paceline.core.errors import ConfigError, PacelineError, UserError
 from paceline.node.fleet_settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
@@ -79,6 +79,8 @@ def up(
     """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
     from paceline.cli.sharing import Sharing, run_shared
 
+    if no_model and draft != "auto":
+        raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
     settings = None if no_model else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running, draft=draft)
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),

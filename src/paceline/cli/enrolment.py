@@ -95,12 +95,20 @@ def _token(given: str | None) -> str:
         return given
     if given is None and sys.stdin.isatty():
         return getpass.getpass("Token, as paceline token printed it (it is not shown): ")
-    text = sys.stdin.readline().strip() if given == "-" else ""
+    from paceline.transport.trust.tokens import PREFIX
+
+    text = ""
+    # `paceline token` prints other words too, and goes on: what follows the token is not waited for.
+    for line in sys.stdin if given == "-" else ():
+        for word in line.split():
+            if word.startswith(PREFIX):
+                return word
+        text = text or line.strip()
     if not text:
         raise ConfigError(
             "There is no token", "paceline token prints one, where the fleet began: paceline join TOKEN, or pipe it to paceline join -"
         )
-    return text.removeprefix("paceline join ")
+    return text
 
 
 def run_revoke(node: str, *, anyway: bool) -> None:

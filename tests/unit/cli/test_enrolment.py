@@ -50,7 +50,7 @@ def test_init_token_join_revoke(start_paceline: Start, tmp_path: Path) -> None:
     assert waiting.stderr.readline().startswith("Waiting for them")
     # Handed over so that no list of processes shows it.
     joining = start_paceline("join", "-", "--name", "cellar", PACELINE_HOME=homes[1], stdin=subprocess.PIPE)
-    out, _ = joining.communicate(f"  paceline join {token[0]}\n", timeout=60)
+    out, _ = joining.communicate(text, timeout=60)
     code = joining.returncode
     assert (code, out) == (0, "Joined: this machine is cellar.\nNow: paceline up\n")
     assert FleetFolder(Path(homes[1]) / "fleet").identity().member.trust is Trust.GUEST

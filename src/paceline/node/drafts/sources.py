@@ -56,6 +56,7 @@ class NodeDrafts:
     def __init__(self, draft: str, clock: Clock, *, in_fleet: bool) -> None:
         self.meter = DraftMeter()
         self._clock = clock
+        self._in_fleet = in_fleet
         self._asked = (draft,) if draft not in DRAFTS else (FLEET,) if draft == AUTO and in_fleet else ()
         """From the start, and for as long as the engine lives."""
         self.sources: Mapping[str, RemoteDrafts] = {name: RemoteDrafts(name, self.meter, clock) for name in self._asked}
@@ -70,7 +71,7 @@ class NodeDrafts:
 
     def names(self) -> Collection[str]:
         """As `MoreSources`."""
-        return {*self._asked, *self._models, *((FLEET,) if self._models else ())}
+        return {*self._asked, *self._models, *((FLEET,) if self._models or self._in_fleet else ())}
 
     def find(self, name: str, sequence: SequenceId) -> RemoteDrafts | None:
         """As `MoreSources`."""

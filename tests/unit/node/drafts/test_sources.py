@@ -76,6 +76,7 @@ def test_a_request_may_name_any_model_whose_tokens_fit() -> None:
     async def begin() -> None:
         drafts = NodeDrafts("ngram", SystemClock(), in_fleet=True)
         assert drafts.find("m0", ONE) is None, "nobody is there yet"
+        assert set(drafts.names()) == {FLEET}, "whoever comes may draft"
         view = alone(*offers[1:], *others)
         drafts.attach(A, 100, lambda: view, nowhere)
         assert set(drafts.names()) == {FLEET, *(offer.model_id for offer in offers[1:])}
