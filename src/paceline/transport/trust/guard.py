@@ -66,9 +66,6 @@ class _Call:
         self._sending = True
         try:
             await sending
-        except grpc.aio.InternalError as error:
-            # The call ended under it: its handler is about to be cancelled, and nobody is left to be told of an error.
-            raise asyncio.CancelledError from error
         finally:
             self._sending = False
         if self.revoked:

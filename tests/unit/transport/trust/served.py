@@ -67,15 +67,10 @@ class Services(grpc.GenericRpcHandler):
             self.cancelled.set()
 
     async def flood(self, request: bytes, context: Context) -> None:
-        """More than anybody takes who does not read; written by a task of its own, as where answers come in any order."""
-
-        async def write() -> None:
+        """More than anybody takes who does not read."""
+        try:
             while True:
                 await context.write(bytes(1 << 20))
-
-        try:
-            async with asyncio.TaskGroup() as answering:
-                answering.create_task(write())
         finally:
             self.cancelled.set()
 
