@@ -32,7 +32,6 @@ from paceline.transport.trust.requests import make_request
 
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
 CONFIG = """[pipeline]
-stall_seconds = 1
 search_seconds = 8
 spot_check_every = 1
 """
