@@ -1,4 +1,4 @@
-"""A pipeline of two real nodes, one of them killed for good: the other goes on alone where it may, with the same bytes."""
+"""A pipeline of two real nodes, one of them killed: the other goes on alone where it may, until that one is back, with the same bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+from tests.fleet.machines import until
 
 from paceline.cli.membership import fleet_settings
 from paceline.core.clock import SystemClock
@@ -23,8 +25,11 @@ from paceline.node.bench_node import BenchNode
 from paceline.node.fault_bench import answer, requests
 from paceline.node.local_fleet import LocalFleet
 from paceline.node.pipeline_settings import PipelineSettings
+from paceline.node.pipelines import build
 from paceline.node.pipelines.build import PipelineOrder
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
+from paceline.parallel import search
+from paceline.parallel.limits import PipelineLimits
 from paceline.store.home import Home
 
 PROMPTS = [tuple(range(10 + 7 * n, 60 + 9 * n)) for n in range(3)]
@@ -34,13 +39,15 @@ PROMPTS = [tuple(range(10 + 7 * n, 60 + 9 * n)) for n in range(3)]
 def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyPatch, *, allowed: bool) -> None:
     fleet, clock = LocalFleet(2, 1), SystemClock()
     monkeypatch.setenv("PACELINE_HOME", str(fleet.homes["local-1"]))
+    monkeypatch.setattr(build, "PipelineLimits", partial(PipelineLimits, alone_s=0.0))
+    monkeypatch.setattr(search, "LOOK_AGAIN_S", 0.5)
     node = None
     try:
         node = BenchNode(fleet_settings(fleet.port, fleet.host, (), fleet.preset, mdns=False, needed=True), Home.from_environment(), clock)
         node.wait_for(["local-2"])
         pipelines = PipelineSettings(enabled=True, search_seconds=6)
         if allowed:
-            pipelines = PipelineSettings(enabled=True, fallback_to_local=True, fallback_to_local_after_failures=1)
+            pipelines = PipelineSettings(enabled=True, fallback_to_local=True, search_seconds=1)
         order = PipelineOrder(pipelines, (Pin(NodeId("local-1")), Pin(NodeId("local-2"))), 12)
         built = node.build(NodeSettings(DEFAULT_MODEL, context=512, kv_tokens=4096, threads=1), order)
         try:
@@ -54,6 +61,8 @@ def test_the_last_machine_that_is_left_goes_on_alone(monkeypatch: pytest.MonkeyP
             assert seen.replayed
             assert seen.tokens == right
             assert [(stage.node_id, stage.layers.start) for stage in built.executor.stages] == [("local-1", 12)]
+            fleet.start("local-2")
+            until(lambda: answer(built.engine, asked, clock).tokens == right and built.executor.stages[0].node_id == "local-2")
             built.engine.check_invariants()
         finally:
             built.executor.close()

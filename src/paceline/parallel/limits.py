@@ -13,6 +13,9 @@ class PipelineLimits:
     """Without a batch coming out, beyond what its rows take. Raising it: a machine that hangs is noticed later."""
     search_s: float = 30.0
     """How long machines are looked for before requests end with an error. Raising it: they wait longer where none come back."""
+    alone_s: float = 30.0
+    """How long this machine goes on alone, once it has to, before it looks for others again. Raising it: machines that come back are used later, and
+    those that come and go hold up answers less often."""
     row_s: float = 0.01
     """What a row may take in all stages, until rows were seen. The bound on a stall grows with the rows under way."""
     look_s: float = 0.25

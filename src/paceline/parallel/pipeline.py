@@ -5,14 +5,13 @@ Laws:
   engine (`ExecutorLost`), which runs live sequences again from their ids.
 - Nothing that a stage sends is believed unseen: number of rows, width, finite and bounded values.
 - Every wait is bounded by `PipelineLimits`; a search for machines that finds none ends with `ExecutorUnavailable`, and a later request starts
-  another; or, where there is a fallback, with all layers here, for good.
+  another; or, where there is a fallback, with all layers here, until others are back.
 
 Shapes: T rows of a batch, R rows with logits, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,14 +42,13 @@ from paceline.parallel.checks import check_activations
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.inspector import Inspector
 from paceline.parallel.limits import PipelineLimits
+from paceline.parallel.news import RouteNews
 from paceline.parallel.patience import Patience
 from paceline.parallel.route import Fault, Route, Router, RouteStage
 from paceline.parallel.search import Search
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, without_tokens
 from paceline.parallel.watch import PipelineWatch, Unwatched
-
-logger = logging.getLogger(__name__)
 
 WORD_S = 0.5
 """How long to wait for word of why a stream closed. Raising it holds up a failover where no word comes."""
@@ -106,13 +104,13 @@ class PipelineExecutor:
         watch: PipelineWatch | None = None,
     ) -> None:
         self._head, self._limits, self._clock = head, limits, clock
-        self._inspector, self._watch = inspector, watch or Unwatched()
-        self._remote = f"{head.layers.stop} to {n_layers - 1}"
-        self._search = Search(router, fallback, self._remote, limits, clock)
+        self._inspector = inspector
+        remote = f"{head.layers.stop} to {n_layers - 1}"
+        self._search = Search(router, fallback, remote, limits, clock)
+        self._news = RouteNews(remote, head.numerics_id, watch or Unwatched())
         self.block_size, self.one_path = head.block_size, head.one_path
         self.n_blocks, self.numerics_id, self.holds_identity = head.n_blocks, head.numerics_id, head.holds_identity
         self.depth = 1
-        self.failovers = 0
         self.times = PipelineTimes()
         self._width = head.to_wire(head.embed(np.zeros(1, np.int32))).shape[1]
         self._route: Route | None = None
@@ -120,10 +118,13 @@ class PipelineExecutor:
         self._pending: deque[_InFlight] = deque()
         self._received = 0
         self._patience = Patience(limits.row_s)
-        self._notices: list[Notice] = []
-        self._fault: Fault | None = None
         while not self.ready():
             pass
+
+    @property
+    def failovers(self) -> int:
+        """How often others took over."""
+        return self._news.failovers
 
     @property
     def stages(self) -> Sequence[RouteStage]:
@@ -138,22 +139,23 @@ class PipelineExecutor:
         try:
             route = self._search.look()
         except ExecutorUnavailable as error:
-            self._notices.append(Notice("pipeline_aborted", {"code": error.code, "reason": error.message}))
+            self._news.aborted(error)
             raise
         if route is None:
             return False
         if self._search.is_alone:
-            self._fell_back()
+            self._news.fell_back(self._search.reason)
         else:
-            self._failed_over(route)
+            self._news.found(route, self._search.seconds)
         self._take(route)
         return True
 
     def notices(self) -> Sequence[Notice]:
-        taken, self._notices = self._notices, []
-        return taken
+        return self._news.take()
 
     def submit(self, batch: StepBatch) -> None:
+        if self._search.is_alone and not self._pending and self._search.others_are_back(self.n_blocks):
+            raise self._given_back()
         route, times, clock = self._in_use(), self.times, self._clock
         began = clock.monotonic()
         stage_batch, rows_R = without_tokens(batch), logits_rows(batch)
@@ -210,29 +212,13 @@ class PipelineExecutor:
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 
-    def _fell_back(self) -> None:
-        """Say that this machine took over, for good."""
-        self._notices.append(Notice("local_fallback", {"layers": self._remote, "reason": self._search.reason}))
-        self._watch.fell_back()
-        if self._inspector is not None:
-            self._inspector.close()
-            self._inspector = None
-        self._fault = None
-
-    def _failed_over(self, route: Route) -> None:
-        """Say that others took over, if others did."""
-        self._watch.constructed(self._search.seconds)
-        shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
-        if any(stage.numerics_id not in {"", self.numerics_id} for stage in route.stages):
-            logger.warning("machines of the pipeline compute other bytes than this one: %s", shards)
-            self._notices.append(Notice("shard_status", {"status": "other numerics", "route": shards}))
-        if self._fault is None:
-            return
-        logger.warning("the pipeline goes on over %s", shards)
-        self._notices.append(Notice("shard_failover", {"lost": self._fault.node_id or "unknown", "route": shards}))
-        self.failovers += 1
-        self._watch.failed_over()
-        self._fault = None
+    def _given_back(self) -> ExecutorLost:
+        """Let go of the layers that this machine took over, as others have them again."""
+        assert self._route is not None, "it runs them"
+        self._news.restored()
+        self._route.close()
+        self._route = None
+        return ExecutorLost("other machines run these layers again", ())
 
     def _take(self, route: Route) -> None:
         """Run over a route from now on."""
@@ -300,13 +286,8 @@ class PipelineExecutor:
             fault = route.suspect(self._received)
             if not isinstance(error, StreamStalled) and error is not None:
                 fault = Fault(fault.node_id, ShardUnavailable.code, str(error))
-        logger.warning("the pipeline broke: %s: %s", fault.node_id or "nobody knows who", fault.message)
-        self._notices.append(
-            Notice("shard_status", {"status": "degraded", "node": fault.node_id or "unknown", "code": fault.code, "reason": fault.message})
-        )
-        self._fault = fault
+        self._news.lost(fault)
         self._route = None
-        self._watch.lost(fault)
         self._pending.clear()
         route.close()
         self._search.lost(fault)

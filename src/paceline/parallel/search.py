@@ -1,4 +1,5 @@
-"""Where a pipeline's next route comes from, once it has none: other machines, as long as the limits allow looking; then this one, if it may.
+"""Where a pipeline's next route comes from, once it has none: other machines, as long as the limits allow looking; then this one, if it may, until others
+are back.
 
 Law: a search that found nobody is over, and whoever asks again begins another, which ends at once where still nobody can, and waits for who is
 getting ready; a fallback, once begun, is seen through.
@@ -7,6 +8,7 @@ getting ready; a fallback, once begun, is seen through.
 from __future__ import annotations
 
 import logging
+from math import inf
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError
@@ -15,6 +17,11 @@ from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.route import Fault, Route, Router
 
 logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 5.0
+"""Between two looks for others while this machine goes on alone."""
+ALONE_MOST_S = 600.0
+"""See `PipelineLimits.alone_s`: doubled each time, up to this; and from the beginning again after so long with others."""
 
 
 class Search:
@@ -37,7 +44,12 @@ class Search:
         self.reason = self._hint = ""
         """Why no machines were found, as far as it is known, and what would help."""
         self.is_alone = False
-        """The route found last is this machine's own: nobody is looked for any more."""
+        """The route found last is this machine's own."""
+        self._alone_s, self._back_at = 0.0, -inf
+        """For how long others were not looked for when this machine last went on alone, and when it no longer did."""
+        self._again_at = 0.0
+        self._back: Route | None = None
+        """Over others, who can take over again."""
 
     @property
     def seconds(self) -> float:
@@ -51,12 +63,40 @@ class Search:
         if self._fallback is not None:
             self._fallback.lost()
 
+    def others_are_back(self, n_blocks: int) -> bool:
+        """Whether others can take over from this machine, which goes on alone: the next `look` says how. Takes no time.
+
+        Args:
+            n_blocks: of KV that they must have, since answers that go on may need them.
+        """
+        now = self._clock.monotonic()
+        if not self.is_alone or now < self._again_at or (self._fallback is not None and self._fallback.is_due):
+            return False
+        try:
+            route = self._router.find(0.0)
+        except PipelineError:
+            self._again_at = self._since = now + LOOK_AGAIN_S
+            return False
+        if route is None:  # they are getting ready
+            return False
+        if route.n_blocks < n_blocks:
+            route.close()
+            self._again_at = self._since = now + ALONE_MOST_S
+            logger.info("others could run layers %s again, with less memory for answers than this machine has", self._layers)
+            return False
+        self._back = route
+        return True
+
     def look(self) -> Route | None:
         """A route, or None where it is worth looking again. Takes a moment.
 
         Raises:
             ExecutorUnavailable: it is not.
         """
+        back, self._back, self.is_alone = self._back, None, False
+        if back is not None:
+            self._back_at = self._clock.monotonic()
+            return back
         now, fallback = self._clock.monotonic(), self._fallback
         if fallback is not None and fallback.has_begun:
             return self._alone(fallback)
@@ -92,6 +132,8 @@ class Search:
         """Idempotent; does not wait."""
         if self._fallback is not None:
             self._fallback.close()
+        if self._back is not None:
+            self._back.close()
         self._router.close()
 
     def _alone(self, fallback: Fallback) -> Route | None:
@@ -103,9 +145,12 @@ class Search:
                 return None
             raise self._unavailable(f"{self.reason}; and not here: {error}") from error
         if route is not None:
-            logger.warning("no machines are left for layers %s (%s): they run here from now on", self._layers, self.reason)
-            self._router.close()
-            self.is_alone = True
+            logger.warning("no machines are left for layers %s (%s): they run here until others are back", self._layers, self.reason)
+            self._until, self._found_nobody, self.is_alone = None, False, True
+            now = self._clock.monotonic()
+            again = now - self._back_at < ALONE_MOST_S
+            self._alone_s = min(2 * self._alone_s, ALONE_MOST_S) if again else self._limits.alone_s
+            self._again_at = self._since = now + self._alone_s
         return route
 
     def _unavailable(self, reason: str) -> ExecutorUnavailable:

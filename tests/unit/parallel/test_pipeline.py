@@ -319,16 +319,18 @@ class Counted:
 class Alone(Bench):
     """A pipeline that may go on here, on layers loaded when they are wanted."""
 
-    def __init__(self, runners: dict[str, LayerRunner[Any]], head: str, names: Sequence[str], *, after: int | None = None) -> None:
+    def __init__(
+        self, runners: dict[str, LayerRunner[Any]], head: str, names: Sequence[str], *, after: int | None = None, **limits: float
+    ) -> None:
         self.machines = {machine.node_id: machine for machine in machines(runners, *names)}
         own, self.loaded = runners[head].layers.stop, list[LocalRoute]()
         self.router = MemoryRouter(list(self.machines.values()), [LayerRange(own, 6)])
         self.error: Exception | None = None
         self.counted = Counted()
         self.fallback = Fallback(lambda: self.load(own), after, SystemClock())
-        limits = PipelineLimits(stall_s=0.5, search_s=0.0 if after is None else 3600.0, look_s=0.001)
+        bounds = PipelineLimits(**{"stall_s": 0.5, "search_s": 0.0 if after is None else 3600.0, "look_s": 0.001, **limits})
         clock = SystemClock()
-        self.executor = PipelineExecutor(runners[head], 6, self.router, limits, clock, fallback=self.fallback, watch=self.counted)
+        self.executor = PipelineExecutor(runners[head], 6, self.router, bounds, clock, fallback=self.fallback, watch=self.counted)
         self.run = Run(self.executor)
 
     def load(self, own: int) -> LocalRoute:
@@ -357,6 +359,32 @@ def test_where_it_may_this_machine_goes_on_alone_with_the_same_bytes(
         assert bench.executor.depth == 1
         assert Run(bench.executor).all(requests()) == expected
         assert len(bench.loaded) == 1
+
+
+def test_machines_that_come_back_take_over_again_in_the_middle_of_answers(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]
+) -> None:
+    class Awhile(Alone):
+        def load(self, own: int) -> LocalRoute:
+            one = self.machines["one"]
+            one.alive, one.dies_at = True, None
+            self.router.quarantined.clear()
+            return super().load(own)
+
+    with Awhile(runners, "head2", ["one"], alone_s=0.0) as bench:
+        bench.machines["one"].dies_at = 4
+        run = bench.run
+        assert run.all(requests()) == expected
+        assert [stage.node_id for stage in bench.executor.stages] == ["one"]
+        assert bench.executor.depth == 2
+        assert bench.counted.told == ["constructed", "lost one", "fell back", "constructed"]
+        told = [notice.detail["status"] for notice in run.notices if notice.kind == "shard_status"]
+        assert list(dict.fromkeys(told)) == ["degraded", "restored"]
+        run.engine.check_invariants()
+        # The same once more: what was let go is loaded anew.
+        bench.machines["one"].dies_at = 1
+        assert Run(bench.executor).all(requests()) == expected
+        assert len(bench.loaded) == 2
 
 
 def test_losses_end_the_search_where_that_was_asked_for(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:

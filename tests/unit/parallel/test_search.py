@@ -8,13 +8,26 @@ from typing import cast
 import pytest
 
 from paceline.core.errors import ExecutorUnavailable, ShardUnavailable
+from paceline.parallel.fallback import FORGET_S, Fallback
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.route import Fault, Route
-from paceline.parallel.search import Search
+from paceline.parallel.search import ALONE_MOST_S, LOOK_AGAIN_S, Search
 from paceline.testing.clock import FakeClock
 
-LIMITS = PipelineLimits(search_s=30.0, look_s=0.25)
-ROUTE = cast(Route, object())
+LIMITS = PipelineLimits(search_s=30.0, look_s=0.25, alone_s=30.0)
+
+
+class Opened:
+    """As much of a route as a search looks at."""
+
+    def __init__(self, n_blocks: int = 8) -> None:
+        self.n_blocks, self.closed = n_blocks, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+ROUTE = cast(Route, Opened())
 NOBODY = ShardUnavailable("No machine can run m", "Start one.")
 
 
@@ -24,8 +37,10 @@ class Router:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.answer: Route | ShardUnavailable | None = NOBODY
+        self.looks = 0
 
     def find(self, wait_s: float) -> Route | None:
+        self.looks += 1
         self.clock.advance(wait_s)
         if isinstance(self.answer, ShardUnavailable):
             raise self.answer
@@ -94,3 +109,92 @@ def test_after_a_route_a_search_lasts_its_time_again(search: Search, router: Rou
     router.answer = NOBODY
     search.lost(Fault(None, "shard_unavailable", "gone"))
     assert in_vain(search, router) >= LIMITS.search_s
+
+
+class Going(Fallback):
+    """One that is ready at once."""
+
+    def __init__(self, clock: FakeClock, after: int | None = None) -> None:
+        self.loaded = cast(Route, Opened())
+        super().__init__(lambda: self.loaded, after, clock)
+
+
+GONE = Fault(None, "shard_unavailable", "gone")
+
+
+def alone(router: Router, after: int | None = None) -> Search:
+    """A search that ended with this machine alone."""
+    fallback = Going(router.clock, after)
+    search = Search(router, fallback, "3 to 5", LIMITS, router.clock)
+    go_on_alone(search, fallback)
+    return search
+
+
+def go_on_alone(search: Search, fallback: Fallback) -> None:
+    search.lost(GONE)
+    while (route := search.look()) is None:
+        fallback.wait(60.0) if fallback.has_begun else None
+    assert route.n_blocks == 8
+    assert search.is_alone
+
+
+def waits_alone_s(search: Search, router: Router) -> float:
+    """For how long nobody is looked for."""
+    began, looks = router.clock.monotonic(), router.looks
+    while not search.others_are_back(8) and router.looks == looks:
+        router.clock.advance(1.0)
+    return router.clock.monotonic() - began
+
+
+def test_after_a_while_alone_others_are_looked_for_now_and_then(router: Router) -> None:
+    search = alone(router)
+    assert waits_alone_s(search, router) == pytest.approx(LIMITS.alone_s, abs=1.0)
+    assert waits_alone_s(search, router) == pytest.approx(LOOK_AGAIN_S, abs=1.0)
+    assert search.is_alone
+    router.clock.advance(LOOK_AGAIN_S)
+    router.answer = None  # they get ready
+    assert not search.others_are_back(8)
+    router.answer = ROUTE
+    assert search.others_are_back(8)
+    assert search.look() is ROUTE
+    assert not search.is_alone
+    assert 0 <= search.seconds <= LOOK_AGAIN_S
+    # Who goes away again and again is looked for less and less often, up to a bound; and, after a long while, as at first.
+    for waits in (60.0, 120.0, 240.0, 480.0, ALONE_MOST_S, ALONE_MOST_S):
+        router.answer = NOBODY
+        assert search._fallback is not None
+        go_on_alone(search, search._fallback)
+        router.answer = ROUTE
+        assert waits_alone_s(search, router) == pytest.approx(waits, abs=1.0)
+        assert search.look() is ROUTE
+    router.clock.advance(ALONE_MOST_S)
+    router.answer = NOBODY
+    go_on_alone(search, search._fallback)
+    assert waits_alone_s(search, router) == pytest.approx(LIMITS.alone_s, abs=1.0)
+
+
+def test_others_with_less_memory_do_not_take_over(router: Router) -> None:
+    search, small = alone(router), Opened(7)
+    router.answer = cast(Route, small)
+    router.clock.advance(LIMITS.alone_s)
+    assert not search.others_are_back(8)
+    assert small.closed
+    assert search.is_alone
+
+
+def test_where_losses_ended_the_search_others_take_over_once_these_no_longer_count(router: Router) -> None:
+    search = alone(router, after=1)
+    router.answer = ROUTE
+    router.clock.advance(LIMITS.alone_s)
+    assert not search.others_are_back(8)
+    router.clock.advance(FORGET_S)
+    assert search.others_are_back(8)
+
+
+def test_a_route_that_nobody_took_is_closed_with_the_search(router: Router) -> None:
+    search, found = alone(router), Opened()
+    router.answer = cast(Route, found)
+    router.clock.advance(LIMITS.alone_s)
+    assert search.others_are_back(8)
+    search.close()
+    assert found.closed

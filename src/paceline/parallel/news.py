@@ -1,0 +1,74 @@
+"""What is said of a pipeline's routes, as they break and others take over: to the log, to clients that ask, to whoever counts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from paceline.core.errors import ExecutorUnavailable
+from paceline.core.generation import Notice
+from paceline.parallel.route import Fault, Route
+from paceline.parallel.watch import PipelineWatch
+
+logger = logging.getLogger(__name__)
+
+
+class RouteNews:
+    """Of one pipeline.
+
+    Args:
+        layers: that its routes run, for messages.
+        numerics_id: of this machine.
+        watch: counts.
+    """
+
+    def __init__(self, layers: str, numerics_id: str, watch: PipelineWatch) -> None:
+        self._layers, self._numerics_id, self._watch = layers, numerics_id, watch
+        self._notices: list[Notice] = []
+        self._fault: Fault | None = None
+        """Of the route before."""
+        self.failovers = 0
+
+    def take(self) -> Sequence[Notice]:
+        """What clients have not been told."""
+        taken, self._notices = self._notices, []
+        return taken
+
+    def lost(self, fault: Fault) -> None:
+        """A route broke."""
+        logger.warning("the pipeline broke: %s: %s", fault.node_id or "nobody knows who", fault.message)
+        self._note("shard_status", status="degraded", node=fault.node_id or "unknown", code=fault.code, reason=fault.message)
+        self._fault = fault
+        self._watch.lost(fault)
+
+    def found(self, route: Route, seconds: float) -> None:
+        """There is a route over others, found in so long."""
+        self._watch.constructed(seconds)
+        shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
+        if any(stage.numerics_id not in {"", self._numerics_id} for stage in route.stages):
+            logger.warning("machines of the pipeline compute other bytes than this one: %s", shards)
+            self._note("shard_status", status="other numerics", route=shards)
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            logger.warning("the pipeline goes on over %s", shards)
+            self._note("shard_failover", lost=fault.node_id or "unknown", route=shards)
+            self._watch.failed_over()
+            self.failovers += 1
+
+    def aborted(self, error: ExecutorUnavailable) -> None:
+        """There is none."""
+        self._note("pipeline_aborted", code=error.code, reason=error.message)
+
+    def fell_back(self, reason: str) -> None:
+        """This machine took over."""
+        self._note("local_fallback", layers=self._layers, reason=reason)
+        self._watch.fell_back()
+        self._fault = None
+
+    def restored(self) -> None:
+        """Others take over from it again."""
+        logger.warning("layers %s run on other machines again", self._layers)
+        self._note("shard_status", status="restored", layers=self._layers)
+
+    def _note(self, kind: str, **detail: str) -> None:
+        self._notices.append(Notice(kind, detail))
