@@ -121,7 +121,7 @@ class Search:
                     "looking for machines for layers %s for %g s: %s. %s", self._layers, self._limits.search_s, self.reason, self._hint
                 )
             return None
-        if not self._found_nobody:
+        if fallback is None and not self._found_nobody:
             logger.warning("no machines are left for layers %s: %s. %s", self._layers, self.reason, self._hint)
         self._until, self._found_nobody = None, True
         if fallback is not None:
