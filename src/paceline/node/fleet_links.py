@@ -17,6 +17,7 @@ from paceline.fleet.links import LinkWatch, Measure, figures
 from paceline.fleet.reach import peers_to_measure
 from paceline.transport.channels import ChannelPool, Purpose
 from paceline.transport.opener import MemberOpener
+from paceline.transport.rpc_faults import unless_closed
 from paceline.transport.wire import fleet_pb2 as wire
 from paceline.transport.wire.fleet_pb2_grpc import CapabilityServiceStub
 
@@ -99,5 +100,7 @@ class LinkDriver:
 
     async def _call(self, stub: CapabilityServiceStub, payload_bytes: int) -> float:
         began = self._clock.monotonic()
-        await stub.MeasureLink(wire.MeasureLinkRequest(response_bytes=payload_bytes, payload=bytes(payload_bytes)), wait_for_ready=True)
+        request = wire.MeasureLinkRequest(response_bytes=payload_bytes, payload=bytes(payload_bytes))
+        with unless_closed("a peer"):
+            await stub.MeasureLink(request, wait_for_ready=True)
         return self._clock.monotonic() - began

@@ -12,11 +12,11 @@ from itertools import accumulate, islice, pairwise
 
 import grpc.aio
 
-from paceline.core.errors import RemoteProposerError
+from paceline.core.errors import NodeUnreachable, RemoteProposerError
 from paceline.engine.drafts import BlockProposal, Branch
 from paceline.transport.draft_blocks import MOST_BRANCHES, OnBlock
 from paceline.transport.proposer_desk import BlockAsk
-from paceline.transport.rpc_faults import error_of
+from paceline.transport.rpc_faults import error_of, unless_closed
 from paceline.transport.wire import propose_pb2 as wire
 from paceline.transport.wire.propose_pb2_grpc import ProposerServiceStub
 
@@ -53,18 +53,14 @@ class RemoteLine:
     async def _run(self) -> None:
         writing = asyncio.create_task(self._write())
         try:
-            while isinstance(message := await self._call.read(), wire.ProposeBlocksResponse):
-                self._on_block(message.block.session, read_block(message.block))
+            with unless_closed(self._peer):
+                while isinstance(message := await self._call.read(), wire.ProposeBlocksResponse):
+                    self._on_block(message.block.session, read_block(message.block))
             reason = RemoteProposerError(f"{self._peer} drafts no more", status="UNAVAILABLE")
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            reason = RemoteProposerError(f"{self._peer} is gone", status="CANCELLED")
+        except NodeUnreachable as error:
+            reason = RemoteProposerError(error.message, status="CANCELLED")
         except grpc.aio.AioRpcError as error:
             reason = failed(error, self._peer)
-        except grpc.aio.UsageError:
-            reason = RemoteProposerError(f"The connection to {self._peer} was closed", status="CANCELLED")
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)

@@ -22,7 +22,7 @@ from paceline.transport.address_book import AddressBook
 from paceline.transport.channels import ChannelPool, Purpose
 from paceline.transport.exchange_codec import Refuse, measure_reply, parse_reply, read_reply, write_request
 from paceline.transport.opener import MemberOpener
-from paceline.transport.rpc_faults import fleet_error_of
+from paceline.transport.rpc_faults import fleet_error_of, unless_closed
 from paceline.transport.trust.certificates import Member
 from paceline.transport.wire import fleet_pb2 as wire
 
@@ -109,7 +109,8 @@ class Exchanger:
         try:
             # Not the stub: a reply is looked at before it is decoded.
             ask = channel.unary_unary(EXCHANGE, wire.ExchangeCapabilitiesRequest.SerializeToString)
-            data = await ask(write_request(call.request), timeout=left, wait_for_ready=True)
+            with unless_closed(f"{member.node_id} at {address}"):
+                data = await ask(write_request(call.request), timeout=left, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             self._pool.refused(error)
             # On a slow link dialling may take longer than a call: it goes on, once, until the next round.

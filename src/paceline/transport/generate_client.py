@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from paceline.core.errors import FleetError, NodeUnreachable
+from paceline.core.errors import FleetError
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.transport.generate_codec import read_chunks, write_request
 from paceline.transport.generate_service import LoadedModel
-from paceline.transport.rpc_faults import error_of
+from paceline.transport.rpc_faults import error_of, unless_closed
 from paceline.transport.wire import generate_pb2 as wire
 from paceline.transport.wire.generate_pb2_grpc import GenerateServiceStub
 
@@ -51,17 +50,10 @@ class RemoteStream:
             message = write_request(model.name, model.digest, model.weights, model.numerics_id, self._request)
             self._call = GenerateServiceStub(self._channel).Generate(message)
         try:
-            message = await self._call.read()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Nobody cancelled this reader: its channel was closed under it, because the node is gone.
-            raise NodeUnreachable(f"{self._peer} is gone") from None
+            with unless_closed(self._peer):
+                message = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self._peer) from error
-        except grpc.aio.UsageError as error:  # the channel was closed under it
-            raise NodeUnreachable(f"The connection to {self._peer} was closed") from error
         if not isinstance(message, wire.GenerateResponse):  # grpc's mark of a stream's end
             raise StopAsyncIteration
         return read_chunks(message, self._request.request_id)
@@ -104,15 +96,16 @@ async def describe_model(
     first: wire.DescribeModelResponse | None = None
     packed = bytearray()
     try:
-        async for message in call:
-            if first is None:
-                first = message
-                if first.tokenizer_sha256 in known:
-                    break
-                continue
-            packed += message.tokenizer_part
-            if len(packed) > most_bytes:
-                raise FleetError(f"The tokenizer of {name} at {peer} is longer than {most_bytes} bytes")
+        with unless_closed(peer):
+            async for message in call:
+                if first is None:
+                    first = message
+                    if first.tokenizer_sha256 in known:
+                        break
+                    continue
+                packed += message.tokenizer_part
+                if len(packed) > most_bytes:
+                    raise FleetError(f"The tokenizer of {name} at {peer} is longer than {most_bytes} bytes")
     except grpc.aio.AioRpcError as error:
         raise error_of(error, peer) from error
     finally:

@@ -5,8 +5,10 @@ One table for all services. What is no `PacelineError` is a bug: it is logged wh
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -117,6 +119,29 @@ def fleet_error_of(failed: grpc.aio.AioRpcError, peer: str) -> FleetError:
     """The same, where a peer has no business to name anything but an error of the fleet."""
     error = error_of(failed, peer)
     return error if isinstance(error, FleetError) else FleetError(f"{peer} refused: {error.message}", error.hint)
+
+
+@contextmanager
+def unless_closed(peer: str) -> Generator[None]:
+    """Around every wait for a peer over a channel that others may close: it is closed under the calls on it when the peer leaves or starts anew.
+
+    Law: whoever waits learns that as an error. grpc has it look as if the waiting task were cancelled, which would end it unnoticed.
+
+    Args:
+        peer: who is called, for messages.
+
+    Raises:
+        NodeUnreachable: the channel was closed.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise NodeUnreachable(f"{peer} is gone") from None
+    except grpc.aio.UsageError as error:
+        raise NodeUnreachable(f"The connection to {peer} was closed") from error
 
 
 def _why(code: grpc.StatusCode, details: str) -> str:

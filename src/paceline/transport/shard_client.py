@@ -20,7 +20,7 @@ from paceline.core import errors
 from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled
 from paceline.core.ids import BatchId, NodeId
 from paceline.parallel.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageReport, StageRequest
-from paceline.transport.rpc_faults import error_of
+from paceline.transport.rpc_faults import error_of, unless_closed
 from paceline.transport.shard_codec import read_event, write_connect, write_open
 from paceline.transport.wire import shard_pb2 as wire
 from paceline.transport.wire.shard_pb2_grpc import ShardServiceStub
@@ -184,16 +184,9 @@ async def _next(call: Call, node_id: NodeId, request: StageRequest, silence_s: f
 
 @contextmanager
 def _heard(node_id: NodeId) -> Generator[None]:
-    """Has whatever ends a call as a `FleetError`. A node that starts anew or leaves has its channel closed under the calls on it."""
+    """Has whatever ends a call as a `FleetError`."""
     try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        # Nobody cancelled this task: the call ended under it, because the node is gone or the stage was closed.
-        raise NodeUnreachable(f"{node_id} is gone") from None
+        with unless_closed(node_id):
+            yield
     except grpc.aio.AioRpcError as error:
         raise error_of(error, node_id) from error
-    except grpc.aio.UsageError as error:
-        raise NodeUnreachable(f"The connection to {node_id} was closed") from error

@@ -15,9 +15,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from paceline.core.errors import SourceLost, WrongBytes
+from paceline.core.errors import NodeUnreachable, SourceLost, WrongBytes
 from paceline.core.manifest import PIECE, ModelManifest, PieceRun
 from paceline.core.shown import printable
+from paceline.transport.rpc_faults import unless_closed
 from paceline.transport.weights_codec import Description
 from paceline.transport.weights_servicer import MAX_RANGES
 from paceline.transport.wire import weights_pb2 as wire
@@ -142,7 +143,10 @@ class WeightsClient:
         try:
             # Not wait_for: Python 3.11's loses a cancellation that comes together with the message.
             async with asyncio.timeout(self._idle_s):
-                got = await call.read()
+                with unless_closed(self._who):
+                    got = await call.read()
+        except NodeUnreachable as error:
+            raise SourceLost(error.message) from error
         except TimeoutError as error:
             raise SourceLost(f"{self._who} has sent nothing for {self._idle_s:g} s") from error
         except grpc.aio.AioRpcError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -11,15 +13,18 @@ from tests.unit.node.fleet.nodes import QUICK, in_loop, make_node, running, unti
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, NodeUnreachable, PeerFloods
+from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
 from paceline.engine.drafts import NGRAM
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.effects import Call
+from paceline.fleet.links import LinkTimes
 from paceline.fleet.messages import Request
 from paceline.node.fleet_settings import parse_preset
 from paceline.node.fleet_state import check_startable, read_running, read_version
 from paceline.testing.fleets import TestFleet
+from paceline.transport.capability_service import CapabilityServicer
 from paceline.transport.channels import Purpose
 from paceline.transport.control_service import control_channel, read_sight
 from paceline.transport.exchange import Exchanger
@@ -96,6 +101,32 @@ async def test_an_address_that_leads_nowhere_does_not_keep_nodes_apart(tmp_path:
             assert not refused
             assert answer.peer == "a"
             assert b.book.is_failing("127.0.0.1:1")
+
+
+@in_loop
+async def test_a_peer_that_leaves_in_an_exchange_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, asked, exchange = asyncio.Event(), asyncio.Event(), CapabilityServicer.ExchangeCapabilities
+
+    async def answer(self: CapabilityServicer, request: Any, context: Any) -> Any:
+        if silent.is_set():
+            asked.set()
+            await asyncio.Event().wait()
+        return await exchange(self, request, context)
+
+    monkeypatch.setattr(CapabilityServicer, "ExchangeCapabilities", answer)
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a)
+        async with running(b):
+            await until_seen(b, "a", "b")
+            silent.set()
+            exchanger = Exchanger(b.node_id, b.pool, b.gossip.opener, b.book, parse_preset(QUICK).bounds, SystemClock())
+            call = asyncio.create_task(exchanger.call(Call(0, a.addresses, NodeId("a"), Request(), 20.0), lambda _: None))
+            await asked.wait()
+            b.pool.drop(NodeId("a"))
+            with pytest.raises(NodeUnreachable, match=r"a at .* is gone"):
+                await call
 
 
 @in_loop
@@ -276,6 +307,32 @@ async def test_links_between_nodes_that_may_share_a_plan_are_measured_and_told(t
             assert link.address == b.addresses[0]
             assert link.rtt_s > 0
             assert link.bytes_per_s > 0
+
+
+@in_loop
+async def test_a_peer_that_leaves_while_it_is_measured_ends_no_more_than_that_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, asked, measure = asyncio.Event(), set[str](), CapabilityServicer.MeasureLink
+
+    async def late(self: CapabilityServicer, request: wire.MeasureLinkRequest, context: Any) -> wire.MeasureLinkResponse:
+        asked.add(self._guard.peer(context).node_id)
+        await go.wait()
+        return await measure(self, request, context)
+
+    monkeypatch.setattr(CapabilityServicer, "MeasureLink", late)
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a", offers=(LOOKUP, ModelOffer("m", Role.VERIFIER, "int4", digest="d", warm=True)))
+    async with running(a):
+        b = make_node(fleet, tmp_path, "b", a, offers=(LOOKUP,))
+        for node in (a, b):
+            node._links._watch._times = replace(LinkTimes(), retry_s=0.1)
+        async with running(b):
+            await until(lambda: asked == {"a", "b"})
+            a.pool.drop(NodeId("b"))  # as when its card says that it left
+            b.pool.drop(NodeId("a"))
+            go.set()
+            await until(lambda: [[link.to for link in card.links] for card in b.view().cards] == [["b"], ["a"]])
 
 
 @in_loop
