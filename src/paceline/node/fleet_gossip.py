@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol
 
+from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, PacelineError
 from paceline.core.ids import NodeId
@@ -102,8 +103,7 @@ class GossipDriver:
         """Announce this node, and go on until `close`."""
         self._exchanger = exchanger
         await self.refresh()
-        self._ticker = asyncio.create_task(self._tick(), name="fleet-gossip")
-        self._ticker.add_done_callback(self._ended)
+        self._ticker = in_background(self._tick(), "fleet-gossip")
 
     async def refresh(self) -> None:
         """Announce this node's card again if what it says has changed."""
@@ -228,14 +228,9 @@ class GossipDriver:
                     self._hooks.news(effect)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = in_background(work, "fleet-gossip-call")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("gossip failed", exc_info=error)
+        task.add_done_callback(self._tasks.discard)
 
     async def _call(self, call: Call) -> None:
         assert self._exchanger is not None, "calls are made after start"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
+from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError
 from paceline.fleet.card import Link, NodeCard
@@ -50,7 +51,7 @@ class LinkDriver:
 
     def start(self) -> None:
         """Begin."""
-        self._task = asyncio.create_task(self._run(), name="fleet-links")
+        self._task = in_background(self._run(), "fleet-links")
 
     def see(self, own: NodeCard, cards: Sequence[NodeCard]) -> None:
         """The fleet changed."""

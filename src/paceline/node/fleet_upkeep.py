@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, UserError
 from paceline.fleet.card import Link, NodeCard
@@ -167,12 +168,4 @@ class Upkeep:
         self.addresses = addresses
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(_tell_failure)
-        self._tasks.append(task)
-
-
-def _tell_failure(task: asyncio.Task[None]) -> None:
-    """What runs in the background must not end unheard."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s failed", task.get_name(), exc_info=error)
+        self._tasks.append(in_background(work, name))

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.background import in_background
 from paceline.core.ids import NodeId
 from paceline.core.shown import printable
 from paceline.transport.trust.addresses import join_host
@@ -156,12 +157,7 @@ class Discovery:
                 self._found(join_host(host, info.port))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+        task = in_background(work, "mDNS")
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("mDNS failed", exc_info=error)

@@ -14,6 +14,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import (
     BadPipelineRequest,
@@ -98,7 +99,7 @@ class NodeShardHost:
 
     def start(self) -> None:
         """Begin to evict what is idle."""
-        self._reaper = asyncio.create_task(self._reap(), name="shard-reaper")
+        self._reaper = in_background(self._reap(), "shard-reaper")
 
     async def close(self) -> None:
         """End every session and free every shard. Bounded; idempotent."""

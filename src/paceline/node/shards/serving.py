@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.backends.memory import available_bytes
+from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.effects import Effect, Revoked
@@ -98,7 +99,7 @@ class ShardServing:
     def start(self) -> None:
         """Say on the card that shards are served, and go on saying which."""
         self.host.start()
-        self._showing = asyncio.create_task(self._show(), name="shard-offers")
+        self._showing = in_background(self._show(), "shard-offers")
 
     async def stop(self) -> None:
         """End every session and free everything. Bounded; idempotent."""
