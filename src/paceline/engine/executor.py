@@ -53,6 +53,8 @@ class StepBatch:
     steps: tuple[SequenceStep, ...]
     released: tuple[SequenceId, ...] = ()
     """Sequences whose tables are to be forgotten before this batch runs (ended or preempted)."""
+    most_blocks: int = 0
+    """Of KV that a live sequence may come to need."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ class Scheduler:
         self._max_running = config.max_running
         self._chunk = config.prefill_chunk
         self._batch_ids = count()
+        self._most_blocks = 0
+        """That a sequence may come to need."""
         self._released: list[SequenceId] = []
         self._draining: list[SequenceState] = []
         """Ended or due to be preempted, with blocks held until their batch is collected."""
@@ -62,6 +64,7 @@ class Scheduler:
         """A new sequence waits its turn."""
         self.prefixes.name(seq)
         self.waiting.append(seq)
+        self._most_blocks = max(self._most_blocks, self._blocks_of(seq))
 
     def end(self, seq: SequenceState) -> None:
         """A sequence is over; its blocks are given back now, or when the batch it is in is collected."""
@@ -74,6 +77,7 @@ class Scheduler:
             elif not seq.preempt_when_collected:
                 self._draining.append(seq)
         seq.phase = Phase.ENDED
+        self._most_blocks = max(map(self._blocks_of, (*self.running, *self.waiting)), default=0)
 
     # ------------------------------------------------------------------------------------------------------------------ batches
 
@@ -91,7 +95,7 @@ class Scheduler:
         if not steps:
             return None
         released, self._released = tuple(self._released), []
-        return PlannedBatch(StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released), sequences, decodes)
+        return PlannedBatch(StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released, self._most_blocks), sequences, decodes)
 
     def collected(self, planned: PlannedBatch) -> None:
         """A batch's KV is written, and its draws are taken: full blocks may be shared now, and what was held back for it is let go."""
@@ -131,7 +135,11 @@ class Scheduler:
         self._depth = executor.depth
         self._released.clear()  # nobody is left who knows them
         most = executor.n_blocks
-        return [seq for seq in self.waiting if blocks_for(seq.n_prompt + seq.request.max_tokens - 1, self._block_size) > most]
+        return [seq for seq in self.waiting if self._blocks_of(seq) > most]
+
+    def _blocks_of(self, seq: SequenceState) -> int:
+        """That it may come to need."""
+        return blocks_for(seq.n_prompt + seq.request.max_tokens - 1, self._block_size)
 
     # --------------------------------------------------------------------------------------------------------------- inside: rows
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -154,8 +155,8 @@ class PipelineExecutor:
         return self._news.take()
 
     def submit(self, batch: StepBatch) -> None:
-        if self._search.is_alone and not self._pending and self._search.others_are_back(self.n_blocks):
-            raise self._given_back()
+        if self._search.is_alone and (others := self._search.others_are_back(partial(self._fits, batch))) is not None:
+            raise self._given_back(others)
         route, times, clock = self._in_use(), self.times, self._clock
         began = clock.monotonic()
         stage_batch, rows_R = without_tokens(batch), logits_rows(batch)
@@ -212,12 +213,19 @@ class PipelineExecutor:
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 
-    def _given_back(self) -> ExecutorLost:
+    def _fits(self, batch: StepBatch, route: Route) -> bool:
+        """Whether live sequences, and their bytes, can go on over a route, without need."""
+        same = all(
+            stage.numerics_id in {"", self.numerics_id} and stage.holds_identity >= self._head.holds_identity for stage in route.stages
+        )
+        return same and route.n_blocks >= batch.most_blocks
+
+    def _given_back(self, others: Route) -> ExecutorLost:
         """Let go of the layers that this machine took over, as others have them again."""
         assert self._route is not None, "it runs them"
         self._news.restored()
         self._route.close()
-        self._route = None
+        self._take(others)
         return ExecutorLost("other machines run these layers again", ())
 
     def _take(self, route: Route) -> None:

@@ -8,6 +8,7 @@ getting ready; a fallback, once begun, is seen through.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from math import inf
 
 from paceline.core.clock import Clock
@@ -48,8 +49,6 @@ class Search:
         self._alone_s, self._back_at = 0.0, -inf
         """For how long others were not looked for when this machine last went on alone, and when it no longer did."""
         self._again_at = 0.0
-        self._back: Route | None = None
-        """Over others, who can take over again."""
 
     @property
     def seconds(self) -> float:
@@ -63,29 +62,36 @@ class Search:
         if self._fallback is not None:
             self._fallback.lost()
 
-    def others_are_back(self, n_blocks: int) -> bool:
-        """Whether others can take over from this machine, which goes on alone: the next `look` says how. Takes no time.
+    def others_are_back(self, fits: Callable[[Route], bool]) -> Route | None:
+        """A route over others, where they can take over from this machine, which goes on alone. Takes no time.
 
         Args:
-            n_blocks: of KV that they must have, since answers that go on may need them.
+            fits: whether what goes on may go on over a route.
         """
         now = self._clock.monotonic()
         if not self.is_alone or now < self._again_at or (self._fallback is not None and self._fallback.is_due):
-            return False
+            return None
         try:
             route = self._router.find(0.0)
         except PipelineError:
-            self._again_at = self._since = now + LOOK_AGAIN_S
-            return False
+            self._again_at = now + LOOK_AGAIN_S
+            return None
         if route is None:  # they are getting ready
-            return False
-        if route.n_blocks < n_blocks:
+            return None
+        if (fault := route.fault()) is not None:  # it broke while nobody asked for anything
             route.close()
-            self._again_at = self._since = now + ALONE_MOST_S
-            logger.info("others could run layers %s again, with less memory for answers than this machine has", self._layers)
-            return False
-        self._back = route
-        return True
+            self._router.quarantine(fault)
+            self._again_at = now + LOOK_AGAIN_S
+            return None
+        if not fits(route):
+            route.close()
+            self._again_at = now + ALONE_MOST_S
+            logger.info(
+                "others could run layers %s again, but with other numerics, or less memory for answers than is needed now", self._layers
+            )
+            return None
+        self._back_at, self.is_alone = now, False
+        return route
 
     def look(self) -> Route | None:
         """A route, or None where it is worth looking again. Takes a moment.
@@ -93,10 +99,7 @@ class Search:
         Raises:
             ExecutorUnavailable: it is not.
         """
-        back, self._back, self.is_alone = self._back, None, False
-        if back is not None:
-            self._back_at = self._clock.monotonic()
-            return back
+        self.is_alone = False
         now, fallback = self._clock.monotonic(), self._fallback
         if fallback is not None and fallback.has_begun:
             return self._alone(fallback)
@@ -132,8 +135,6 @@ class Search:
         """Idempotent; does not wait."""
         if self._fallback is not None:
             self._fallback.close()
-        if self._back is not None:
-            self._back.close()
         self._router.close()
 
     def _alone(self, fallback: Fallback) -> Route | None:
@@ -150,7 +151,7 @@ class Search:
             now = self._clock.monotonic()
             again = now - self._back_at < ALONE_MOST_S
             self._alone_s = min(2 * self._alone_s, ALONE_MOST_S) if again else self._limits.alone_s
-            self._again_at = self._since = now + self._alone_s
+            self._again_at = now + self._alone_s
         return route
 
     def _unavailable(self, reason: str) -> ExecutorUnavailable:

@@ -66,7 +66,8 @@ class Machine:
     def __init__(self, node_id: str, runner: LayerRunner[Any], width: int, n_blocks: int = 0) -> None:
         self.node_id, self.runner, self.width = NodeId(node_id), runner, width
         self.n_blocks = n_blocks or runner.n_blocks
-        self.alive, self.hangs, self.holds_identity = True, False, runner.holds_identity
+        self.alive, self.hangs = True, False
+        self.holds_identity, self.numerics_id = runner.holds_identity, runner.numerics_id
         self.tamper: Tamper | None = None
         self.dies_at: int | None = None
         """Batches from now until it dies."""
@@ -79,8 +80,7 @@ class MemoryRoute:
     def __init__(self, parts: Sequence[tuple[Machine, LayerRange]]) -> None:
         self.machines = [machine for machine, _ in parts]
         self.stages = tuple(
-            RouteStage(machine.node_id, layers, f"m:{layers}", machine.runner.numerics_id, machine.holds_identity)
-            for machine, layers in parts
+            RouteStage(machine.node_id, layers, f"m:{layers}", machine.numerics_id, machine.holds_identity) for machine, layers in parts
         )
         self.n_blocks = min(machine.n_blocks for machine in self.machines)
         self._pipes = [MemoryPipe() for _ in range(len(parts) + 1)]

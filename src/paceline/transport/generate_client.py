@@ -48,7 +48,8 @@ class RemoteStream:
         if self._call is None:
             model = self._model
             message = write_request(model.name, model.digest, model.weights, model.numerics_id, self._request)
-            self._call = GenerateServiceStub(self._channel).Generate(message)
+            with unless_closed(self._peer):
+                self._call = GenerateServiceStub(self._channel).Generate(message)
         try:
             with unless_closed(self._peer):
                 message = await self._call.read()
@@ -92,7 +93,8 @@ async def describe_model(
         NodeUnreachable: the node can't be reached.
         FleetError: what it sent is not what it announced.
     """
-    call = GenerateServiceStub(channel).DescribeModel(wire.DescribeModelRequest(model_id=name), timeout=timeout_s)
+    with unless_closed(peer):
+        call = GenerateServiceStub(channel).DescribeModel(wire.DescribeModelRequest(model_id=name), timeout=timeout_s)
     first: wire.DescribeModelResponse | None = None
     packed = bytearray()
     try:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NoReturn, TypeVar, cast
 
@@ -94,7 +95,8 @@ class WeightsClient:
             WrongBytes: what it says contradicts itself.
         """
         description, patience = Description(digest), _Patience(self._idle_s)
-        call = self._stub.DescribeWeights(wire.DescribeWeightsRequest(digest=digest))
+        with self._unless_closed():
+            call = self._stub.DescribeWeights(wire.DescribeWeightsRequest(digest=digest))
         try:
             while (part := await self._next(call)) is not None:
                 if not patience.holds(part):
@@ -119,7 +121,8 @@ class WeightsClient:
         for first in range(0, len(runs), MAX_RANGES):
             some = runs[first : first + MAX_RANGES]
             ranges = [wire.PieceRange(file=run.file, first=run.first, count=len(run)) for run in some]
-            call = self._stub.FetchPieces(wire.FetchPiecesRequest(digest=manifest.digest, ranges=ranges))
+            with self._unless_closed():
+                call = self._stub.FetchPieces(wire.FetchPiecesRequest(digest=manifest.digest, ranges=ranges))
             try:
                 for run in some:
                     for piece in range(run.first, run.stop):
@@ -143,16 +146,22 @@ class WeightsClient:
         try:
             # Not wait_for: Python 3.11's loses a cancellation that comes together with the message.
             async with asyncio.timeout(self._idle_s):
-                with unless_closed(self._who):
+                with self._unless_closed():
                     got = await call.read()
-        except NodeUnreachable as error:
-            raise SourceLost(error.message) from error
         except TimeoutError as error:
             raise SourceLost(f"{self._who} has sent nothing for {self._idle_s:g} s") from error
         except grpc.aio.AioRpcError as error:
             self._lost(error)
         # The other thing that read() returns is its mark for the end, which the stubs don't name.
         return cast("Response", got) if isinstance(got, Message) else None
+
+    @contextmanager
+    def _unless_closed(self) -> Generator[None]:
+        try:
+            with unless_closed(self._who):
+                yield
+        except NodeUnreachable as error:
+            raise SourceLost(error.message) from error
 
     def _lost(self, error: grpc.aio.AioRpcError) -> NoReturn:
         why = _WHY.get(error.code(), f"{error.code().name}: {printable(error.details() or '')}")

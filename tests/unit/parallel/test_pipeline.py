@@ -361,23 +361,28 @@ def test_where_it_may_this_machine_goes_on_alone_with_the_same_bytes(
         assert len(bench.loaded) == 1
 
 
-def test_machines_that_come_back_take_over_again_in_the_middle_of_answers(
-    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]
-) -> None:
-    class Awhile(Alone):
-        def load(self, own: int) -> LocalRoute:
-            one = self.machines["one"]
-            one.alive, one.dies_at = True, None
-            self.router.quarantined.clear()
-            return super().load(own)
+class AloneAWhile(Alone):
+    """Who went away is back once this machine has what it needs to go on alone."""
 
-    with Awhile(runners, "head2", ["one"], alone_s=0.0) as bench:
+    def load(self, own: int) -> LocalRoute:
+        one = self.machines["one"]
+        one.alive, one.dies_at = True, None
+        self.router.quarantined.clear()
+        return super().load(own)
+
+
+@pytest.mark.parametrize("n_blocks", [BLOCKS, BLOCKS // 2])
+def test_machines_that_come_back_take_over_again_in_the_middle_of_answers(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], n_blocks: int
+) -> None:
+    with AloneAWhile(runners, "head2", ["one"], alone_s=0.0) as bench:
+        bench.machines["one"].n_blocks = n_blocks
         bench.machines["one"].dies_at = 4
         run = bench.run
         assert run.all(requests()) == expected
         assert [stage.node_id for stage in bench.executor.stages] == ["one"]
         assert bench.executor.depth == 2
-        assert bench.counted.told == ["constructed", "lost one", "fell back", "constructed"]
+        assert bench.counted.told == ["constructed", "lost one", "fell back"]
         told = [notice.detail["status"] for notice in run.notices if notice.kind == "shard_status"]
         assert list(dict.fromkeys(told)) == ["degraded", "restored"]
         run.engine.check_invariants()
@@ -385,6 +390,26 @@ def test_machines_that_come_back_take_over_again_in_the_middle_of_answers(
         bench.machines["one"].dies_at = 1
         assert Run(bench.executor).all(requests()) == expected
         assert len(bench.loaded) == 2
+
+
+@pytest.mark.parametrize("lacks", ["memory", "numerics", "identity"])
+def test_machines_that_answers_could_not_go_on_over_do_not_take_over(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], lacks: str
+) -> None:
+    with AloneAWhile(runners, "head2", ["one"], alone_s=0.0) as bench:
+        one = bench.machines["one"]
+        one.dies_at = 4
+        match lacks:
+            case "memory":
+                one.n_blocks = 5
+            case "numerics":
+                one.numerics_id = "others"
+            case _:
+                one.holds_identity = False
+        opened = bench.router.looks
+        assert bench.run.all(requests()) == expected
+        assert bench.router.looks > opened
+        assert [stage.node_id for stage in bench.executor.stages] == ["here"]
 
 
 def test_losses_end_the_search_where_that_was_asked_for(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:

@@ -20,8 +20,12 @@ LIMITS = PipelineLimits(search_s=30.0, look_s=0.25, alone_s=30.0)
 class Opened:
     """As much of a route as a search looks at."""
 
-    def __init__(self, n_blocks: int = 8) -> None:
-        self.n_blocks, self.closed = n_blocks, False
+    def __init__(self) -> None:
+        self.closed = False
+        self.broken: Fault | None = None
+
+    def fault(self) -> Fault | None:
+        return self.broken
 
     def close(self) -> None:
         self.closed = True
@@ -38,6 +42,7 @@ class Router:
         self.clock = clock
         self.answer: Route | ShardUnavailable | None = NOBODY
         self.looks = 0
+        self.left_out: list[Fault] = []
 
     def find(self, wait_s: float) -> Route | None:
         self.looks += 1
@@ -46,7 +51,9 @@ class Router:
             raise self.answer
         return self.answer
 
-    def quarantine(self, fault: Fault) -> None: ...
+    def quarantine(self, fault: Fault) -> None:
+        self.left_out.append(fault)
+
     def close(self) -> None: ...
 
 
@@ -126,22 +133,25 @@ def alone(router: Router, after: int | None = None) -> Search:
     """A search that ended with this machine alone."""
     fallback = Going(router.clock, after)
     search = Search(router, fallback, "3 to 5", LIMITS, router.clock)
-    go_on_alone(search, fallback)
+    go_on_alone(search)
     return search
 
 
-def go_on_alone(search: Search, fallback: Fallback) -> None:
+def go_on_alone(search: Search) -> None:
     search.lost(GONE)
-    while (route := search.look()) is None:
-        fallback.wait(60.0) if fallback.has_begun else None
-    assert route.n_blocks == 8
+    look_to_the_end(search)
     assert search.is_alone
 
 
+def fits(route: Route) -> bool:
+    del route
+    return True
+
+
 def waits_alone_s(search: Search, router: Router) -> float:
-    """For how long nobody is looked for."""
+    """For how long nobody is looked for; those found then take over."""
     began, looks = router.clock.monotonic(), router.looks
-    while not search.others_are_back(8) and router.looks == looks:
+    while search.others_are_back(fits) is None and router.looks == looks:
         router.clock.advance(1.0)
     return router.clock.monotonic() - began
 
@@ -153,48 +163,49 @@ def test_after_a_while_alone_others_are_looked_for_now_and_then(router: Router) 
     assert search.is_alone
     router.clock.advance(LOOK_AGAIN_S)
     router.answer = None  # they get ready
-    assert not search.others_are_back(8)
+    assert search.others_are_back(fits) is None
     router.answer = ROUTE
-    assert search.others_are_back(8)
-    assert search.look() is ROUTE
+    assert search.others_are_back(fits) is ROUTE
     assert not search.is_alone
-    assert 0 <= search.seconds <= LOOK_AGAIN_S
+    assert search.others_are_back(fits) is None
     # Who goes away again and again is looked for less and less often, up to a bound; and, after a long while, as at first.
     for waits in (60.0, 120.0, 240.0, 480.0, ALONE_MOST_S, ALONE_MOST_S):
         router.answer = NOBODY
-        assert search._fallback is not None
-        go_on_alone(search, search._fallback)
+        go_on_alone(search)
         router.answer = ROUTE
         assert waits_alone_s(search, router) == pytest.approx(waits, abs=1.0)
-        assert search.look() is ROUTE
+        assert not search.is_alone
     router.clock.advance(ALONE_MOST_S)
     router.answer = NOBODY
-    go_on_alone(search, search._fallback)
+    go_on_alone(search)
     assert waits_alone_s(search, router) == pytest.approx(LIMITS.alone_s, abs=1.0)
 
 
-def test_others_with_less_memory_do_not_take_over(router: Router) -> None:
-    search, small = alone(router), Opened(7)
-    router.answer = cast(Route, small)
+def test_others_that_do_not_fit_do_not_take_over(router: Router) -> None:
+    search, found = alone(router), Opened()
+    router.answer = cast(Route, found)
     router.clock.advance(LIMITS.alone_s)
-    assert not search.others_are_back(8)
-    assert small.closed
+    assert search.others_are_back(lambda _: False) is None
+    assert found.closed
     assert search.is_alone
+    assert waits_alone_s(search, router) == pytest.approx(ALONE_MOST_S, abs=1.0)
+
+
+def test_a_route_that_broke_before_anybody_took_it_is_not_taken(router: Router) -> None:
+    search, found = alone(router), Opened()
+    found.broken = GONE
+    router.answer = cast(Route, found)
+    router.clock.advance(LIMITS.alone_s)
+    assert search.others_are_back(fits) is None
+    assert found.closed
+    assert search.is_alone
+    assert router.left_out == [GONE, GONE]
 
 
 def test_where_losses_ended_the_search_others_take_over_once_these_no_longer_count(router: Router) -> None:
     search = alone(router, after=1)
     router.answer = ROUTE
     router.clock.advance(LIMITS.alone_s)
-    assert not search.others_are_back(8)
+    assert search.others_are_back(fits) is None
     router.clock.advance(FORGET_S)
-    assert search.others_are_back(8)
-
-
-def test_a_route_that_nobody_took_is_closed_with_the_search(router: Router) -> None:
-    search, found = alone(router), Opened()
-    router.answer = cast(Route, found)
-    router.clock.advance(LIMITS.alone_s)
-    assert search.others_are_back(8)
-    search.close()
-    assert found.closed
+    assert search.others_are_back(fits) is ROUTE

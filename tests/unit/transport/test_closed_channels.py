@@ -58,6 +58,17 @@ async def test_whoever_waits_hears_of_it(
     await server.stop(None)
 
 
+@pytest.mark.parametrize(("client", "error"), CLIENTS)
+@in_loop
+async def test_whoever_asks_over_one_that_was_closed_before_hears_of_it(
+    client: Callable[[grpc.aio.Channel], Coroutine[Any, Any, object]], error: type[PacelineError]
+) -> None:
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    await channel.close()
+    with pytest.raises(error, match="The connection to b was closed"):
+        await client(channel)
+
+
 @in_loop
 async def test_who_is_cancelled_is_cancelled() -> None:
     began = asyncio.Event()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 
 from paceline.core.clock import Clock
@@ -77,22 +77,21 @@ class FleetRouter:
             raise ShardUnavailable("This node is stopping")
         if self._attempt is None:
             self._attempt = asyncio.run_coroutine_threadsafe(self._find(), self._loop)
+        # Not by its TimeoutError: a route that is opened just then would be lost, and open for ever.
+        if not wait((self._attempt,), max(0.0, wait_s)).done:
+            return None
+        attempt, self._attempt = self._attempt, None
         try:
-            route = self._attempt.result(max(0.0, wait_s))
+            route = attempt.result()
         except TimeoutError:
-            if not self._attempt.done():
-                return None
-            self._attempt = None
             return None
         except CancelledError as error:
-            self._attempt = None
             raise ShardUnavailable("This node is stopping") from error
         except PipelineError:
-            self._attempt = None
             # Nobody can now. Somebody may as soon as there is news, and whoever is left out in a while.
             self._fleet.wait_for_news(max(0.0, until - self._clock.monotonic()))
             raise
-        self._attempt, self.route = None, route
+        self.route = route
         return route
 
     def quarantine(self, fault: Fault) -> None:

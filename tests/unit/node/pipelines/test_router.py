@@ -45,9 +45,12 @@ class Opens:
     """An `Opener` that says whom it was asked to open a route over."""
 
     asked: list[set[NodeId]] = field(default_factory=list[set[NodeId]])
+    may: asyncio.Event = field(default_factory=asyncio.Event)
+    """Until then it takes its time."""
 
     async def open(self, parts: Sequence[Part]) -> Any:
         self.asked.append({part.node_id for part in parts})
+        await self.may.wait()
         return self
 
 
@@ -56,6 +59,7 @@ class Bench:
 
     def __init__(self, *names: NodeId) -> None:
         self.clock, self.opens = FakeClock(), Opens()
+        self.opens.may.set()
         eyes: Any = Eyes([card for card in CARDS if card.node_id in {OWN, *names}])
         wanted = replace(PINNED, pins=())
         self.router = FleetRouter(eyes, cast("Any", self.opens), wanted, asyncio.get_running_loop(), self.clock, PipelineMeter())
@@ -100,3 +104,14 @@ async def test_who_computes_garbage_is_not_asked_whoever_else_is_there() -> None
     bench.clock.advance(300)
     with pytest.raises(ShardUnavailable):
         await bench.found()
+
+
+@in_loop
+async def test_a_route_that_takes_its_time_is_opened_once() -> None:
+    bench = Bench(BEE)
+    bench.opens.may.clear()
+    for _ in range(20):
+        assert await in_thread(bench.router.find, 0.0) is None
+    bench.opens.may.set()
+    assert await bench.found() == {BEE}
+    assert len(bench.opens.asked) == 1
