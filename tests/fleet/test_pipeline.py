@@ -30,6 +30,8 @@ from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.requests import make_request
 
+NOT_YET_OPEN = 4
+"""Connections among three nodes that gossip may not have made yet when files are counted first; fewer than failovers make between two counts."""
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
 CONFIG = """[pipeline]
 search_seconds = 8
@@ -198,7 +200,7 @@ def test_a_failover_leaves_nothing_behind(fleet: Fleet) -> None:
     fleet.sees("bad", "good")
     assert fleet.ask() == fleet.alone
     before = {process.pid: open_files(process) for process in (fleet.o.node.process, fleet.twins)}
-    for deed in ("stalled", "nan", "deaf"):
+    for deed in ("stalled", "nan", "deaf") * 2:
         one, other = sorted(("bad", "good"), key=lambda name: name not in fleet.route)
         fleet.tell(f"do {one} {deed}")
         assert fleet.ask() == fleet.alone
@@ -207,7 +209,7 @@ def test_a_failover_leaves_nothing_behind(fleet: Fleet) -> None:
         fleet.tell(f"start {one}")
         fleet.sees("bad", "good")
     until(lambda: fleet.tell(f"sessions {other}") == "1")  # a spot check has another, for a moment
-    until(lambda: all(open_files(process) <= before[process.pid] for process in (fleet.o.node.process, fleet.twins)))
+    until(lambda: all(open_files(process) <= before[process.pid] + NOT_YET_OPEN for process in (fleet.o.node.process, fleet.twins)))
 
 
 def open_files(process: subprocess.Popen[str]) -> int:
