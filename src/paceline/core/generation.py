@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Ranges are checked by whoever builds one (the server names the field at fault).
+    """How tokens are drawn. `core.sampling_ranges` has the ranges; the engine refuses what is out of them.
 
     Order: logit_bias, penalties, temperature, top-k, top-p, min-p, then the draw from noise keyed by (seed, position).
     """

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.generation import GenerationRequest
+from paceline.core.sampling_ranges import check_sampling
 from paceline.core.shown import printable
 from paceline.engine.block_tables import blocks_for
 from paceline.engine.config import EngineConfig
@@ -34,7 +35,9 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
         raise InvalidRequest(f"n is {request.n}, and this engine takes 1 to {most}", "Ask for fewer answers.", field="n")
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
         raise InvalidRequest(f"The prompt holds token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="prompt")
-    _check_sampling(request, vocab)
+    check_sampling(request.sampling)
+    if not all(0 <= token < vocab for token in request.sampling.logit_bias):
+        raise InvalidRequest(f"logit_bias names token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="logit_bias")
     tokens = n_prompt + request.max_tokens
     if tokens > config.max_context:
         raise ContextOverflow(
@@ -77,25 +80,3 @@ def check_room(live: int, more: int, config: EngineConfig) -> None:
     if live + more > most:
         wait_s = min(RETRY_SPAN_S, max(1, 2 * math.ceil(live / config.max_running)))
         raise Overloaded(f"{live} answers are running or waiting, and {most} is the most", "Try again later.", retry_after_s=wait_s)
-
-
-def _check_sampling(request: GenerationRequest, vocab: int) -> None:
-    """Ranges are the server's to explain; what would derail the sampler is refused here too."""
-    sampling = request.sampling
-    if not all(0 <= token < vocab for token in sampling.logit_bias):
-        raise InvalidRequest(f"logit_bias names token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="logit_bias")
-    numbers = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": sum(sampling.logit_bias.values()),
-    }
-    for field, value in numbers.items():
-        if not math.isfinite(value):
-            raise InvalidRequest(f"{field} is {value}", "Send a finite number.", field=field)
-    if sampling.temperature < 0 or sampling.repetition_penalty <= 0:
-        field = "temperature" if sampling.temperature < 0 else "repetition_penalty"
-        raise InvalidRequest(f"{field} is {numbers[field]}", "Send a larger number.", field=field)

@@ -14,6 +14,18 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from paceline.core.sampling_ranges import (
+    BIAS,
+    FREQUENCY_PENALTY,
+    LOGPROBS,
+    MAX_BIASES,
+    MIN_P,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    TOP_P,
+)
+
 UNION_TAGS = frozenset({"as-string", "as-list"})
 """Parts of a pydantic error location that are ours, not the client's."""
 
@@ -49,7 +61,7 @@ Stop = Annotated[
     Discriminator(_string_or_list),
 ]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=BIAS.least, le=BIAS.most, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -68,15 +80,17 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31, description="Where missing: the rest of the context.")
-    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy; default 1.")
-    top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    temperature: float | None = Field(
+        default=None, ge=TEMPERATURE.least, le=TEMPERATURE.most, allow_inf_nan=False, description="0 is greedy; default 1."
+    )
+    top_p: float | None = Field(default=None, ge=TOP_P.least, le=TOP_P.most, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31, description="0 or -1 keeps all.")
-    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    min_p: float | None = Field(default=None, ge=MIN_P.least, le=MIN_P.most, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=REPETITION_PENALTY.least, le=REPETITION_PENALTY.most, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, ge=PRESENCE_PENALTY.least, le=PRESENCE_PENALTY.most, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, ge=FREQUENCY_PENALTY.least, le=FREQUENCY_PENALTY.most, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
-    logit_bias: dict[TokenKey, Bias] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[TokenKey, Bias] | None = Field(default=None, max_length=MAX_BIASES)
     stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
@@ -127,7 +141,7 @@ class ChatCompletionRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="Only with `logprobs`.")
+    top_logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most), description="Only with `logprobs`.")
 
     prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
     parallel_tool_calls: bool | None = Field(default=None, description="Ignored.")
@@ -194,7 +208,7 @@ class CompletionRequest(Sampling):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
-    logprobs: int | None = Field(default=None, ge=0, le=20, description="Top alternatives beside each token's own.")
+    logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most), description="Top alternatives beside each token's own.")
 
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId
+from paceline.core.sampling_ranges import check_sampling
 from paceline.core.shown import printable
 from paceline.transport.wire import generate_pb2 as wire
 
@@ -20,10 +21,8 @@ _TO_WIRE = {
 }
 _FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
 MAX_N = 128
-MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LETTERS = 64 << 10
-MAX_BIASES = 1024
 MAX_DRAFT_LETTERS = 512
 """None lower than the API's own."""
 MAX_NOTICES = 16
@@ -67,40 +66,40 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
     """The request in a message, under an id of this process's own.
 
     Raises:
-        InvalidRequest: a count that no request has. What the model decides (its context, its vocabulary) is checked at admission.
+        InvalidRequest: a count that no request has, or a sampling parameter out of its range. What the model decides (its context, its vocabulary) is checked at admission.
     """
     sampling = message.sampling
     for field, value, least, most in (
         ("n", message.n, 1, MAX_N),
         ("max_tokens", message.max_tokens, 1, 1 << 31),
         ("prompt", len(message.prompt_ids), 1, 1 << 31),
-        ("logprobs", sampling.logprobs, 0, MAX_LOGPROBS),
         ("stop", len(message.stop), 0, MAX_STOPS),
         ("stop", max(map(len, message.stop), default=0), 0, MAX_STOP_LETTERS),
         ("stop_token_ids", len(message.stop_ids), 0, MAX_STOPS),
         ("draft", len(message.draft), 0, MAX_DRAFT_LETTERS),
-        ("logit_bias", len(sampling.logit_bias), 0, MAX_BIASES),
     ):
         if not least <= value <= most:
             raise InvalidRequest(f"{field} is {value}, and {least} to {most} are taken", field=field)
     if not all(message.stop):
         raise InvalidRequest("A stop text is empty", field="stop")
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        logit_bias=dict(sampling.logit_bias),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+    check_sampling(params)
     return GenerationRequest(
         request_id=request_id,
         prompt_ids=tuple(message.prompt_ids),
         max_tokens=message.max_tokens,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed if sampling.HasField("seed") else None,
-            logit_bias=dict(sampling.logit_bias),
-            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-        ),
+        sampling=params,
         n=message.n,
         stop=tuple(message.stop),
         stop_ids=frozenset(message.stop_ids),

@@ -86,12 +86,12 @@ class TestPenalties:
     def test_see_the_tokens_drawn(self) -> None:
         (free,) = EngineBench().run(request(max_tokens=30)).values()
         assert len(set(free.token_ids)) < 30
-        sampling = SamplingParams(temperature=0, presence_penalty=1000)
+        sampling = SamplingParams(temperature=0, presence_penalty=2, frequency_penalty=2)
         (answer,) = EngineBench().run(request(max_tokens=30, sampling=sampling)).values()
         assert len(set(answer.token_ids)) == 30
 
     def test_of_repetition_see_the_prompt(self) -> None:
-        sampling = SamplingParams(temperature=0, repetition_penalty=1000)
+        sampling = SamplingParams(temperature=0, repetition_penalty=10)
         (answer,) = EngineBench().run(request(n_prompt=5, max_tokens=20, sampling=sampling)).values()
         assert len({*answer.token_ids, *request(n_prompt=5).prompt_ids}) == 20 + len(set(request(n_prompt=5).prompt_ids))
 
@@ -111,7 +111,15 @@ class TestRefusals:
             (request(sampling=SamplingParams(logit_bias={3: math.nan})), "logit_bias"),
             (request(sampling=SamplingParams(temperature=math.nan)), "temperature"),
             (request(sampling=SamplingParams(temperature=-1)), "temperature"),
+            (request(sampling=SamplingParams(temperature=2.1)), "temperature"),
+            (request(sampling=SamplingParams(top_k=-1)), "top_k"),
+            (request(sampling=SamplingParams(top_p=1.1)), "top_p"),
+            (request(sampling=SamplingParams(min_p=1.5)), "min_p"),
             (request(sampling=SamplingParams(repetition_penalty=0)), "repetition_penalty"),
+            (request(sampling=SamplingParams(presence_penalty=-2.5)), "presence_penalty"),
+            (request(sampling=SamplingParams(frequency_penalty=math.inf)), "frequency_penalty"),
+            (request(sampling=SamplingParams(logit_bias={3: 101.0})), "logit_bias"),
+            (request(sampling=SamplingParams(logprobs=21)), "logprobs"),
         ],
     )
     def test_name_the_field(self, bad: GenerationRequest, field: str) -> None:

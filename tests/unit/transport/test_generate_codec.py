@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,26 +11,28 @@ from hypothesis import strategies as st
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId
-from paceline.transport.generate_codec import MAX_LOGPROBS, MAX_N, read_chunks, read_request, write_chunks, write_request
+from paceline.transport.generate_codec import MAX_N, read_chunks, read_request, write_chunks, write_request
 from paceline.transport.wire import generate_pb2 as wire
 
 ID = RequestId("r")
 tokens = st.integers(0, (1 << 32) - 1)
 reals = st.floats(allow_nan=False)
+shares = st.floats(0, 1)
+penalties = st.floats(-2, 2)
 names = st.text("abcz_", min_size=1, max_size=9)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 samplings = st.builds(
     SamplingParams,
-    temperature=reals,
-    top_k=tokens,
-    top_p=reals,
-    min_p=reals,
-    repetition_penalty=reals,
-    presence_penalty=reals,
-    frequency_penalty=reals,
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, (1 << 31) - 1),
+    top_p=shares,
+    min_p=shares,
+    repetition_penalty=st.floats(0, 10, exclude_min=True),
+    presence_penalty=penalties,
+    frequency_penalty=penalties,
     seed=st.none() | st.integers(0, (1 << 64) - 1),
-    logit_bias=st.dictionaries(tokens, reals, max_size=4),
-    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+    logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=4),
+    logprobs=st.none() | st.integers(0, 20),
 )
 requests = st.builds(
     GenerationRequest,
@@ -97,10 +101,13 @@ def test_what_a_peer_says_beside_an_answer_can_break_nobody_s_stream() -> None:
         ("prompt", {"prompt_ids": []}),
         ("stop", {"stop": [""]}),
         ("stop", {"stop": ["x"] * 65}),
-        ("logprobs", {"sampling": wire.Sampling(logprobs=MAX_LOGPROBS + 1)}),
+        ("logprobs", {"sampling": wire.Sampling(repetition_penalty=1, logprobs=21)}),
+        ("min_p", {"sampling": wire.Sampling(repetition_penalty=1, min_p=1.5)}),
+        ("top_p", {"sampling": wire.Sampling(repetition_penalty=1, top_p=math.nan)}),
+        ("temperature", {"sampling": wire.Sampling(repetition_penalty=1, temperature=1e300)}),
     ],
 )
-def test_counts_that_no_request_has_are_refused(field: str, change: dict[str, object]) -> None:
+def test_values_that_no_request_has_are_refused(field: str, change: dict[str, object]) -> None:
     fields: dict[str, object] = {"n": 1, "max_tokens": 1, "prompt_ids": [1], **change}
     with pytest.raises(InvalidRequest) as refused:
         read_request(wire.GenerateRequest(**fields), ID)  # type: ignore[arg-type]
@@ -118,7 +125,7 @@ def test_a_reason_of_a_later_version_is_an_error() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"sampling": wire.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))},
+        {"sampling": wire.Sampling(repetition_penalty=1, logit_bias=dict.fromkeys(range(1025), 1.0))},
         {"stop_ids": range(65)},
         {"stop": ["x" * (65 << 10)]},
         {"draft": "x" * 513},
