@@ -107,6 +107,10 @@ class SeededWeights:
     def nbytes(self, name: str) -> int:
         return 4 * int(np.prod(self._shapes[name]))
 
-    def read(self, name: str) -> StoredTensor:
+    def type_of(self, name: str) -> str:  # noqa: ARG002  (all alike)
+        return "F32"
+
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
         rng = np.random.Generator(np.random.PCG64((_SEED, self._places[name])))
-        return DenseTensor(rng.standard_normal(self._shapes[name], np.float32) * _SPREAD, "f32")
+        whole = rng.standard_normal(self._shapes[name], np.float32) * _SPREAD
+        return DenseTensor(whole if rows is None else whole[rows], "f32")

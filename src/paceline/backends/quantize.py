@@ -1,6 +1,6 @@
 """Between stored tensors and the formats that kernels hold: requantise, widen, round. NumPy only, shared by all CPU backends.
 
-A tensor already grouped at the bits asked for passes through untouched, so a GGUF's own codes are what runs. Anything else goes
+Blocks of the bits asked for (Q4_0, Q4_1, Q8_0) keep their own codes; Q4_0's offset is -8 * scale, exact in float16. Anything else goes
 through float32: 4 bits span each group's minimum to its maximum, 8 bits are symmetric about zero (GGUF's Q4_1 and Q8_0).
 Codes are chosen for the scale as float16 holds it. Work goes in slabs of rows, so that temporaries stay small beside the tensor.
 
@@ -16,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import UnsupportedModel
-from paceline.core.weights import GROUP, DenseTensor, GroupedTensor, StoredTensor
+from paceline.core.weights import GROUP, BlockTensor, DenseTensor, GroupedTensor, StoredTensor
 
 Float32 = npt.NDArray[np.float32]
 
 _SLAB = 1 << 20
 """Weights a slab holds: its temporaries take some 16 MiB. Raising it gains little speed."""
+
+_CODE_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+"""Types whose blocks are groups of one scale and one offset at most, with codes of so many bits."""
 
 _HALF_MAX = float(np.finfo(np.float16).max)
 
@@ -36,9 +39,9 @@ def to_grouped(tensor: StoredTensor, bits: Literal[4, 8]) -> GroupedTensor:
     Raises:
         UnsupportedModel: it is no matrix, or its rows are no whole groups.
     """
-    if isinstance(tensor, GroupedTensor) and tensor.bits == bits:
-        return tensor
     shape = tensor_shape(tensor)
+    if isinstance(tensor, BlockTensor) and _CODE_BITS.get(tensor.type) == bits and len(shape) == 2:
+        return _split(tensor)
     if len(shape) != 2 or shape[1] % GROUP:
         raise UnsupportedModel(f"A tensor of shape {list(shape)} can't be held in groups of {GROUP} inputs", "Use --weights bf16.")
     scale_NG = np.empty((shape[0], shape[1] // GROUP), np.float16)
@@ -53,7 +56,7 @@ def to_grouped(tensor: StoredTensor, bits: Literal[4, 8]) -> GroupedTensor:
     return GroupedTensor(4, unsigned_NK, scale_NG, offset_NG)
 
 
-def to_float32(tensor: StoredTensor) -> Float32:
+def to_float32(tensor: StoredTensor | GroupedTensor) -> Float32:
     """The tensor's values, float32, in its own shape. Exact but for one rounding where a group has an offset."""
     shape = tensor_shape(tensor)
     if len(shape) != 2:
@@ -87,9 +90,15 @@ def round_to_bf16(values: Float32) -> npt.NDArray[np.uint16]:
     return rounded
 
 
-def tensor_shape(tensor: StoredTensor) -> tuple[int, ...]:
+def tensor_shape(tensor: StoredTensor | GroupedTensor) -> tuple[int, ...]:
     """Shape of the values a stored tensor stands for."""
-    return tensor.codes_NK.shape if isinstance(tensor, GroupedTensor) else tensor.data.shape
+    match tensor:
+        case GroupedTensor():
+            return tensor.codes_NK.shape
+        case BlockTensor():
+            return tensor.shape
+        case DenseTensor():
+            return tensor.data.shape
 
 
 def _slabs(shape: tuple[int, ...]) -> Iterator[slice]:
@@ -98,7 +107,34 @@ def _slabs(shape: tuple[int, ...]) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _widen(tensor: StoredTensor, rows: slice) -> Float32:
+def _split(tensor: BlockTensor) -> GroupedTensor:
+    """Codes, scales and offsets of Q4_0, Q4_1 or Q8_0 blocks."""
+    n, k = tensor.shape
+    groups_NGB = tensor.rows_NB.reshape(n, k // GROUP, -1)
+    halves_at = lambda at: np.ascontiguousarray(groups_NGB[:, :, at : at + 2]).view(np.float16).reshape(n, -1)  # noqa: E731
+    scale_NG = halves_at(0)
+    if tensor.type == "Q8_0":
+        return GroupedTensor(8, np.ascontiguousarray(groups_NGB[:, :, 2:]).view(np.int8).reshape(n, k), scale_NG, None)
+    offset_NG, first = (halves_at(2), 4) if tensor.type == "Q4_1" else (scale_NG * np.float16(-8), 2)
+    quants_NGB = groups_NGB[:, :, first:]
+    codes_NGK = np.empty((n, k // GROUP, GROUP), np.uint8)
+    np.bitwise_and(quants_NGB, 15, out=codes_NGK[:, :, : GROUP // 2])
+    np.right_shift(quants_NGB, 4, out=codes_NGK[:, :, GROUP // 2 :])
+    return GroupedTensor(4, codes_NGK.reshape(n, k), scale_NG, offset_NG)
+
+
+def _dequantised(tensor: BlockTensor, rows: slice) -> Float32:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    if len(tensor.shape) < 2:
+        return dequantize(tensor.rows_NB, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)[rows]
+    return dequantize(tensor.rows_NB[rows], GGMLQuantizationType[tensor.type])
+
+
+def _widen(tensor: StoredTensor | GroupedTensor, rows: slice) -> Float32:
+    if isinstance(tensor, BlockTensor):
+        return _dequantised(tensor, rows)
     if isinstance(tensor, GroupedTensor):
         codes = tensor.codes_NK[rows].astype(np.float32)
         groups = codes.reshape(*codes.shape[:-1], -1, GROUP)

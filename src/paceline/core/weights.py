@@ -2,9 +2,9 @@
 
 Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`, `model.embed_tokens.weight`, `lm_head.weight`,
 `model.norm.weight`). Sources translate (GGUF's names, GGUF's permuted q/k rows of the llama family) and read lazily:
-only what is asked for is read.
+only what is asked for is read, a range of rows at a time where that is asked. Nothing is widened here: quantised blocks travel as they lie.
 
-Shapes: N outputs (rows), K inputs (columns), G = K / 32 groups.
+Shapes: N outputs (rows), K inputs (columns), B bytes of a row, G = K / 32 groups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 Shape = tuple[int, ...]
 
 GROUP = 32
-"""Weights that share one scale, along the input dimension: GGUF's block and the group of both quantised formats."""
+"""Weights that share one scale, along the input dimension: the group of both uniform quantised formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,21 @@ class DenseTensor:
 
     data: npt.NDArray[np.generic]
     dtype: Literal["f32", "f16", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """Rows quantised by GGML, as they lie in the file.
+
+    Attributes:
+        type: GGML's name of the type: Q4_K, IQ4_XS.
+        shape: of the values; the last dimension is whole blocks.
+        rows_NB: uint8, a row's blocks one after the other.
+    """
+
+    type: str
+    shape: Shape
+    rows_NB: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +66,7 @@ class GroupedTensor:
     offset_NG: npt.NDArray[np.float16] | None
 
 
-StoredTensor = DenseTensor | GroupedTensor
+StoredTensor = DenseTensor | BlockTensor
 
 
 class WeightSource(Protocol):
@@ -71,12 +86,19 @@ class WeightSource(Protocol):
         """Size of a tensor in its file, without reading it."""
         ...
 
-    def read(self, name: str) -> StoredTensor:
+    def type_of(self, name: str) -> str:
+        """GGML's name of the type a tensor is stored in, without reading it: F32, BF16, Q6_K."""
+        ...
+
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
         """Read one tensor. The arrays are the caller's own, not views of a mapped file.
+
+        Args:
+            name: Hugging Face's.
+            rows: which of its first dimension, from a start to a stop; None: all.
 
         Raises:
             ModelFileError: it is missing, or its bytes are short or damaged.
-            UnsupportedModel: its type is unknown.
         """
         ...
 

@@ -1,10 +1,9 @@
 """A GGUF model as a source of tensors under Hugging Face's names.
 
-Q4_0, Q4_1 and Q8_0 come as they lie (Q4_0's offset is -8 * scale, exact in float16); F32, F16 and BF16 as dense tensors; every other
-type is dequantised to float32. llama.cpp permutes the q and k rows of its `llama` architecture for interleaved rope: the rows
-are put back, which moves whole quantised rows and changes no value.
+Blocks come as they lie; F32, F16 and BF16 as dense tensors. llama.cpp permutes the q and k rows of its `llama` architecture for
+interleaved rope: the rows are put back, which moves whole quantised rows and changes no value.
 
-Shapes: N outputs (rows), K inputs (columns), G = K / 32 groups, B bytes of a row.
+Shapes: N outputs (rows), B bytes of a row.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.core.model import ModelSpec
-from paceline.core.weights import GROUP, DenseTensor, GroupedTensor, StoredTensor
 from paceline.store.digests import DigestCache
-from paceline.store.faults import damaged, unsupported
+from paceline.store.faults import damaged
 from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.gguf_spec import spec_from_gguf
-from paceline.store.tensor_files import DENSE, Bytes, StoredAt, TensorFiles
+from paceline.store.tensor_files import Bytes, StoredAt, TensorFiles
 
 _GLOBAL: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER: Final = {
@@ -34,7 +31,6 @@ _IN_LAYER: Final = {
 }  # fmt: skip
 _EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _ROPE_FREQS: Final = "rope_freqs.weight"
-_GROUPED: Final = frozenset({"Q4_0", "Q4_1", "Q8_0"})
 
 
 class GgufWeights(TensorFiles):
@@ -60,15 +56,16 @@ class GgufWeights(TensorFiles):
     def places(self) -> Mapping[str, StoredAt]:
         return {**super().places, **self._rope_freqs}
 
-    def _decode(self, name: str, at: StoredAt, raw: Bytes) -> StoredTensor:
+    def _raw_rows(self, name: str, at: StoredAt, start: int, stop: int) -> Bytes:
         heads = self._permuted_heads.get(name.rpartition(".self_attn.")[2])
-        if heads is not None:
-            raw = _unpermuted(raw, at.shape[0], heads)
-        if at.type.name in DENSE:
-            return super()._decode(name, at, raw)
-        if at.type.name in _GROUPED and len(at.shape) == 2:
-            return _grouped(at, raw)
-        return _dequantised(at, raw)
+        if heads is None or start == stop:
+            return super()._raw_rows(name, at, start, stop)
+        # Rows are permuted within a head: whole heads are read.
+        a_head = at.shape[0] // heads
+        first, last = start // a_head, -(-stop // a_head)
+        raw = _unpermuted(at.rows(first * a_head, last * a_head).read(), last - first, a_head)
+        row_bytes = at.nbytes // at.shape[0]
+        return raw[(start - first * a_head) * row_bytes : (stop - first * a_head) * row_bytes]
 
 
 def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
@@ -121,45 +118,7 @@ def _rope_factors(at: StoredAt | None) -> list[float] | None:
     return at.read().view(np.float32).tolist()
 
 
-def _unpermuted(raw: Bytes, n_rows: int, n_heads: int) -> Bytes:
-    """Rows from llama.cpp's interleaved order (pair, half) back to Hugging Face's (half, pair), head by head."""
-    rows_NB = raw.reshape(n_heads, n_rows // n_heads // 2, 2, -1)
+def _unpermuted(raw: Bytes, heads: int, a_head: int) -> Bytes:
+    """Rows of whole heads from llama.cpp's interleaved order (pair, half) back to Hugging Face's (half, pair)."""
+    rows_NB = raw.reshape(heads, a_head // 2, 2, -1)
     return np.ascontiguousarray(rows_NB.swapaxes(1, 2)).reshape(-1)
-
-
-def _grouped(at: StoredAt, raw: Bytes) -> GroupedTensor:
-    n, k = at.shape
-    groups_NGB = raw.reshape(n, k // GROUP, at.type.nbytes)
-    scale_NG = np.ascontiguousarray(groups_NGB[:, :, 0:2]).view(np.float16).reshape(n, -1)
-    offset_NG: npt.NDArray[np.float16] | None
-    match at.type.name:
-        case "Q8_0":
-            offset_NG, first = None, 2
-        case "Q4_1":
-            offset_NG, first = np.ascontiguousarray(groups_NGB[:, :, 2:4]).view(np.float16).reshape(n, -1), 4
-        case _:
-            with np.errstate(over="ignore", invalid="ignore"):
-                offset_NG, first = scale_NG * np.float16(-8), 2
-    if not np.isfinite(scale_NG).all() or (offset_NG is not None and not np.isfinite(offset_NG).all()):
-        raise damaged(at.path, f"tensor {at.name} has a scale that is not a finite number")
-    quants_NGB = groups_NGB[:, :, first:]
-    if at.type.name == "Q8_0":
-        return GroupedTensor(8, np.ascontiguousarray(quants_NGB).view(np.int8).reshape(n, k), scale_NG, None)
-    codes_NGK = np.empty((n, k // GROUP, GROUP), np.uint8)
-    np.bitwise_and(quants_NGB, 15, out=codes_NGK[:, :, : GROUP // 2])
-    np.right_shift(quants_NGB, 4, out=codes_NGK[:, :, GROUP // 2 :])
-    return GroupedTensor(4, codes_NGK.reshape(n, k), scale_NG, offset_NG)
-
-
-def _dequantised(at: StoredAt, raw: Bytes) -> DenseTensor:
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    kind = at.type
-    row_bytes = at.shape[-1] // kind.block * kind.nbytes
-    try:
-        with np.errstate(all="ignore"):
-            values = dequantize(raw.reshape(-1, row_bytes), GGMLQuantizationType[kind.name])
-    except NotImplementedError as error:
-        raise unsupported(at.path, f"tensor {at.name} is of type {kind.name}, which can't be dequantised") from error
-    return DenseTensor(np.ascontiguousarray(values, np.float32).reshape(at.shape), "f32")

@@ -98,7 +98,10 @@ class PartWeights:
     def nbytes(self, name: str) -> int:
         return self._weights.nbytes(name)
 
-    def read(self, name: str) -> StoredTensor:
+    def type_of(self, name: str) -> str:
+        return self._weights.type_of(name)
+
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
         """One tensor.
 
         Raises:
@@ -106,7 +109,7 @@ class PartWeights:
         """
         if name not in self._names:
             raise damaged(self._weights.files[0], f"tensor {name} was never fetched")
-        return self._weights.read(name)
+        return self._weights.read(name, rows)
 
 
 def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:

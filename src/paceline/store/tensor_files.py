@@ -6,7 +6,7 @@ Each read opens the file, reads one range and closes it. Nothing is mapped: mapp
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.model import ModelSpec
-from paceline.core.weights import DenseTensor, Shape, StoredTensor
+from paceline.core.weights import BlockTensor, DenseTensor, Shape, StoredTensor
 from paceline.store.digests import DigestCache, digest_of_files
 from paceline.store.faults import damaged, unreadable
 from paceline.store.layout import check_tensors
@@ -50,6 +50,11 @@ class StoredAt:
     offset: int
     nbytes: int
 
+    def rows(self, start: int, stop: int) -> StoredAt:
+        """Where rows [start, stop) of it lie. Rows are whole blocks."""
+        first, end = (at * self.nbytes // self.shape[0] for at in (start, stop))
+        return replace(self, shape=(stop - start, *self.shape[1:]), offset=self.offset + first, nbytes=end - first)
+
     def read(self) -> Bytes:
         """Its bytes.
 
@@ -72,8 +77,23 @@ class StoredAt:
         return raw
 
 
+HALVES: Final[Mapping[str, tuple[int, ...]]] = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+"""Where a block of each type has half-precision scales, in bytes from its start. IQ1_M's is in four pieces; MXFP4 has none."""
+
+
+def _scales_are_finite(kind: TensorType, rows_NB: Bytes) -> bool:
+    if kind.name not in HALVES:
+        return True
+    words_NG = rows_NB.view(np.uint16).reshape(-1, kind.nbytes // 2)
+    return not any(((words_NG[:, at // 2] & 0x7C00) == 0x7C00).any() for at in HALVES[kind.name])
+
+
 class TensorFiles:
-    """A `WeightSource` over files. A format adds how it is opened, and what its own types hold."""
+    """A `WeightSource` over files. A format adds how it is opened, and in which order its rows lie."""
 
     format: ClassVar[str]
 
@@ -136,13 +156,25 @@ class TensorFiles:
     def nbytes(self, name: str) -> int:
         return self._at(name).nbytes
 
-    def read(self, name: str) -> StoredTensor:
-        at = self._at(name)
-        return self._decode(name, at, at.read())
+    def type_of(self, name: str) -> str:
+        return self._at(name).type.name
 
-    def _decode(self, name: str, at: StoredAt, raw: Bytes) -> StoredTensor:  # noqa: ARG002  (a format may go by the name)
-        dtype, numpy_type = DENSE[at.type.name]
-        return DenseTensor(raw.view(numpy_type).reshape(at.shape), dtype)
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+        whole = self._at(name)
+        start, stop, _ = (rows or slice(None)).indices(whole.shape[0])
+        at = whole.rows(start, stop)
+        raw = self._raw_rows(name, whole, start, stop)
+        if at.type.name in DENSE:
+            dtype, numpy_type = DENSE[at.type.name]
+            return DenseTensor(raw.view(numpy_type).reshape(at.shape), dtype)
+        blocks = BlockTensor(at.type.name, at.shape, raw.reshape(-1, at.shape[-1] // at.type.block * at.type.nbytes))
+        if not _scales_are_finite(at.type, blocks.rows_NB):
+            raise damaged(at.path, f"tensor {at.name} has a scale that is not a finite number")
+        return blocks
+
+    def _raw_rows(self, name: str, at: StoredAt, start: int, stop: int) -> Bytes:  # noqa: ARG002  (a format may go by the name)
+        """Bytes of rows [start, stop) of a tensor, in the order of Hugging Face's."""
+        return at.rows(start, stop).read()
 
     def _at(self, name: str) -> StoredAt:
         at = self._tensors.get(name)

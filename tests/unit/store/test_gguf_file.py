@@ -14,7 +14,7 @@ from gguf.quants import dequantize
 from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.model import MoeSpec, RopeSpec
 from paceline.core.rope import inverse_frequencies
-from paceline.core.weights import DenseTensor, GroupedTensor, StoredTensor
+from paceline.core.weights import BlockTensor, DenseTensor, StoredTensor
 from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import open_gguf
 from paceline.store.gguf_header import TENSOR_TYPES, read_header
@@ -22,12 +22,8 @@ from paceline.store.home import Home
 
 
 def as_float32(tensor: StoredTensor) -> np.ndarray:
-    if isinstance(tensor, GroupedTensor):
-        scale = np.repeat(tensor.scale_NG.astype(np.float32), 32, axis=1)
-        values = scale * tensor.codes_NK.astype(np.float32)
-        if tensor.offset_NG is not None:
-            values += np.repeat(tensor.offset_NG.astype(np.float32), 32, axis=1)
-        return values
+    if isinstance(tensor, BlockTensor):
+        return dequantize(tensor.rows_NB, gguf.GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
     if tensor.dtype == "bf16":
         return (tensor.data.astype(np.uint32) << 16).view(np.float32)
     return tensor.data.astype(np.float32)
@@ -47,17 +43,28 @@ def test_every_tensor_comes_back_under_its_own_name(gguf_model: Any, tmp_path: P
     assert source.spec.moe == (MoeSpec(3, 2, 96, norm_topk=True) if arch == "qwen3moe" else None)
 
 
-@pytest.mark.parametrize(("quant", "bits"), [("Q4_0", 4), ("Q4_1", 4), ("Q8_0", 8)])
-def test_quantised_tensors_come_as_they_lie(gguf_model: Any, tmp_path: Path, digests: DigestCache, quant: Any, bits: Any) -> None:
-    source = open_gguf(gguf_model("llama", quant).write(tmp_path / "m.gguf"), digests)
-    tensor = source.read("model.layers.0.self_attn.q_proj.weight")
-    assert isinstance(tensor, GroupedTensor)
-    assert (tensor.bits, tensor.codes_NK.shape, tensor.scale_NG.shape) == (bits, (64, 64), (64, 2))
-    assert (tensor.offset_NG is None) == (bits == 8)
-    assert source.tensor_type == quant
+@pytest.mark.parametrize(("quant", "row_bytes"), [("Q4_0", 36), ("Q5_1", 48), ("Q8_0", 68)])
+def test_quantised_tensors_come_as_they_lie(gguf_model: Any, tmp_path: Path, digests: DigestCache, quant: Any, row_bytes: int) -> None:
+    model = gguf_model("qwen2", quant)
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    tensor = source.read("model.layers.0.self_attn.o_proj.weight")
+    assert isinstance(tensor, BlockTensor)
+    assert (tensor.type, tensor.shape, tensor.rows_NB.shape) == (quant, (64, 64), (64, row_bytes))
+    np.testing.assert_array_equal(tensor.rows_NB, model.stored["blk.0.attn_output.weight"][0])
+    assert source.tensor_type == source.type_of("model.layers.0.self_attn.o_proj.weight") == quant
 
 
-def test_k_quants_are_dequantised_as_gguf_does(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
+@pytest.mark.parametrize("quant", ["F16", "Q8_0"])
+@pytest.mark.parametrize("rows", [slice(0, 16), slice(5, 43), slice(63, None), slice(63, 99)])
+def test_rows_can_be_read_alone(gguf_model: Any, tmp_path: Path, digests: DigestCache, quant: Any, rows: slice) -> None:
+    model = gguf_model("llama", quant)
+    source = open_gguf(model.write(tmp_path / "m.gguf"), digests)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "input_layernorm"):
+        whole = model.tensors[f"model.layers.1.{name}.weight"]
+        np.testing.assert_array_equal(as_float32(source.read(f"model.layers.1.{name}.weight", rows)), whole[rows])
+
+
+def test_k_quants_come_as_they_lie(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:
     model = gguf_model()
     kind = gguf.GGMLQuantizationType.Q6_K
     raw = model.random.integers(0, 256, (64, 210), np.uint8)
@@ -90,8 +97,8 @@ def test_the_bundled_model(bundled_gguf: Path, digests: DigestCache) -> None:
     np.testing.assert_array_equal(as_float32(source.read("model.layers.3.self_attn.k_proj.weight")), expected)
     assert source.nbytes("model.layers.3.self_attn.k_proj.weight") == info.nbytes
     head = source.read("model.embed_tokens.weight")
-    assert isinstance(head, GroupedTensor)
-    assert head.bits == 8
+    assert isinstance(head, BlockTensor)
+    assert head.type == "Q8_0"
 
 
 def test_arrays_are_the_callers_own_and_nothing_stays_mapped(gguf_model: Any, tmp_path: Path, digests: DigestCache) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import StoredTensor, WeightSource
+from paceline.core.weights import DenseTensor, StoredTensor, WeightSource
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner, RowPlan
 
@@ -55,11 +55,11 @@ class RunnerCase:
 
 
 class CountedSource:
-    """A source that counts how often each tensor was read."""
+    """A source that counts how many rows of each tensor were read."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        self.reads: dict[str, int] = {}
+        self.rows: dict[str, int] = {}
 
     @property
     def spec(self) -> ModelSpec:
@@ -75,9 +75,14 @@ class CountedSource:
     def nbytes(self, name: str) -> int:
         return self._source.nbytes(name)
 
-    def read(self, name: str) -> StoredTensor:
-        self.reads[name] = self.reads.get(name, 0) + 1
-        return self._source.read(name)
+    def type_of(self, name: str) -> str:
+        return self._source.type_of(name)
+
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+        tensor = self._source.read(name, rows)
+        n = tensor.data.shape[0] if isinstance(tensor, DenseTensor) else tensor.shape[0]
+        self.rows[name] = self.rows.get(name, 0) + n
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
