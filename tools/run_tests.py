@@ -2,7 +2,8 @@
 
     python tools/run_tests.py [pytest's options and paths]
 
-With options there is one group: what they say. What the second group prints is shown as it comes, what the first one does at its end.
+With options there is one group: what they say. What the second group prints is shown as it comes, what the first one does at its end. Each ends
+with what its test files took.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 KERNELS = ["tests/api", "tests/conformance", "tests/golden", "tests/identity"]
-PYTEST = [sys.executable, "-m", "pytest"]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "tools.file_times"]
 
 
 def main(options: list[str]) -> int:

@@ -1,0 +1,48 @@
+"""A plugin of pytest that ends a run with what each test file took: time by the clock, and of the processor, of this process and those it waited for.
+
+python -m pytest -p tools.file_times
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Generator
+
+import pytest
+
+LEAST_S = 1.0
+"""By the clock; files that took less are summed up in one line."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FileTimes())
+
+
+class FileTimes:
+    """Of one run, in seconds."""
+
+    def __init__(self) -> None:
+        self._clock_s: Counter[str] = Counter()
+        self._processor_s: Counter[str] = Counter()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Time a test, with the fixtures that it is the first or the last to need."""
+        clock_s, processor_s = time.perf_counter(), sum(os.times()[:4])
+        try:
+            return (yield)
+        finally:
+            self._clock_s[item.location[0]] += time.perf_counter() - clock_s
+            self._processor_s[item.location[0]] += sum(os.times()[:4]) - processor_s
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print a line a file, the slowest first."""
+        terminalreporter.section("seconds by file: clock, processor")
+        slow = [(name, clock_s) for name, clock_s in self._clock_s.most_common() if clock_s >= LEAST_S]
+        quick = self._clock_s.keys() - {name for name, _ in slow}
+        for name, clock_s in slow:
+            terminalreporter.line(f"{clock_s:8.1f} {self._processor_s[name]:8.1f}  {name}")
+        clock_s, processor_s = (sum(took[name] for name in quick) for took in (self._clock_s, self._processor_s))
+        terminalreporter.line(f"{clock_s:8.1f} {processor_s:8.1f}  {len(quick)} files of less than {LEAST_S:g} s each")
