@@ -36,6 +36,9 @@ KEEPALIVE_S = 10
 """Of silence in a call, until the other side is asked for a sign of life. Raising it: the streams of a machine that lost its power hang for
 longer."""
 KEEPALIVE_TIMEOUT_S = 5
+PING_TIMEOUT_S = 20
+"""Until a connection ends whose ping is not answered, one that measures the link too. A ping waits behind the data that was sent before it:
+lowering it ends transfers over slow links."""
 
 RECEIVE = "grpc.max_receive_message_length"
 Options = list[tuple[str, str | int]]
@@ -45,6 +48,7 @@ COMMON: Options = [
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_S * 1000),
 ]
 CHANNEL_OPTIONS: Options = [
     *COMMON,

@@ -23,6 +23,7 @@ MAX_CONNECTIONS = 1024
 SERVER_OPTIONS: Options = [
     *COMMON,
     ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.keepalive_permit_without_calls", 1),  # else a connection without calls outlives a machine that lost its power
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
     ("grpc.max_concurrent_streams", 256),
@@ -47,11 +48,14 @@ class NodeServer:
         guard: checks each RPC.
         strangers: names those whom TLS turned away.
         meter: counts.
+        options: of gRPC.
     """
 
-    def __init__(self, identity: Identity, guard: PeerGuard, strangers: StrangerWatch, meter: RpcMeter) -> None:
+    def __init__(
+        self, identity: Identity, guard: PeerGuard, strangers: StrangerWatch, meter: RpcMeter, options: Options = SERVER_OPTIONS
+    ) -> None:
         self._identity, self._strangers = identity, strangers
-        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, REQUESTS)], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, REQUESTS)], options=options)
 
     def add(self, *services: Register) -> None:
         """Before `start`."""
