@@ -195,3 +195,11 @@ def until(condition: Callable[[], bool], *, every_s: float = 0.05) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(every_s)
+
+
+def until_nothing(rest: Callable[[], list[str]]) -> None:
+    """Wait for other processes to bring about that nothing is left; fails with what was."""
+    end = time.monotonic() + BOUND_S
+    while left := rest():
+        assert time.monotonic() < end, left
+        time.sleep(0.2)

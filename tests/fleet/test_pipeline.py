@@ -18,7 +18,8 @@ from typing import Any
 
 import openai
 import pytest
-from tests.fleet.machines import Machine, free_port, machines, until
+from tests.fleet.machines import Machine, free_port, machines, until, until_nothing
+from tests.fleet.open_files import open_files, unexplained
 from tests.fleet.test_forwarding import MODEL, client_of, metric
 
 from paceline.core.clock import SystemClock
@@ -30,8 +31,6 @@ from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.requests import make_request
 
-NOT_YET_OPEN = 4
-"""Connections among three nodes that gossip may not have made yet when files are counted first; fewer than failovers make between two counts."""
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
 CONFIG = """[pipeline]
 search_seconds = 8
@@ -199,7 +198,8 @@ def test_a_failover_leaves_nothing_behind(fleet: Fleet) -> None:
     fleet.tell("start bad")
     fleet.sees("bad", "good")
     assert fleet.ask() == fleet.alone
-    before = {process.pid: open_files(process) for process in (fleet.o.node.process, fleet.twins)}
+    processes = [fleet.o.node.process.pid, fleet.twins.pid]
+    before = [open_files(pid) for pid in processes]
     for deed in ("stalled", "nan", "deaf") * 2:
         one, other = sorted(("bad", "good"), key=lambda name: name not in fleet.route)
         fleet.tell(f"do {one} {deed}")
@@ -209,11 +209,7 @@ def test_a_failover_leaves_nothing_behind(fleet: Fleet) -> None:
         fleet.tell(f"start {one}")
         fleet.sees("bad", "good")
     until(lambda: fleet.tell(f"sessions {other}") == "1")  # a spot check has another, for a moment
-    until(lambda: all(open_files(process) <= before[process.pid] + NOT_YET_OPEN for process in (fleet.o.node.process, fleet.twins)))
-
-
-def open_files(process: subprocess.Popen[str]) -> int:
-    return len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+    until_nothing(lambda: [left for each in before for left in unexplained(fleet.o, processes, each)])
 
 
 def test_wrong_numbers_are_found_by_a_spot_check(fleet: Fleet) -> None:

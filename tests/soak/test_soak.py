@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fleet.machines import Machine, until
-from tests.soak.soak import Soak, answer, asked, open_files, settle
+from tests.fleet.machines import Machine, until, until_nothing
+from tests.fleet.open_files import open_files, unexplained
+from tests.soak.soak import Soak, answer, asked, settle
 
 from paceline.node.local_fleet import LocalFleet
 
@@ -68,8 +69,8 @@ def test_answers_survive_whoever_dies_and_nothing_is_left_behind(right: Right, o
     assert all(ended in {"stop", "length"} for _, (_, ended) in right)
     soak = Soak(fleet, orchestrator, right, CLIENTS, SEED)
     Soak(fleet, orchestrator, right, CLIENTS, SEED).run(0)
-    settle(orchestrator, 1 << 20)
-    before = max(_open_files_for(soak.pid, 2.0))
+    settle(orchestrator)
+    before = open_files(soak.pid)
     began_s = time.monotonic()
     soak.run(KILLS)
     if soak.tally.wrong:
@@ -77,22 +78,15 @@ def test_answers_survive_whoever_dies_and_nothing_is_left_behind(right: Right, o
     assert soak.tally.answers >= CLIENTS
     soak.check_all_run()
     until(lambda: {card.node_id for card in orchestrator.sight().view.cards} == set(fleet.names))
-    settle(orchestrator, before)
+    settle(orchestrator)
+    until_nothing(lambda: unexplained(orchestrator, fleet.pids.values(), before))
     stages = soak.sessions()
     sys.stdout.write(  # seen with -s
         f"\n{KILLS} kills in {time.monotonic() - began_s:.0f} s, {soak.tally.answers} answers, "
-        f"{soak.tally.tokens} tokens, memory x {soak.growth:.3f}, {before} files open\n"
+        f"{soak.tally.tokens} tokens, memory x {soak.growth:.3f}\n"
     )
     assert 1 <= stages <= 3, "the route that is in use, and no other"
     if KILLS >= ENOUGH_TO_SEE:
         assert soak.growth < MOST_GROWTH
     orchestrator.node.stop()
     until(lambda: soak.sessions() == 0)
-
-
-def _open_files_for(pid: int, seconds: float) -> Iterator[int]:
-    """Counts, for a while: connections come and go."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        yield len(open_files(pid))
-        time.sleep(0.1)
