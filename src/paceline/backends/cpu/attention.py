@@ -3,7 +3,7 @@
 A row's scores, maximum, weights, their sum and the mix of values are each reduced over absolute blocks of 16 keys in order, and
 keys beyond the row's position weigh exactly zero: a row's bits depend on its query and its sequence, not on the rows beside it.
 
-A block of one KV head holds 16 keys as a bf16 record of `gemm.py` (keys in the lanes, head dimensions in pairs) and 16 values as
+A block of one KV head holds 16 keys as a bf16 record of `forms.py` (keys in the lanes, head dimensions in pairs) and 16 values as
 [head_dim / 16][8 key pairs][16 dimensions][2]: both products are VDPBF16PS against a repeated pair.
 Strides and offsets are bytes. Shapes: M rows of one query head (or query heads of one row) that share keys.
 """

@@ -34,7 +34,7 @@ def _await_phase(rank, seen, control):
 
 
 @njit(nogil=True, cache=in_use())
-def enter(rank, work, done, sizes, weights, edges, buffers, batch):
+def enter(rank, work, done, sizes, weights, buffers, batch):
     """Rank 0 conducts a piece of work and returns the tasks done in all, `done` included; others take part until none comes."""
     control = buffers[CONTROL]
     position, count, seen = 0, 0, 0
@@ -49,7 +49,7 @@ def enter(rank, work, done, sizes, weights, edges, buffers, batch):
             sync.post(control, kind, layer, count)
         elif not _await_phase(rank, seen, control):
             return done
-        seen = take_part(rank, sizes, weights, edges, buffers, batch)
+        seen = take_part(rank, sizes, weights, buffers, batch)
         if rank == 0:
             done += count
             sync.wait_for(control, done)

@@ -13,9 +13,11 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.gemm import BF16_RECORD, INT8, INT8_RECORD
+from paceline.backends.cpu.forms import Form
 from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.cpu.simd import F32, I8, I16, I32, Emit, Value, lowered
+
+INT8 = int(Form.Q8_0)
 
 
 @intrinsic
@@ -51,11 +53,11 @@ def embed_rows(ids, count, form, table, hidden, out):
         for g in range(groups):
             at = out + 2 * (row * hidden + 32 * g)
             if form == INT8:
-                record = table + (token // 16 * groups + g) * INT8_RECORD
+                record = table + (token // 16 * groups + g) * 544
                 for k in range(32):
                     code = record + 32 * (k // 2) + 2 * lane + k % 2
                     _int8_weight(code, record + 512 + 2 * lane, at + 2 * k)
             else:
-                record = table + (token // 16 * groups + g) * BF16_RECORD
+                record = table + (token // 16 * groups + g) * 1024
                 for pair in range(16):
                     _copy_word(record + 64 * pair + 4 * lane, at + 4 * pair)

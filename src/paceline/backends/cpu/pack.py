@@ -1,4 +1,4 @@
-"""Weights laid out as `gemm.py` reads them: records of one group of 32 inputs x 16 outputs, block after block of outputs.
+"""Weights laid out as `tiles.py` reads them: records of one group of 32 inputs x 16 outputs, block after block of outputs.
 
 Outputs that do not fill the last block of 16 are followed by zeros.
 Shapes: N outputs, K inputs (a multiple of 32), G groups, blocks of 16 outputs.
@@ -10,21 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from paceline.backends.cpu.gemm import BF16, BF16_RECORD, INT4, INT4_RECORD, INT8, INT8_RECORD
+from paceline.backends.cpu.forms import LANES
 from paceline.backends.cpu.kernel_cache import in_use
-from paceline.core.model import WeightsFormat
 from paceline.core.weights import GROUP, GroupedTensor
 
-RECORD = {INT4: INT4_RECORD, INT8: INT8_RECORD, BF16: BF16_RECORD}
-FORM = {WeightsFormat.INT4: INT4, WeightsFormat.INT8: INT8, WeightsFormat.BF16: BF16}
-LANES = 16
-
 Words = npt.NDArray[np.uint16]
-
-
-def packed_bytes(form: int, n: int, k: int) -> int:
-    """Bytes that N x K weights take."""
-    return -(-n // LANES) * (k // GROUP) * RECORD[form]
 
 
 def pack_grouped(tensor: GroupedTensor, out: Words) -> None:

@@ -92,6 +92,18 @@ def round_bf16(_, x, n, out):
 
 
 @intrinsic
+def copy_bf16(_, x, n, out):
+    """out = x: bf16 [n]."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        x, n, out = args
+        with e.loop(e.b.lshr(n, e.i64(5))) as i:
+            e.store(e.load(I, x, e.mul(i, 64)), out, e.mul(i, 64))
+
+    return lowered(body, types.void, *[types.int64] * 3)
+
+
+@intrinsic
 def widen_bf16(_, x, n, out):
     """out = fp32(x): bf16 [n] to fp32 [n]."""
 
@@ -105,9 +117,9 @@ def widen_bf16(_, x, n, out):
 
 @intrinsic(prefer_literal=True)
 def quantize(_, bits, x, n, out, scales):
-    """A bf16 row as int8 or int16 codes with an fp32 (scale, sum) a group of 32: x = scale * code, scale = max |x| / 127 or 32767.
+    """A bf16 row as int8 or int16 codes with a scale a group of 32: x = scale * code, scale = max |x| / 127 or 32767.
 
-    The scheme of llama.cpp's Q8_1. What is not finite leaves a scale that is not, and so reaches the products; zeros leave scale 0.
+    `scales` has 16 bytes a group: scale and scale * sum of the codes (fp32), then -32 * the sum of each half's codes (int32). The scheme of llama.cpp's Q8_1. What is not finite leaves a scale that is not, and so reaches the products; zeros leave scale 0.
     """
     width = bits.literal_value
     most = ir.Constant(F32, float(2 ** (width - 1) - 1))
@@ -124,9 +136,12 @@ def quantize(_, bits, x, n, out, scales):
             codes = [e.narrow(e.to_int(b.fmul(half, inverse)), width) for half in halves]
             for half in range(2):
                 e.store(codes[half], out, b.add(e.mul(g, 4 * width), e.i64(2 * width * half)))
-            total = e.sum_int(b.add(*(b.sext(half, I) for half in codes)))
-            e.store(scale, scales, e.mul(g, 8), align=4)
-            e.store(b.fmul(scale, b.sitofp(total, F32)), scales, b.add(e.mul(g, 8), e.i64(4)), align=4)
+            sums = [e.sum_int(b.sext(half, I)) for half in codes]
+            place = e.at(scales, e.mul(g, 16))
+            e.store(scale, place, 0, align=4)
+            e.store(b.fmul(scale, b.sitofp(b.add(*sums), F32)), place, 4, align=4)
+            for half in range(2):
+                e.store(b.mul(sums[half], ir.Constant(I32, -32)), place, 8 + 4 * half, align=4)
 
     return lowered(body, types.void, bits, *[types.int64] * 4)
 
@@ -161,13 +176,13 @@ def add_rounded(_, x, y, n):
 
 @intrinsic
 def gate(_, x, out):
-    """One group of 32 outputs: out = bf16(silu(g) * u). x: fp32 blocks of 16 in the order g, u, g, u; may be `out`."""
+    """One group of 32 outputs: out = bf16(silu(g) * u). x: fp32, 32 of g and 32 of u; may be `out`."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         x, out = args
         b = e.b
         for half in range(2):
-            g, u = e.load(F, x, 128 * half), e.load(F, x, 128 * half + 64)
+            g, u = e.load(F, x, 64 * half), e.load(F, x, 64 * half + 128)
             denominator = b.fadd(e.const(1.0), e.exp2(b.fmul(g, e.const(-1.44269504))))
             e.store(e.to_bf16(b.fmul(b.fdiv(g, denominator), u)), out, 32 * half)
 

@@ -17,11 +17,14 @@ from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
 from paceline.backends.cpu.attention import BLOCK
 from paceline.backends.cpu.embed import embed_rows
-from paceline.backends.cpu.gemm import INT4
+from paceline.backends.cpu.forms import LAYOUT, Form, Inputs
+from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.team import Team, control_words
+from paceline.backends.cpu.tiles import SCALES_BYTES
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.rope import rope_tables
 from paceline.core.model import LayerRange, ModelSpec
+from paceline.core.weights import GROUP
 from paceline.engine.local import Int32, RowPlan
 
 NEAR_BYTES = 512 << 10
@@ -71,8 +74,9 @@ class CpuRunner:
         self._logits = np.empty((0, model.padded_vocab), np.float32)
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(step.N_BATCH, np.int64)
-        self._arrays, self._edges, self._buffers, control = self._allocate(spec, threads)
-        self._team = Team(threads, control, (self._sizes, model.addresses, self._edges, self._buffers, self._batch))
+        self._places = _describe_weights(model)
+        self._arrays, self._buffers, control = self._allocate(spec, threads)
+        self._team = Team(threads, control, (self._sizes, self._places, self._buffers, self._batch))
         self._closed = False
 
     def _lay_out_sizes(self, spec: ModelSpec, threads: int) -> npt.NDArray[np.int64]:
@@ -80,7 +84,7 @@ class CpuRunner:
         block_stride = spec.n_kv_heads * 4 * BLOCK * spec.head_dim
         weights_bytes = 64 * self._max_blocks
         attention = 64 + 8 * weights_bytes
-        product = 4 * step.PART * max(16 * step.CHUNK, spec.head_dim) + 2 * spec.head_dim
+        product = 4 * step.PART * max(2 * 16 * step.CHUNK, spec.head_dim) + 2 * spec.head_dim
         for place, value in (
             (step.HIDDEN, spec.hidden),
             (step.Q_HEADS, spec.n_heads),
@@ -90,8 +94,9 @@ class CpuRunner:
             (step.VOCAB, self._model.padded_vocab),
             (step.EPS, int(np.float32(spec.rms_eps).view(np.int32))),
             (step.SCALE, int(np.float32(spec.head_dim**-0.5 * math.log2(math.e)).view(np.int32))),
-            (step.FORM, self._model.form),
-            (step.HEAD_FORM, self._model.head_form),
+            (step.N_LAYERS, len(self._model.layers)),
+            (step.OUT_SEGMENTS, len(_out_bounds(spec)) - 1),
+            (step.DOWN_SEGMENTS, len(_down_bounds(spec)) - 1),
             (step.TEAM, threads),
             (step.BLOCK_STRIDE, block_stride),
             (step.LAYER_STRIDE, self.n_blocks * block_stride),
@@ -101,14 +106,9 @@ class CpuRunner:
             sizes[place] = value
         return sizes
 
-    def _allocate(
-        self, spec: ModelSpec, threads: int
-    ) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _allocate(self, spec: ModelSpec, threads: int) -> tuple[_Arrays, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         rows, hidden = self._max_rows, spec.hidden
         n_att = spec.n_heads * spec.head_dim
-        x_bytes = 1 if self._model.form == INT4 else 2
-        # Of the rows that are quantised: a scale and a sum for every 32 inputs.
-        scales = lambda inputs: aligned(rows * inputs // 4)  # noqa: E731
         x_bf16 = aligned(2 * rows * hidden).view(np.uint16).reshape(rows, hidden)
         int32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
         tables = int32(rows, self._max_blocks)
@@ -119,13 +119,10 @@ class CpuRunner:
         held = {
             step.X: aligned(4 * rows * hidden),
             step.X_BF16: x_bf16,
-            step.H: aligned(2 * rows * hidden),
-            step.H_SCALES: scales(hidden),
+            **self._activations(step.H, (step.Q, step.K, step.V, step.GATE, step.UP, step.HEAD), rows * hidden),
+            **self._activations(step.ATT, (step.OUT,), rows * n_att),
+            **self._activations(step.ACT, (step.DOWN,), rows * spec.ffn),
             step.Q_BF16: aligned(2 * rows * n_att),
-            step.ATT: aligned(x_bytes * rows * n_att),
-            step.ATT_SCALES: scales(n_att),
-            step.ACT: aligned(x_bytes * rows * spec.ffn),
-            step.ACT_SCALES: scales(spec.ffn),
             step.KV: kv,
             step.TABLES: tables,
             step.ROW_POSITION: row_position,
@@ -136,21 +133,34 @@ class CpuRunner:
             step.HEAD_ROWS: head_rows,
             step.SCRATCH: aligned(threads * int(self._sizes[step.SCRATCH_STRIDE])),
             step.ZEROS: aligned(2 * spec.head_dim),
+            step.COS: cos,
+            step.SIN: sin,
+            step.WHOLE_BOUNDS: np.array([0, hidden // GROUP], np.int64),
+            step.OUT_BOUNDS: _out_bounds(spec),
+            step.DOWN_BOUNDS: _down_bounds(spec),
             step.CONTROL: control,
         }
         buffers = np.zeros(step.N_BUFFERS, np.int64)
         for place, array in held.items():
             buffers[place] = array.ctypes.data
-        edges = self._model.edges.copy()
-        edges[step.COS], edges[step.SIN] = cos.ctypes.data, sin.ctypes.data
-        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, tile_row, tile_rows, head_rows, (*held.values(), cos, sin))
-        return arrays, edges, buffers, control
+        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, tile_row, tile_rows, head_rows, tuple(held.values()))
+        return arrays, buffers, control
+
+    def _activations(self, first: int, readers: tuple[int, ...], count: int) -> dict[int, npt.NDArray[np.uint8]]:
+        """Room for `count` activations at the places from `first` on, in every kind that a matrix at `readers` takes."""
+        kinds = {LAYOUT[Form(form)].inputs for form in self._model.forms[:, readers].ravel().tolist() if form >= 0}
+        held: dict[int, npt.NDArray[np.uint8]] = {}
+        for kind in kinds:
+            held[first + kind] = aligned(count if kind is Inputs.INT8 else 2 * count)
+            if kind is not Inputs.BF16:
+                held[first + step.TO_SCALES + kind] = aligned(count // GROUP * SCALES_BYTES)
+        return held
 
     def embed(self, token_ids_T: Int32) -> Bf16:
         spec = self._model.spec
         out = np.empty((len(token_ids_T), spec.hidden), np.uint16)
         ids = np.ascontiguousarray(token_ids_T, np.int32)
-        embed_rows(ids.ctypes.data, len(ids), self._model.head_form, self._model.embedding, spec.hidden, out.ctypes.data)
+        embed_rows(ids.ctypes.data, len(ids), int(self._model.embedding_form), self._model.embedding, spec.hidden, out.ctypes.data)
         return out
 
     def run_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange | None = None) -> Bf16:
@@ -170,7 +180,7 @@ class CpuRunner:
         # A step of no layers: all that is touched is written anew by the next.
         self._describe(x_TD, plan, part.start, part.start)
         self._team.run_layers()
-        self._bring_near(self._model.addresses[part.start - self.layers.start, step.QKV])
+        self._bring_near(self._places[part.start - self.layers.start, step.Q, step.AT])
 
     def rehearse_logits(self, x_TD: Bf16, rows_R: Int32) -> None:
         # Of no rows, likewise.
@@ -178,7 +188,7 @@ class CpuRunner:
         self._arrays.head_rows[: len(rows_R)] = rows_R
         self._batch[step.LOGIT_ROWS] = 0
         self._team.run_head()
-        self._bring_near(self._edges[step.HEAD])
+        self._bring_near(self._places[-1, step.HEAD, step.AT])
 
     def _bring_near(self, address: np.int64) -> None:
         """Read the first weights of what comes next, as far as the second-level cache holds them."""
@@ -238,3 +248,22 @@ class CpuRunner:
         if not self._closed:
             self._closed = True
             self._team.close()
+
+
+def _describe_weights(model: PackedModel) -> npt.NDArray[np.int64]:
+    """[layer, place, part] as `step` names them. Compiles the products that are missing."""
+    places = np.zeros((*model.addresses.shape, step.N_PARTS), np.int64)
+    places[:, :, step.AT] = model.addresses
+    for row, place in np.argwhere(model.forms >= 0):
+        form = Form(model.forms[row, place])
+        layout = LAYOUT[form]
+        places[row, place, step.PRODUCT :] = product(form), layout.bytes_of_eight_groups, layout.inputs
+    return places
+
+
+def _out_bounds(spec: ModelSpec) -> npt.NDArray[np.int64]:
+    return bounds_of(spec.n_kv_heads, spec.n_heads // spec.n_kv_heads * spec.head_dim // GROUP)
+
+
+def _down_bounds(spec: ModelSpec) -> npt.NDArray[np.int64]:
+    return bounds_of(spec.ffn // GROUP, 1)

@@ -188,8 +188,8 @@ class Emit:
     # --- control
 
     @contextmanager
-    def loop(self, count: Value) -> Iterator[Value]:
-        with cgutils.for_range(self.b, count, intp=I64) as frame:
+    def loop(self, stop: Value, start: Value | None = None) -> Iterator[Value]:
+        with cgutils.for_range(self.b, stop, start=start, intp=I64) as frame:
             yield frame.index
 
 

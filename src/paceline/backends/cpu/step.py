@@ -13,36 +13,44 @@ from numba import njit
 
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import BLOCK, attend, write_key, write_value
-from paceline.backends.cpu.gemm import BF16, INT4, gemm, input_bytes, record_bytes
-from paceline.backends.cpu.rows import add_into, add_rounded, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
+from paceline.backends.cpu.forms import Inputs
+from paceline.backends.cpu.products import call_product
+from paceline.backends.cpu.rows import add_into, add_rounded, copy_bf16, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
+from paceline.backends.cpu.tiles import SCALES_BYTES
 
 # Places in `sizes` (int64): what never changes.
-(HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, FORM, HEAD_FORM, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- P_STRIDE, SCRATCH_STRIDE, N_SIZES) = range(16)  # fmt: skip
+(HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
+ P_STRIDE, SCRATCH_STRIDE, N_SIZES) = range(17)  # fmt: skip
 
-# Places in `weights` [layer, place] (addresses; 0 where a family has no such tensor).
-ATTN_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE_UP, DOWN, N_WEIGHTS = range(10)
+# Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor.
+(ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, N_WEIGHTS) = range(15)
 
-# Places in `edges` (addresses).
-FINAL_NORM, HEAD, COS, SIN, N_EDGES = range(5)
+# Parts of a place: the address; of a matrix also its product's address (`products`), its bytes a block and eight groups, its `Inputs`.
+AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
 
-# Places in `buffers` (addresses).
-(X, X_BF16, H, H_SCALES, Q_BF16, ATT, ATT_SCALES, ACT, ACT_SCALES, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, TILE_ROW, TILE_ROWS,
- HEAD_ROWS, LOGITS, SCRATCH, ZEROS, CONTROL, N_BUFFERS) = range(22)  # fmt: skip
+# Places in `buffers` (addresses). H, ATT and ACT hold activations for products, each as int8, int16 and bf16 where a matrix takes them so,
+# then the scales of the first two.
+(X, X_BF16, H, H_16, H_BF16, H_SCALES, H_16_SCALES, ATT, ATT_16, ATT_BF16, ATT_SCALES, ATT_16_SCALES,
+ ACT, ACT_16, ACT_BF16, ACT_SCALES, ACT_16_SCALES, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, TILE_ROW, TILE_ROWS,
+ HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, N_BUFFERS) = range(35)  # fmt: skip
+Q_BF16 = ATT_BF16
+"""Queries; each gives its place to what attention mixed for it."""
+TO_SCALES = H_SCALES - H
 
 # Places in `batch` (int64): what changes with each batch.
 ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, N_BATCH = range(9)
 
 # Kinds of phases: by rows, by heads, matrix products.
-START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
+START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, PROJECT_GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
 LAST_BY_ROWS = END
 
 LAYERS, HEADS = 0, 1
 """Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
 
-CHUNK, HIDDEN_CHUNK = 4, 2
-"""Blocks of 16 outputs a task of a matrix product takes; with as many outputs as `hidden`, few enough not to wait for one thread's
-last. Of the fused q, k, v product a task takes a head."""
+CHUNK = 2
+"""Blocks of 16 outputs a task of a matrix product takes, and of the gate and up products each: few enough not to wait for one thread's
+last. A task of the q, k, v products takes a head; of the head `HEAD_CHUNK`."""
+HEAD_CHUNK = 4
 
 PART = 192
 """Rows a task of a matrix product takes at most: its inputs stay in the second-level cache."""
@@ -50,28 +58,43 @@ PART = 192
 TILE = 8
 """Rows of one sequence an attention task takes."""
 
-
-@njit(nogil=True)
-def _quantize(form, x, n, at, rows, scales):
-    """Quantise `n` bf16 inputs from `x` as inputs `at`, ... of the rows that a product of weights in `form` takes."""
-    if form == INT4:
-        quantize(8, x, n, rows + at, scales + at // 4)
-    else:
-        quantize(16, x, n, rows + 2 * at, scales + at // 4)
+_INT8, _INT16, _BF16 = int(Inputs.INT8), int(Inputs.INT16), int(Inputs.BF16)
 
 
 @njit(nogil=True)
-def _place_heads(task, layer, sizes, weights, edges, buffers, batch, scratch):
-    """What follows a task of the fused q, k, v product, whose outputs are one head of a part of the rows (fp32, in the scratch).
+def _hold(kinds, x, n, at, place, buffers):
+    """Hold `n` bf16 activations from `x` as inputs `at`, ... of the rows at `place`, in every one of `kinds` (bits by `Inputs`)."""
+    scales = at // 32 * SCALES_BYTES
+    if kinds & (1 << _INT8):
+        quantize(8, x, n, buffers[place + _INT8] + at, buffers[place + TO_SCALES + _INT8] + scales)
+    if kinds & (1 << _INT16):
+        quantize(16, x, n, buffers[place + _INT16] + 2 * at, buffers[place + TO_SCALES + _INT16] + scales)
+    if kinds & (1 << _BF16) and x != buffers[place + _BF16] + 2 * at:
+        copy_bf16(x, n, buffers[place + _BF16] + 2 * at)
+
+
+@njit(nogil=True)
+def _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_stride, bounds, segments, buffers):
+    """out[rows, 16 * blocks] = rows `row`, ... of the activations at `x` (K inputs) times `blocks` blocks of a matrix from `block` on."""
+    kind, stride = weights[layer, place, INPUTS], k // 32 * weights[layer, place, EIGHT_GROUPS] // 8
+    x_stride, scales_stride = k if kind == _INT8 else 2 * k, k // 32 * SCALES_BYTES
+    scales = 0 if kind == _BF16 else buffers[x + TO_SCALES + kind] + row * scales_stride
+    call_product(weights[layer, place, PRODUCT], weights[layer, place, AT] + block * stride, stride, blocks, buffers[x + kind] + row * x_stride,
+                 x_stride, scales, scales_stride, rows, out, out_stride, bounds, segments)  # fmt: skip
+
+
+@njit(nogil=True)
+def _place_heads(task, layer, sizes, weights, buffers, batch, scratch):
+    """What follows a task of the q, k, v products, whose outputs are one head of a part of the rows (fp32, in the scratch).
 
     Bias, head norm, rotary embedding; a query goes to its row, a key or a value to its block.
     """
     dim, q_heads, kv_heads = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS]
     n_heads = q_heads + 2 * kv_heads
     head, first = task % n_heads, task // n_heads * PART
-    bias = weights[layer, QKV_BIAS]
+    bias = weights[layer, QKV_BIAS, AT]
     is_query, is_value = head < q_heads, head >= q_heads + kv_heads
-    norm = 0 if is_value else weights[layer, Q_NORM] if is_query else weights[layer, K_NORM]
+    norm = 0 if is_value else weights[layer, Q_NORM if is_query else K_NORM, AT]
     place = scratch + PART * 4 * dim
     pool = buffers[KV] + layer * sizes[LAYER_STRIDE] + (head - q_heads) % kv_heads * 4 * BLOCK * dim
     for m in range(min(PART, batch[ROWS] - first)):
@@ -85,7 +108,7 @@ def _place_heads(task, layer, sizes, weights, edges, buffers, batch, scratch):
         if is_value:
             round_bf16(x, dim, out)
         else:
-            rotate(x, edges[COS] + position * dim * 2, edges[SIN] + position * dim * 2, dim // 2, out)
+            rotate(x, buffers[COS] + position * dim * 2, buffers[SIN] + position * dim * 2, dim // 2, out)
         if not is_query:
             table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
             block = pool + sync.load_int32(table + 4 * (position // BLOCK)) * sizes[BLOCK_STRIDE]
@@ -97,7 +120,7 @@ def _place_heads(task, layer, sizes, weights, edges, buffers, batch, scratch):
 
 
 @njit(nogil=True)
-def _attend(tile, head, first_head, n_heads, layer, sizes, buffers, batch, scratch):
+def _attend(tile, head, first_head, n_heads, layer, sizes, weights, buffers, batch, scratch):
     """Attention of a tile of rows for `n_heads` query heads from `first_head`, all of KV head `head`."""
     dim, heads = sizes[HEAD_DIM], sizes[Q_HEADS]
     row = sync.load_int32(buffers[TILE_ROW] + 4 * tile)
@@ -106,36 +129,17 @@ def _attend(tile, head, first_head, n_heads, layer, sizes, buffers, batch, scrat
     table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
     keys = buffers[KV] + layer * sizes[LAYER_STRIDE] + head * 4 * BLOCK * dim
     norm = scratch
-    weights = scratch + 64
+    shares = scratch + 64
     # One row: its query heads share the keys. Many rows: each head on its own. One call, so that it is compiled once.
     turns, step, count, stride = (1, 0, n_heads, 2 * dim) if rows == 1 else (n_heads, 1, rows, 2 * dim * heads)
     for turn in range(turns):
         # Each query gives its place to what was mixed for it.
         at = buffers[Q_BF16] + 2 * dim * (row * heads + first_head + turn)
         attend(table, keys, sizes[BLOCK_STRIDE], 2 * BLOCK * dim, at, stride, dim, sizes[SCALE],
-               first, step, count, weights, sizes[P_STRIDE], norm, at, stride)  # fmt: skip
-    if sizes[FORM] != BF16:
-        for m in range(rows):
-            at = dim * ((row + m) * heads + first_head)
-            _quantize(sizes[FORM], buffers[Q_BF16] + 2 * at, dim * n_heads, at, buffers[ATT], buffers[ATT_SCALES])
-
-
-@njit(nogil=True)
-def _project(task, chunk, form, w, n, k, x, scales, rows, out, scratch):
-    """One task of a matrix product: `chunk` blocks of outputs from `task % chunks` on, part `task // chunks` of the rows.
-
-    Writes fp32 rows to `out` (rows of all n outputs), or side by side to the scratch where `out` is 0.
-    """
-    blocks = n // 16
-    chunks = (blocks + chunk - 1) // chunk
-    block, row = task % chunks * chunk, task // chunks * PART
-    count, part = min(chunk, blocks - block), min(PART, rows - row)
-    groups = k // 32
-    target = out + row * 4 * n + 64 * block if out else scratch
-    stride = 4 * n if out else chunk * 64
-    x_stride = k * input_bytes(form)
-    gemm(form, w + block * groups * record_bytes(form), count, x + row * x_stride, x_stride, scales + row * 8 * groups, 8 * groups,
-         part, target, stride, groups)  # fmt: skip
+               first, step, count, shares, sizes[P_STRIDE], norm, at, stride)  # fmt: skip
+    for m in range(rows):
+        at = dim * ((row + m) * heads + first_head)
+        _hold(1 << weights[layer, OUT, INPUTS], buffers[Q_BF16] + 2 * at, dim * n_heads, at, ATT, buffers)
 
 
 @njit(nogil=True)
@@ -144,29 +148,28 @@ def _tasks(n, rows, chunk):
 
 
 @njit(nogil=True)
-def _add(task, chunk, rows, hidden, x, scratch, rounded):
+def _add(block, blocks, row, part, hidden, x, scratch, rounded):
     """Add a task's outputs to the residual, rounding it to bf16 at a layer's end."""
-    blocks = hidden // 16
-    chunks = (blocks + chunk - 1) // chunk
-    block, row = task % chunks * chunk, task // chunks * PART
-    width = 16 * min(chunk, blocks - block)
-    for m in range(min(PART, rows - row)):
+    for m in range(part):
         target = x + 4 * ((row + m) * hidden + 16 * block)
         if rounded:
-            add_rounded(target, scratch + m * chunk * 64, width)
+            add_rounded(target, scratch + m * CHUNK * 64, 16 * blocks)
         else:
-            add_into(target, scratch + m * chunk * 64, width)
+            add_into(target, scratch + m * CHUNK * 64, 16 * blocks)
 
 
 @njit(nogil=True)
-def _do_rows(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
+def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
     """One task of a phase that goes row by row."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
     hidden, rows, per_task = sizes[HIDDEN], batch[ROWS], batch[ROWS_A_TASK]
     first, last = task * per_task, min(rows, (task + 1) * per_task)
-    norm = weights[layer, FFN_NORM] if kind == NORM_FFN else weights[layer, ATTN_NORM]
     if kind == NORM_HEAD:
-        first, last, norm = task, task + 1, edges[FINAL_NORM]
+        first, last, norm, kinds = task, task + 1, FINAL_NORM, 1 << weights[layer, HEAD, INPUTS]
+    elif kind == NORM_FFN:
+        norm, kinds = FFN_NORM, 1 << weights[layer, GATE, INPUTS] | 1 << weights[layer, UP, INPUTS]
+    else:
+        norm, kinds = ATTN_NORM, 1 << weights[layer, Q, INPUTS] | 1 << weights[layer, K, INPUTS] | 1 << weights[layer, V, INPUTS]
     for row in range(first, last):
         x, x_bf16 = buffers[X] + 4 * hidden * row, buffers[X_BF16]
         if kind == END:
@@ -176,57 +179,79 @@ def _do_rows(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
             widen_bf16(x_bf16 + 2 * hidden * row, hidden, x)
         elif kind == NORM_HEAD:
             widen_bf16(x_bf16 + 2 * hidden * sync.load_int32(buffers[HEAD_ROWS] + 4 * row), hidden, x)
-        form = sizes[HEAD_FORM] if kind == NORM_HEAD else sizes[FORM]
-        rms_norm(x, norm, hidden, sizes[EPS], buffers[H] + 2 * hidden * row if form == BF16 else scratch)
-        if form != BF16:
-            _quantize(form, scratch, hidden, hidden * row, buffers[H], buffers[H_SCALES])
+        rms_norm(x, weights[layer, norm, AT], hidden, sizes[EPS], scratch)
+        _hold(kinds, scratch, hidden, hidden * row, H, buffers)
 
 
 @njit(nogil=True)
-def _do_heads(rank, layer, task, sizes, buffers, batch):
+def _do_heads(rank, layer, task, sizes, weights, buffers, batch):
     """One task of attention: some query heads of one KV head, over one tile of rows."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
     parts = sizes[KV_HEADS] * batch[HEAD_SPLIT]
     part, n_heads = task % parts, sizes[Q_HEADS] // parts
     # The last tile attends to the most keys: begin with it.
     tile = batch[N_TILES] - 1 - task // parts
-    _attend(tile, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, buffers, batch, scratch)
+    _attend(tile, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, weights, buffers, batch, scratch)
 
 
 @njit(nogil=True)
-def _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch):
-    """One task of a matrix product, and what follows it on its outputs."""
-    hidden, ffn, dim, rows = sizes[HIDDEN], sizes[FFN], sizes[HEAD_DIM], batch[ROWS]
-    scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
-    form, x, scales, k, out, chunk = sizes[FORM], buffers[H], buffers[H_SCALES], hidden, 0, CHUNK
-    if kind == PROJECT_QKV:
-        w, n, chunk = weights[layer, QKV], (sizes[Q_HEADS] + 2 * sizes[KV_HEADS]) * dim, dim // 16
-    elif kind == PROJECT_OUT:
-        x, scales = buffers[Q_BF16] if form == BF16 else buffers[ATT], buffers[ATT_SCALES]
-        w, n, k, chunk = weights[layer, OUT], hidden, sizes[Q_HEADS] * dim, HIDDEN_CHUNK
-    elif kind == GATE:
-        w, n = weights[layer, GATE_UP], 2 * ffn
-    elif kind == PROJECT_DOWN:
-        w, n, k, x, scales, chunk = weights[layer, DOWN], hidden, ffn, buffers[ACT], buffers[ACT_SCALES], HIDDEN_CHUNK
+def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
+    """One head of the queries, keys or values, for a part of the rows."""
+    dim, q_heads, kv_heads, hidden = sizes[HEAD_DIM], sizes[Q_HEADS], sizes[KV_HEADS], sizes[HIDDEN]
+    n_heads = q_heads + 2 * kv_heads
+    head, row = task % n_heads, task // n_heads * PART
+    if head < q_heads:
+        place = Q
     else:
-        form, w, n, out, rows = sizes[HEAD_FORM], edges[HEAD], sizes[VOCAB], buffers[LOGITS], batch[LOGIT_ROWS]
-    _project(task, chunk, form, w, n, k, x, scales, rows, out, scratch)
-    if kind == PROJECT_QKV:
-        _place_heads(task, layer, sizes, weights, edges, buffers, batch, scratch)
-    elif kind == GATE:
-        chunks = ffn // 32
-        group, row = task % chunks, task // chunks * PART
-        for m in range(min(PART, rows - row)):
-            at, outputs = (row + m) * ffn + 32 * group, scratch + m * CHUNK * 64
-            gate(outputs, buffers[ACT] + 2 * at if form == BF16 else outputs)
-            if form != BF16:
-                _quantize(form, outputs, 32, at, buffers[ACT], buffers[ACT_SCALES])
-    elif kind != PROJECT_HEAD:
-        _add(task, chunk, rows, hidden, buffers[X], scratch, kind == PROJECT_DOWN)
+        place, head = (K if head < q_heads + kv_heads else V), (head - q_heads) % kv_heads
+    _multiply(weights, layer, place, head * dim // 16, dim // 16, H, hidden, row, min(PART, batch[ROWS] - row), scratch, 4 * dim,
+              buffers[WHOLE_BOUNDS], 1, buffers)  # fmt: skip
+    _place_heads(task, layer, sizes, weights, buffers, batch, scratch)
 
 
 @njit(nogil=True)
-def take_part(rank, sizes, weights, edges, buffers, batch):
+def _project_gate(block, row, part, layer, sizes, weights, buffers, scratch):
+    """One group of the feed-forward's inner activations: gate and up, side by side in the scratch, and what becomes of them."""
+    ffn, hidden = sizes[FFN], sizes[HIDDEN]
+    for i in range(2):
+        _multiply(
+            weights, layer, UP if i else GATE, block, 2, H, hidden, row, part, scratch + 128 * i, 256, buffers[WHOLE_BOUNDS], 1, buffers
+        )
+    for m in range(part):
+        outputs = scratch + 256 * m
+        gate(outputs, outputs)
+        _hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, (row + m) * ffn + 16 * block, ACT, buffers)
+
+
+@njit(nogil=True)
+def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
+    """One task of a matrix product, and what follows it on its outputs."""
+    hidden, ffn, rows = sizes[HIDDEN], sizes[FFN], batch[LOGIT_ROWS] if kind == PROJECT_HEAD else batch[ROWS]
+    scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
+    if kind == PROJECT_QKV:
+        _project_head(task, layer, sizes, weights, buffers, batch, scratch)
+        return
+    n = sizes[VOCAB] if kind == PROJECT_HEAD else ffn if kind == PROJECT_GATE else hidden
+    chunk = HEAD_CHUNK if kind == PROJECT_HEAD else CHUNK
+    chunks = (n // 16 + chunk - 1) // chunk
+    block, row = task % chunks * chunk, task // chunks * PART
+    blocks, part = min(chunk, n // 16 - block), min(PART, rows - row)
+    if kind == PROJECT_HEAD:
+        out = buffers[LOGITS] + 4 * row * n + 64 * block
+        _multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, 4 * n, buffers[WHOLE_BOUNDS], 1, buffers)
+    elif kind == PROJECT_GATE:
+        _project_gate(block, row, part, layer, sizes, weights, buffers, scratch)
+    else:
+        # Sums over inputs that tensor ranks share: in segments.
+        down = kind == PROJECT_DOWN
+        place, x, k = (DOWN, ACT, ffn) if down else (OUT, ATT, sizes[Q_HEADS] * sizes[HEAD_DIM])
+        bounds, segments = (buffers[DOWN_BOUNDS], sizes[DOWN_SEGMENTS]) if down else (buffers[OUT_BOUNDS], sizes[OUT_SEGMENTS])
+        _multiply(weights, layer, place, block, blocks, x, k, row, part, scratch, CHUNK * 64, bounds, segments, buffers)
+        _add(block, blocks, row, part, hidden, buffers[X], scratch, down)
+
+
+@njit(nogil=True)
+def take_part(rank, sizes, weights, buffers, batch):
     """Claim and do tasks of the phase posted last until none is left. Returns its word as last seen."""
     control = buffers[CONTROL]
     while True:
@@ -239,11 +264,11 @@ def take_part(rank, sizes, weights, edges, buffers, batch):
         if task < count:
             kind, layer = sync.kind_and_layer(word)
             if kind <= LAST_BY_ROWS:
-                _do_rows(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
+                _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch)
             elif kind == ATTEND:
-                _do_heads(rank, layer, task, sizes, buffers, batch)
+                _do_heads(rank, layer, task, sizes, weights, buffers, batch)
             else:
-                _do_product(rank, kind, layer, task, sizes, weights, edges, buffers, batch)
+                _do_product(rank, kind, layer, task, sizes, weights, buffers, batch)
             sync.finish(control)
 
 
@@ -262,10 +287,10 @@ def phase(work, position, sizes, batch):
     """(kind, layer, tasks) of the phase at `position` of a piece of work; kind -1 at its end."""
     rows, kv_heads, hidden = batch[ROWS], sizes[KV_HEADS], sizes[HIDDEN]
     if work == HEADS:
-        logit_rows = batch[LOGIT_ROWS]
+        logit_rows, edges = batch[LOGIT_ROWS], sizes[N_LAYERS]
         if position == 0:
-            return NORM_HEAD, 0, logit_rows
-        return (PROJECT_HEAD, 0, _tasks(sizes[VOCAB], logit_rows, CHUNK)) if position == 1 else (-1, 0, 0)
+            return NORM_HEAD, edges, logit_rows
+        return (PROJECT_HEAD, edges, _tasks(sizes[VOCAB], logit_rows, HEAD_CHUNK)) if position == 1 else (-1, 0, 0)
     row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
     layer, at = batch[FIRST_LAYER] + position // 7, position % 7
     if layer == batch[STOP_LAYER]:
@@ -278,9 +303,9 @@ def phase(work, position, sizes, batch):
     if at == 2:
         return ATTEND, layer, batch[N_TILES] * kv_heads * batch[HEAD_SPLIT]
     if at == 3:
-        return PROJECT_OUT, layer, _tasks(hidden, rows, HIDDEN_CHUNK)
+        return PROJECT_OUT, layer, _tasks(hidden, rows, CHUNK)
     if at == 4:
         return NORM_FFN, layer, row_tasks
     if at == 5:
-        return GATE, layer, _tasks(2 * sizes[FFN], rows, CHUNK)
-    return PROJECT_DOWN, layer, _tasks(hidden, rows, HIDDEN_CHUNK)
+        return PROJECT_GATE, layer, _tasks(sizes[FFN], rows, CHUNK)
+    return PROJECT_DOWN, layer, _tasks(hidden, rows, CHUNK)

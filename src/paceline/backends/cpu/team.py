@@ -16,8 +16,8 @@ from paceline.backends.cpu.step import HEADS, LAYERS
 from paceline.backends.cpu.sync import WORD
 
 Words = npt.NDArray[np.int64]
-Arguments = tuple[Words, Words, Words, Words, Words]
-"""(sizes, weights, edges, buffers, batch) as `step` names their places."""
+Arguments = tuple[Words, Words, Words, Words]
+"""(sizes, weights, buffers, batch) as `step` names their places."""
 
 
 def control_words(size: int) -> int:

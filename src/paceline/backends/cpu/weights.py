@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +10,17 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import pack, step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
-from paceline.backends.cpu.gemm import BF16, INT4, INT8
+from paceline.backends.cpu.forms import LANES, LAYOUT, Form
 from paceline.backends.options import LoadProgress
-from paceline.backends.quantize import tensor_shape, to_bf16_bits, to_float32, to_grouped
+from paceline.backends.quantize import to_bf16_bits, to_float32, to_grouped
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import GROUP, StoredTensor, WeightSource
+from paceline.core.weights import EMBEDDING, FINAL_NORM, GROUP, HEAD, StoredTensor, WeightSource, tensor_shapes
 
 Shape = tuple[int, int]
 """(N, K): outputs and inputs."""
+
+
+FORM = {WeightsFormat.INT4: Form.Q4_1, WeightsFormat.INT8: Form.Q8_0, WeightsFormat.BF16: Form.BF16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,13 @@ class PackedModel:
 
     spec: ModelSpec
     layers: LayerRange
-    form: int
-    head_form: int
     addresses: npt.NDArray[np.int64]
-    """[layer, place] as `step` names the places."""
-    edges: npt.NDArray[np.int64]
+    """[layer, place] as `step` names the places; the row after the last layer has the edges."""
+    forms: npt.NDArray[np.int64]
+    """[layer, place]: the `Form` of each matrix, -1 elsewhere."""
     embedding: int
     """Address of the embedding's records; 0 without edges."""
+    embedding_form: Form
     padded_vocab: int
     arrays: tuple[npt.NDArray[np.generic], ...]
 
@@ -58,35 +61,17 @@ class _Packer:
         self.vectors.append(joined)
         return joined.ctypes.data
 
-    def matrix(self, names: Sequence[str], shape: Shape, form: int, *, interleave: bool = False) -> int:
-        """Pack matrices one after the other, or their blocks of 16 outputs in turn. `shape`: of all together."""
-        n_bytes = pack.packed_bytes(form, *shape)
-        records = self.arena[self._used : self._used + n_bytes].view(np.uint16).reshape(-1, shape[1] // GROUP, pack.RECORD[form] // 2)
+    def matrix(self, name: str, shape: Shape, form: Form) -> int:
+        layout = LAYOUT[form]
+        n_bytes = layout.packed_bytes(*shape)
+        records = self.arena[self._used : self._used + n_bytes].view(np.uint16).reshape(-1, shape[1] // GROUP, layout.record_bytes // 2)
         self._used += -(-n_bytes // CACHE_LINE) * CACHE_LINE
-        at = 0
-        for i, name in enumerate(names):
-            tensor = self._read(name)
-            if interleave:
-                out = records[i :: len(names)]
-            else:
-                blocks = -(-tensor_shape(tensor)[0] // pack.LANES)
-                out, at = records[at : at + blocks], at + blocks
-            if form == BF16:
-                pack.pack_bf16(to_bf16_bits(tensor), out)
-            else:
-                pack.pack_grouped(to_grouped(tensor, 4 if form == INT4 else 8), out)
+        tensor = self._read(name)
+        if form is Form.BF16:
+            pack.pack_bf16(to_bf16_bits(tensor), records)
+        else:
+            pack.pack_grouped(to_grouped(tensor, 8 if form is Form.Q8_0 else 4), records)
         return records.ctypes.data
-
-
-def _matrix_shapes(spec: ModelSpec) -> dict[int, Shape]:
-    """(N, K) of each matrix of a layer."""
-    heads, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    return {
-        step.QKV: (heads + 2 * kv, spec.hidden),
-        step.OUT: (spec.hidden, heads),
-        step.GATE_UP: (2 * spec.ffn, spec.hidden),
-        step.DOWN: (spec.hidden, spec.ffn),
-    }
 
 
 def pack_model(
@@ -94,61 +79,57 @@ def pack_model(
 ) -> PackedModel:
     """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head."""
     spec = source.spec
-    form = pack.FORM[weights]
-    head_form = BF16 if weights is WeightsFormat.BF16 else INT8
-    names = _layer_names(spec, layers)
-    edge_names = ["model.embed_tokens.weight", "model.norm.weight"] + ([] if spec.tied_head else ["lm_head.weight"]) if edges else []
-    total = sum(source.nbytes(name) for group in names for place in group for name in place) + sum(map(source.nbytes, edge_names))
-    shapes = _matrix_shapes(spec)
-    head_shape = (spec.vocab, spec.hidden)
-    layer_bytes = sum(pack.packed_bytes(form, *shape) + CACHE_LINE for shape in shapes.values())
-    head_bytes = pack.packed_bytes(head_form, *head_shape) + CACHE_LINE
-    n_heads = (1 if spec.tied_head else 2) if edges else 0
-    packer = _Packer(source, len(layers) * layer_bytes + n_heads * head_bytes, total, progress)
-    addresses = np.zeros((len(layers), step.N_WEIGHTS), np.int64)
-    for row, group in zip(addresses, names, strict=True):
-        for place, tensors in enumerate(group):
-            if not tensors:
-                continue
-            if place in shapes:
-                row[place] = packer.matrix(tensors, shapes[place], form, interleave=place == step.GATE_UP)
-            else:
-                row[place] = packer.vector(tensors)
-    edge_addresses = np.zeros(step.N_EDGES, np.int64)
-    embedding = 0
+    form, head_form = FORM[weights], FORM[weights] if weights is WeightsFormat.BF16 else Form.Q8_0
+    shapes = tensor_shapes(spec)
+    rows = [_layer_names(spec, layer) for layer in range(layers.start, layers.stop)]
+    head = EMBEDDING if spec.tied_head else HEAD
+    rows.append({step.FINAL_NORM: [FINAL_NORM], step.HEAD: [head]} if edges else {})
+    # Of a matrix, its form; a tied head is held once.
+    form_of = {
+        name: head_form if place == step.HEAD else form
+        for row in rows
+        for place, names in row.items()
+        if place in MATRICES
+        for name in names
+    }
     if edges:
-        edge_addresses[step.FINAL_NORM] = packer.vector(["model.norm.weight"])
-        embedding = packer.matrix(["model.embed_tokens.weight"], head_shape, head_form)
-        edge_addresses[step.HEAD] = embedding if spec.tied_head else packer.matrix(["lm_head.weight"], head_shape, head_form)
-    return PackedModel(
-        spec,
-        layers,
-        form,
-        head_form,
-        addresses,
-        edge_addresses,
-        embedding,
-        -(-spec.vocab // pack.LANES) * pack.LANES,
-        (packer.arena, *packer.vectors),
-    )
+        form_of[EMBEDDING] = head_form
+    names = {name for row in rows for place in row.values() for name in place} | form_of.keys()
+    n_bytes = sum(LAYOUT[kind].packed_bytes(*_matrix(shapes[name])) + CACHE_LINE for name, kind in form_of.items())
+    packer = _Packer(source, n_bytes, sum(map(source.nbytes, names)), progress)
+    addresses = np.zeros((len(rows), step.N_WEIGHTS), np.int64)
+    forms = np.full_like(addresses, -1)
+    embedding = packer.matrix(EMBEDDING, _matrix(shapes[EMBEDDING]), head_form) if edges else 0
+    for row, row_forms, places in zip(addresses, forms, rows, strict=True):
+        for place, tensors in places.items():
+            if place not in MATRICES:
+                row[place] = packer.vector(tensors)
+                continue
+            (name,) = tensors
+            row_forms[place] = form_of[name]
+            row[place] = embedding if name == EMBEDDING else packer.matrix(name, _matrix(shapes[name]), form_of[name])
+    padded_vocab = -(-spec.vocab // LANES) * LANES
+    return PackedModel(spec, layers, addresses, forms, embedding, head_form, padded_vocab, (packer.arena, *packer.vectors))
 
 
-def _layer_names(spec: ModelSpec, layers: LayerRange) -> list[list[list[str]]]:
-    """Tensor names by layer and place."""
-    named: Callable[[int, str], str] = lambda i, name: f"model.layers.{i}.{name}"  # noqa: E731
-    result: list[list[list[str]]] = []
-    for i in range(layers.start, layers.stop):
-        places: list[list[str]] = [[] for _ in range(step.N_WEIGHTS)]
-        places[step.ATTN_NORM] = [named(i, "input_layernorm.weight")]
-        places[step.QKV] = [named(i, f"self_attn.{p}_proj.weight") for p in "qkv"]
-        if spec.qkv_bias:
-            places[step.QKV_BIAS] = [named(i, f"self_attn.{p}_proj.bias") for p in "qkv"]
-        if spec.qk_norm:
-            places[step.Q_NORM] = [named(i, "self_attn.q_norm.weight")]
-            places[step.K_NORM] = [named(i, "self_attn.k_norm.weight")]
-        places[step.OUT] = [named(i, "self_attn.o_proj.weight")]
-        places[step.FFN_NORM] = [named(i, "post_attention_layernorm.weight")]
-        places[step.GATE_UP] = [named(i, f"mlp.{p}_proj.weight") for p in ("gate", "up")]
-        places[step.DOWN] = [named(i, "mlp.down_proj.weight")]
-        result.append(places)
-    return result
+MATRICES = {
+    step.Q: "self_attn.q_proj", step.K: "self_attn.k_proj", step.V: "self_attn.v_proj", step.OUT: "self_attn.o_proj",
+    step.GATE: "mlp.gate_proj", step.UP: "mlp.up_proj", step.DOWN: "mlp.down_proj", step.HEAD: "lm_head",
+}  # fmt: skip
+"""Places that hold a matrix, and its name."""
+
+
+def _matrix(shape: tuple[int, ...]) -> Shape:
+    n, k = shape
+    return n, k
+
+
+def _layer_names(spec: ModelSpec, layer: int) -> dict[int, list[str]]:
+    """Tensor names by place; vectors that lie one after the other are several."""
+    stems = {place: [f"{stem}.weight"] for place, stem in MATRICES.items() if place != step.HEAD}
+    stems |= {step.ATTN_NORM: ["input_layernorm.weight"], step.FFN_NORM: ["post_attention_layernorm.weight"]}
+    if spec.qkv_bias:
+        stems[step.QKV_BIAS] = [f"self_attn.{p}_proj.bias" for p in "qkv"]
+    if spec.qk_norm:
+        stems |= {step.Q_NORM: ["self_attn.q_norm.weight"], step.K_NORM: ["self_attn.k_norm.weight"]}
+    return {place: [f"model.layers.{layer}.{stem}" for stem in group] for place, group in sorted(stems.items())}

@@ -1,0 +1,231 @@
+"""One tile of a matrix product, for weights of any form: some rows by some blocks of 16 outputs, all inputs.
+
+The order of operations on one row and one output is the same in every tile (`docs/arithmetic.md`), so a row's bits depend on nothing but the row.
+Inputs go in segments of whole groups; sums of segments are added in a binary tree of neighbours, an odd last one passing up.
+
+Strides and offsets are bytes. Shapes: M rows, NB blocks of 16 outputs, G groups of 32 inputs, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Inputs, Layout, Scales
+from paceline.backends.cpu.simd import I8, I32, I64, B, Emit, F, H, I, Value, lowered
+
+PREFETCH = 8192
+"""Bytes ahead that records are asked for; without it, 16 rows ran at 0.7 of their speed out of memory."""
+
+MOST_SEGMENTS = 16
+_LEVELS = MOST_SEGMENTS.bit_length()
+"""Sums that wait for their neighbour, at most."""
+
+SCALES_BYTES = 16
+"""Of a row's group, beside its codes: scale and scale * sum (fp32), then -32 * the sum of each half's codes (int32)."""
+
+_WORDS = {Inputs.INT8: 8, Inputs.INT16: 16, Inputs.BF16: 16}
+"""32-bit words of a row's group: one dot product of four or two inputs each."""
+
+_BYTES_16 = ir.VectorType(I8, LANES)
+
+
+class _Record:
+    """One group of one block of outputs."""
+
+    def __init__(self, e: Emit, layout: Layout, block: Value, group: Value) -> None:
+        self._e, self._layout = e, layout
+        b = e.b
+        if layout.groups == 1:
+            self._base = e.at(block, e.mul(group, layout.record_bytes))
+            self._group = e.i64(0)
+        else:
+            self._base = e.at(block, e.mul(b.lshr(group, e.i64(3)), layout.record_bytes))
+            self._group = b.and_(group, e.i64(7))
+        self._codes = e.at(self._base, e.mul(self._group, layout.codes_bytes))
+        self._plane = e.at(self._base, b.add(e.mul(self._group, layout.plane_bytes), e.i64(layout.plane_at)))
+
+    def codes(self, word: int) -> Value:
+        """What word `word` of a row is multiplied with, for 16 outputs: I."""
+        e, bits = self._e, self._layout.bits
+        b = e.b
+        if bits == 8:
+            return b.bitcast(b.sext(e.load(ir.VectorType(I8, 32), self._codes, 32 * word), H), I)
+        if bits == 16:
+            return e.load(I, self._codes, 64 * word)
+        low = e.load(I, self._codes, 64 * (word // 2))
+        low = b.and_(b.lshr(low, e.const_i(4)) if word % 2 else low, e.const_i(0x0F0F0F0F))
+        if bits == 4:
+            return low
+        # A byte of a plane holds the upper bits of one input of eight words, or of four.
+        upper = bits - 4
+        words = 8 // upper
+        plane = e.load(I, self._plane, 64 * (word // words))
+        shift = 4 - upper * (word % words)
+        plane = b.shl(plane, e.const_i(shift)) if shift >= 0 else b.lshr(plane, e.const_i(-shift))
+        return b.or_(low, b.and_(plane, e.const_i(0x10101010 if upper == 1 else 0x30303030)))
+
+    def _half(self, place: int) -> Value:
+        return self._e.load_half(self._base, self._layout.scales_at + place)
+
+    def _bytes(self, place: int, index: Value) -> Value:
+        """Sixteen bytes of the scales, as they are: 16 x i8."""
+        return self._e.load(_BYTES_16, self._base, self._e.b.add(self._e.mul(index, 16), self._e.i64(self._layout.scales_at + place)))
+
+    def scale_offset(self) -> tuple[Value, Value | None]:
+        """What a group's whole sum, and its activations' sum, are multiplied with: F each, exact in fp32."""
+        e = self._e
+        b = e.b
+        match self._layout.scales:
+            case Scales.SCALE:
+                scale = self._half(0)
+                return scale, b.fmul(scale, e.const(-self._layout.zero)) if self._layout.zero else None
+            case Scales.SCALE_OFFSET:
+                return self._half(0), self._half(32)
+            case Scales.SUB_SCALES:
+                return self._half(256), None
+            case _:
+                # A byte a group has the low four bits of both; a byte two groups, their high two.
+                low = b.zext(self._bytes(0, self._group), I)
+                shift = e.splat(b.trunc(e.mul(b.and_(self._group, e.i64(1)), 4), I32), I)
+                high = b.lshr(b.zext(self._bytes(128, b.lshr(self._group, e.i64(1))), I), shift)
+                scale = b.or_(b.and_(low, e.const_i(15)), b.and_(b.shl(high, e.const_i(4)), e.const_i(0x30)))
+                minimum = b.or_(b.lshr(low, e.const_i(4)), b.and_(b.shl(high, e.const_i(2)), e.const_i(0x30)))
+                least = b.fneg(self._half(224))
+                return b.fmul(self._half(192), b.sitofp(scale, F)), b.fmul(least, b.sitofp(minimum, F))
+
+    def sub_scales(self) -> list[Value]:
+        """Of both halves of the group: F each."""
+        e = self._e
+        return [e.b.sitofp(e.b.sext(self._bytes(0, e.b.add(e.mul(self._group, 2), e.i64(half))), I), F) for half in range(2)]
+
+
+def _dot(e: Emit, inputs: Inputs, acc: Value, weights: Value, x: Value) -> Value:
+    if inputs is Inputs.INT8:
+        return e.dp_bytes(acc, weights, x)
+    if inputs is Inputs.INT16:
+        return e.dp_words(acc, weights, x)
+    return e.dp(acc, e.b.bitcast(weights, B), e.b.bitcast(x, B))
+
+
+class _Tile:
+    """Writes the code of one tile."""
+
+    def __init__(self, e: Emit, layout: Layout, rows: int, blocks: int) -> None:
+        self._e, self._layout = e, layout
+        self._rows: Final = range(rows)
+        self._blocks: Final = range(blocks)
+        self._words = _WORDS[layout.inputs]
+        self.total = [[e.var(e.const(0.0)) for _ in self._blocks] for _ in self._rows]
+
+    def write(self, args: Sequence[Value]) -> None:
+        e = self._e
+        b = e.b
+        w, w_stride, x, x_stride, scales, scales_stride, out, out_stride, bounds, segments = args
+        w_n = [e.at(w, e.mul(w_stride, n)) for n in self._blocks]
+        x_m = [e.at(x, e.mul(x_stride, m)) for m in self._rows]
+        scales_m = [e.at(scales, e.mul(scales_stride, m)) for m in self._rows]
+        waiting = cgutils.alloca_once(b, ir.ArrayType(F, _LEVELS * len(self._rows) * len(self._blocks)))
+        waiting.align = 64
+        depth = e.var(e.i64(0))
+        with e.loop(segments) as s:
+            for total in self._totals():
+                b.store(e.const(0.0), total)
+            first, stop = (e.load(I64, bounds, b.add(e.mul(s, 8), e.i64(8 * end)), align=8) for end in range(2))
+            with e.loop(stop, first) as group:
+                self._add_group(w_n, x_m, scales_m, group)
+            # The segments so far form whole subtrees; what this one completes are as many as its number ends in ones.
+            with e.loop(b.cttz(b.add(s, e.i64(1)), ir.Constant(ir.IntType(1), 1))):
+                self._join(waiting, depth)
+            at = b.load(depth)
+            for i, total in enumerate(self._totals()):
+                b.store(b.load(total), self._slot(waiting, at, i))
+            b.store(b.add(at, e.i64(1)), depth)
+        b.store(b.sub(b.load(depth), e.i64(1)), depth)
+        with e.loop(b.load(depth)):
+            self._join(waiting, depth)
+        for m in self._rows:
+            for n in self._blocks:
+                e.store(b.load(self.total[m][n]), out, b.add(e.mul(out_stride, m), e.i64(64 * n)))
+
+    def _totals(self) -> list[Value]:
+        return [total for row in self.total for total in row]
+
+    def _slot(self, waiting: Value, depth: Value, i: int) -> Value:
+        e = self._e
+        place = e.b.add(e.mul(depth, len(self._rows) * len(self._blocks)), e.i64(i))
+        return e.b.gep(waiting, [ir.Constant(I32, 0), place], inbounds=True)
+
+    def _join(self, waiting: Value, depth: Value) -> None:
+        """Add the sum that waits last to the left of the totals."""
+        e = self._e
+        at = e.b.sub(e.b.load(depth), e.i64(1))
+        for i, total in enumerate(self._totals()):
+            e.b.store(e.b.fadd(e.b.load(self._slot(waiting, at, i)), e.b.load(total)), total)
+        e.b.store(at, depth)
+
+    def _add_group(self, w_n: list[Value], x_m: list[Value], scales_m: list[Value], group: Value) -> None:
+        e, layout = self._e, self._layout
+        b = e.b
+        ahead = layout.bytes_of_eight_groups // 8
+        e.prefetch(e.at(w_n[-1], b.add(e.mul(group, ahead), e.i64(PREFETCH))), ahead)
+        record_n = [_Record(e, layout, block, group) for block in w_n]
+        x_g = [e.at(x, e.mul(group, 4 * self._words)) for x in x_m]
+        scales_g = [e.at(scales, e.mul(group, SCALES_BYTES)) for scales in scales_m]
+        if layout.scales is Scales.NONE:
+            acc = [[b.load(total) for total in row] for row in self.total]
+            for row, values in zip(self.total, self._sums(record_n, x_g, range(self._words), acc), strict=True):
+                for total, value in zip(row, values, strict=True):
+                    b.store(value, total)
+            return
+        if layout.scales is Scales.SUB_SCALES:
+            # Exact: below 2**24 whichever way it is formed.
+            value: list[list[Value]] = []
+            for half in range(2):
+                acc = [[e.splat(e.load(I32, scale, 8 + 4 * half), I)] * len(w_n) for scale in scales_g]
+                words = range(half * self._words // 2, (half + 1) * self._words // 2)
+                part = self._sums(record_n, x_g, words, acc)
+                sub = [record.sub_scales()[half] for record in record_n]
+                products = [[b.sitofp(part[m][n], F) for n in self._blocks] for m in self._rows]
+                if half == 0:
+                    value = [[b.fmul(sub[n], products[m][n]) for n in self._blocks] for m in self._rows]
+                else:
+                    value = [[e.fma(sub[n], products[m][n], value[m][n]) for n in self._blocks] for m in self._rows]
+        else:
+            acc = [[e.const_i(0) for _ in self._blocks] for _ in self._rows]
+            sums = self._sums(record_n, x_g, range(self._words), acc)
+            value = [[b.sitofp(sums[m][n], F) for n in self._blocks] for m in self._rows]
+        for n in self._blocks:
+            scale, offset = record_n[n].scale_offset()
+            for m in self._rows:
+                total = self.total[m][n]
+                y = e.fma(scale, b.fmul(value[m][n], e.load_splat(scales_g[m])), b.load(total))
+                if offset is not None:
+                    y = e.fma(offset, e.load_splat(scales_g[m], 4), y)
+                b.store(y, total)
+
+    def _sums(self, record_n: list[_Record], x_g: list[Value], words: range, acc: list[list[Value]]) -> list[list[Value]]:
+        """`acc` plus the products of some words, [M][NB]."""
+        e = self._e
+        for word in words:
+            codes = [record.codes(word) for record in record_n]
+            for m in self._rows:
+                repeated = e.splat(e.load(I32, x_g[m], 4 * word), I)
+                acc[m] = [_dot(e, self._layout.inputs, acc[m][n], codes[n], repeated) for n in self._blocks]
+        return acc
+
+
+@intrinsic(prefer_literal=True)
+def tile(_, form, rows, blocks, w, w_stride, x, x_stride, scales, scales_stride, out, out_stride, bounds, segments):
+    """out[M, 16 * NB] of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1]."""
+    layout = LAYOUT[Form(form.literal_value)]
+    n_rows, n_blocks = rows.literal_value, blocks.literal_value
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        _Tile(e, layout, n_rows, n_blocks).write(args)
+
+    return lowered(body, types.void, form, rows, blocks, *[types.int64] * 10)
