@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Protocol
 
 
@@ -26,11 +27,15 @@ class Tokenizer(Vocabulary, Protocol):
     """Text to ids and back, and the model's chat template."""
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Ids of `text`. Special tokens written in the text are parsed only in rendered chats (`add_special=False`)."""
+        """Ids of `text`, with what the model wants around one if `add_special`. Special tokens spelled in it are those tokens."""
         ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a chat, rendered with the model's template, ready for the assistant's answer.
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
+        """Ids of a chat, rendered with the model's template, ready for the assistant's answer. Special tokens spelled in a message are text.
+
+        Args:
+            messages: each with a role and a content.
+            now: the time that the template may show; None: this machine's.
 
         Raises:
             InvalidRequest: the template refuses the messages.

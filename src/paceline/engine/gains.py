@@ -37,7 +37,7 @@ def draw(seq: SequenceState, draws: Draws, rows: Iterable[int]) -> Gain:
             gain.finish_reason, gain.error = FinishReason.ERROR, _BROKEN_LOGITS
             break
         gain.token_ids.append(token)
-        if logprob is not None:
+        if logprob is not None and token not in seq.stop_ids:  # a token that only ends the answer is no part of it
             gain.logprobs.append(logprob)
         guessed = seq.take(token)
         gain.accepted += guessed

@@ -91,7 +91,7 @@ def build_engine(
         UserError: something asked for can't be had.
     """
     clock = clock or SystemClock()
-    setup = set_up(settings, clock)
+    setup = set_up(settings)
     layers = setup.opened.spec.all_layers
     kv = setup.room(layers)
     config = setup.config(kv)

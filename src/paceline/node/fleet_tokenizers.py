@@ -7,7 +7,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.server.inference import ServedModel, fingerprint_of
@@ -40,8 +39,8 @@ class Described:
 class TokenizerStore:
     """Under PACELINE_HOME/cache/tokenizers."""
 
-    def __init__(self, home: Home, clock: Clock) -> None:
-        self._home, self._clock = home, clock
+    def __init__(self, home: Home) -> None:
+        self._home = home
         self._built: dict[str, ModelTokenizer] = {}
 
     async def describe(self, channel: grpc.aio.Channel, node_id: NodeId, name: str) -> Described:
@@ -73,7 +72,7 @@ class TokenizerStore:
         else:
             write_cache(path, packed)
         try:
-            return unpack_tokenizer(packed, Path(f"the tokenizer of {node_id}"), self._clock)
+            return unpack_tokenizer(packed, Path(f"the tokenizer of {node_id}"))
         except PacelineError:
             path.unlink(missing_ok=True)
             raise

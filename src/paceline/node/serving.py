@@ -99,7 +99,7 @@ class FleetServing:
         self.drafting = DraftService(self.fleet, everybody)
         loaded = () if node is None else tuple(_loaded(node, model) for model in warm)
         self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
-        self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home, clock), clock)
+        self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)
         self.metrics = FleetMetrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock)
         self.pipelines = PipelineMeter()

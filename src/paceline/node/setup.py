@@ -134,18 +134,17 @@ class Setup:
         return WarmModel(self.opened.name, self.digest, self.weights, self.opened.spec, kv.context, size, speed)
 
 
-def set_up(settings: NodeSettings, clock: Clock, *, spread: bool = False) -> Setup:
+def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
     """Open a model and decide how it runs.
 
     Args:
         settings: what the person asked for.
-        clock: what a chat template's `strftime_now` shows.
         spread: over several machines, of which others may have no GPU: unasked, weights are as the file has them.
 
     Raises:
         UserError: something asked for can't be had.
     """
-    opened = open_model(settings.model, clock=clock)
+    opened = open_model(settings.model)
     cuda = settings.device in {None, Kernels.CUDA} and accelerator.has_cuda()
     weights = settings.weights or (WeightsFormat.BF16 if cuda and not spread else stored_format(opened.weights))
     kernels = table.choose(opened.spec, weights, asked=settings.device, cuda=cuda)

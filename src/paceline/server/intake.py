@@ -6,6 +6,7 @@ A text is refused by its length before it is tokenized where even the longest to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TypeVar
 from uuid import uuid4
 
@@ -55,7 +56,7 @@ class Intake:
         messages = [{"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in asked.messages]
         self._check_length(model, [m["content"] for m in messages], "messages")
         try:
-            ids = model.tokenizer.render_chat(messages)
+            ids = model.tokenizer.render_chat(messages, asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone())
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None

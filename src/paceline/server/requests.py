@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from paceline.core.sampling_ranges import (
@@ -142,6 +142,11 @@ class ChatCompletionRequest(Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most), description="Only with `logprobs`.")
+    now: AwareDatetime | None = Field(
+        default=None,
+        description="Beyond OpenAI's: the time that the model's chat template may show, with its offset from UTC. Where missing: when the "
+        "request arrived, in the time zone of the node it arrived at.",
+    )
 
     prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
     parallel_tool_calls: bool | None = Field(default=None, description="Ignored.")

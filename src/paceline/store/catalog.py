@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError
 from paceline.core.model import ModelSpec
 from paceline.core.text import Tokenizer
@@ -80,13 +79,12 @@ class OpenedModel:
         return ModelLocation(self.name, self.path)
 
 
-def open_model(ref: str, home: Home | None = None, clock: Clock | None = None) -> OpenedModel:
+def open_model(ref: str, home: Home | None = None) -> OpenedModel:
     """Find a model and open its weights and its tokenizer.
 
     Args:
         ref: the bundled name, a hub id pulled earlier, a local folder, or a GGUF file.
         home: default: what `PACELINE_HOME` says.
-        clock: what a chat template's `strftime_now` shows.
 
     Raises:
         ModelNotFound: no such model here.
@@ -94,13 +92,12 @@ def open_model(ref: str, home: Home | None = None, clock: Clock | None = None) -
         UnsupportedModel: a family, feature or tensor type Paceline does not run.
     """
     home = Home.from_environment() if home is None else home
-    clock = SystemClock() if clock is None else clock
     location = resolve(ref, home)
     weights = open_weights(location.path, DigestCache(home))
     if isinstance(weights, GgufWeights):
-        tokenizer = tokenizer_from_gguf(weights.header, home, clock, weights.spec.vocab)
+        tokenizer = tokenizer_from_gguf(weights.header, home, weights.spec.vocab)
     else:
-        tokenizer = tokenizer_from_folder(location.path, clock, weights.spec.vocab)
+        tokenizer = tokenizer_from_folder(location.path, weights.spec.vocab)
     return OpenedModel(location.name, weights.spec, weights, tokenizer, location.path)
 
 

@@ -17,7 +17,6 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest
 from paceline.store.faults import damaged
 from paceline.store.template_sandbox import BoundedSandbox
@@ -29,14 +28,13 @@ MAX_TEMPLATE_CHARS: Final = 1 << 20
 class ChatTemplate:
     """One compiled template."""
 
-    def __init__(self, path: Path, source: str, special_tokens: Mapping[str, str], clock: Clock) -> None:
+    def __init__(self, path: Path, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile a template.
 
         Args:
             path: the file it came from, for errors.
             source: Jinja text.
             special_tokens: what templates call `bos_token`, `eos_token` and so on.
-            clock: what `strftime_now` shows.
 
         Raises:
             ModelFileError: the template does not compile.
@@ -44,30 +42,31 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise damaged(path, f"its chat template has {len(source)} characters")
 
-        def strftime_now(form: str) -> str:
-            return datetime.fromtimestamp(clock.wall()).astimezone().strftime(form)
-
         self.source = source
         self.special_tokens: Mapping[str, str] = dict(special_tokens)
         environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = environment.counted(_to_json)
-        helpers = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
         try:
-            self._template = environment.from_string(source, globals=helpers)
+            self._template = environment.from_string(source, globals={"raise_exception": _raise_exception})
             self._environment = environment
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise damaged(path, f"its chat template does not compile ({error})") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], now: datetime) -> str:
         """The text of a chat, up to where the assistant's answer begins.
+
+        Args:
+            messages: each with its content as one string.
+            now: what `strftime_now` shows, however often the template asks.
 
         Raises:
             InvalidRequest: the template refuses the messages, or trips over them.
         """
-        chat = [_plain(message) for message in messages]
         self._environment.begin()
         try:
-            return self._template.render(messages=chat, add_generation_prompt=True, tools=None, **self.special_tokens)
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, strftime_now=now.strftime, **self.special_tokens
+            )
         except Exception as error:  # a template is somebody's program: it may raise anything
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}",
@@ -76,7 +75,7 @@ class ChatTemplate:
             ) from error
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with its text parts joined: most templates know only strings."""
     content = message.get("content")
     if not isinstance(content, list):

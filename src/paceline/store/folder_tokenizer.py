@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, cast
 
-from paceline.core.clock import Clock
 from paceline.core.errors import ModelFileError
 from paceline.store.chat_template import ChatTemplate
 from paceline.store.faults import damaged, unreadable
@@ -17,7 +16,7 @@ _TEMPLATE: Final = "chat_template.jinja"
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-def tokenizer_from_folder(folder: Path, clock: Clock, rows: int | None = None) -> ModelTokenizer:
+def tokenizer_from_folder(folder: Path, rows: int | None = None) -> ModelTokenizer:
     """The tokenizer of a model folder, whose embedding has so many rows.
 
     Raises:
@@ -46,7 +45,7 @@ def tokenizer_from_folder(folder: Path, clock: Clock, rows: int | None = None) -
     named_end = encoder.token_to_id(special["eos_token"]) if "eos_token" in special else None
     ids = frozenset(ends if named_end is None else [*ends, named_end])
     source = _template_source(folder, settings)
-    template = None if source is None else ChatTemplate(folder, source, special, clock)
+    template = None if source is None else ChatTemplate(folder, source, special)
     return ModelTokenizer(path, encoder, ids, template, rows)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paceline.core.clock import Clock
 from paceline.core.errors import ModelFileError
 from paceline.store.chat_template import ChatTemplate
 from paceline.store.faults import damaged, unsupported
@@ -52,7 +51,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def tokenizer_from_gguf(header: GgufHeader, home: Home, clock: Clock, rows: int | None = None) -> ModelTokenizer:
+def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None) -> ModelTokenizer:
     """The tokenizer a GGUF file carries, whose embedding has so many rows.
 
     Raises:
@@ -68,7 +67,7 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, clock: Clock, rows: int 
         write_cache(kept, encoder.to_str().encode())
     special = {name: token for name, key in _NAMED_IDS.items() if (token := _token(header, encoder, key)) is not None}
     source = header.text("tokenizer.chat_template")
-    template = None if source is None else ChatTemplate(header.path, source, special, clock)
+    template = None if source is None else ChatTemplate(header.path, source, special)
     ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows)
 

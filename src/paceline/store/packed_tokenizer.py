@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.clock import Clock
 from paceline.core.errors import ModelFileError
 from paceline.store.chat_template import ChatTemplate
 from paceline.store.faults import damaged
@@ -31,13 +30,12 @@ def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
     return json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()
 
 
-def unpack_tokenizer(data: bytes, origin: Path, clock: Clock) -> ModelTokenizer:
+def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
     """The tokenizer that `pack_tokenizer` packed.
 
     Args:
         data: what was packed.
         origin: for errors: where the bytes lie, or whom they came from.
-        clock: what the template's `strftime_now` shows.
 
     Raises:
         ModelFileError: the bytes are damaged.
@@ -51,7 +49,7 @@ def unpack_tokenizer(data: bytes, origin: Path, clock: Clock) -> ModelTokenizer:
         ends = frozenset(int(token) for token in parts["eos_ids"])
         source = parts["template"]
         special = {str(name): str(token) for name, token in parts["special_tokens"].items()}
-        template = None if source is None else ChatTemplate(origin, str(source), special, clock)
+        template = None if source is None else ChatTemplate(origin, str(source), special)
     except ModelFileError:
         raise
     except Exception as error:  # the library raises nothing narrower

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.core.errors import InvalidRequest
-from paceline.store.chat_template import ChatTemplate
+from paceline.store.chat_template import ChatTemplate, join_parts
+from paceline.store.control_tokens import ControlTokens
 from paceline.store.faults import damaged, unsupported
 
 if TYPE_CHECKING:
@@ -49,16 +51,18 @@ class ModelTokenizer:
         self.template = template
         self._lock = threading.Lock()
         self._added: Final = encoder.get_added_tokens_decoder()
-        size = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
-        self._size: Final = size if rows is None else min(size, rows)
+        self._known: Final = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
+        self._size: Final = self._known if rows is None else min(self._known, rows)
+        self._control: Final = ControlTokens(encoder, [token for token in self._added.values() if token.special])
         ends = {i for i, token in self._added.items() if token.special and token.content in END_TOKENS}
         self._eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self._size)
         self._byte_level: Final = _is_byte_level(path, encoder)
         self._bytes: dict[int, bytes] = {}
         try:
-            self.encode("a word")
+            bare, whole = (self._ids("a word", add_special=flag) for flag in (False, True))
         except InvalidRequest as error:
             raise damaged(path, error.message) from error
+        self._first: Final = whole[0] if whole[:1] != bare[:1] else None
 
     @property
     def size(self) -> int:
@@ -69,27 +73,15 @@ class ModelTokenizer:
         return self._eos_ids
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Ids of `text`.
+        """Ids of `text`. Special tokens spelled in it are those tokens.
 
-        With `add_special`, what the model wants around a text (usually a first token) is added and special tokens spelled in it
-        are plain text; without, they are parsed and nothing is added: that is for rendered chats.
+        With `add_special`, what the model wants around a text (usually a first token) is added, unless the text begins with it.
 
         Raises:
             InvalidRequest: the text holds lone surrogates, which are no characters, or the model's tokenizer fails on it.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the text is not valid Unicode ({error.reason})", "Send UTF-8 without lone surrogates") from error
-        # The switch belongs to the encoder, not to the call.
-        with self._lock:
-            self._encoder.encode_special_tokens = add_special
-            try:
-                return self._encoder.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
-            except BaseException as error:
-                if not is_library_failure(error):
-                    raise
-                raise InvalidRequest(f"the model's tokenizer fails on this text ({error})", "Get the model's files again") from error
+        ids = self._ids(text, add_special=add_special)
+        return ids[1:] if add_special and len(ids) > 1 and ids[0] == ids[1] == self._first else ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text; empty for special tokens and for ids beyond the vocabulary (padding of the head)."""
@@ -98,26 +90,51 @@ class ModelTokenizer:
             found = self._bytes[token_id] = self._spell(token_id)
         return found
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a chat, ready for the assistant's answer.
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
+        """Ids of a chat, ready for the assistant's answer. Special tokens are what the template writes; spelled in a message they are text.
+
+        Args:
+            messages: each with a role and a content.
+            now: the time that the template may show; None: this machine's.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
         """
         if self.template is None:
             raise InvalidRequest("this model has no chat template", "Use /v1/completions, or a model made for chats", field="messages")
-        return self.encode(self.template.render(messages), add_special=False)
+        chat = [join_parts(message) for message in messages]
+        now = datetime.now().astimezone() if now is None else now
+        broken = self._control.broken(chat)
+        if broken is None:
+            return self._ids(self.template.render(chat, now), add_special=False)
+        text = self._control.marked(self.template.render(broken, now))
+        return self._control.real_ids(self._ids(text, add_special=False, parse_special=False))
 
     def to_json(self) -> str:
         """The encoder as a tokenizer.json."""
         with self._lock:
-            return self._encoder.to_str()
+            return self._control.without_doubles(self._encoder.to_str())
+
+    def _ids(self, text: str, *, add_special: bool, parse_special: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the text is not valid Unicode ({error.reason})", "Send UTF-8 without lone surrogates") from error
+        # The switch belongs to the encoder, not to the call.
+        with self._lock:
+            self._encoder.encode_special_tokens = not parse_special
+            try:
+                return self._encoder.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+            except BaseException as error:
+                if not is_library_failure(error):
+                    raise
+                raise InvalidRequest(f"the model's tokenizer fails on this text ({error})", "Get the model's files again") from error
 
     def _spell(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
         if added is not None:
             return b"" if added.special else added.content.encode()
-        token = self._encoder.id_to_token(token_id) if token_id >= 0 else None
+        token = self._encoder.id_to_token(token_id) if 0 <= token_id < self._known else None
         if token is None:
             return b""
         if self._byte_level:

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from paceline.core.errors import InvalidRequest, Overloaded
@@ -44,7 +45,7 @@ class ByteTokenizer:
         del add_special
         return list(text.encode())
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
         """The last message's content, so that a chat is answered with what was said.
 
         Raises:

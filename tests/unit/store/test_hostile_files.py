@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, InvalidRequest, ModelFileError, UnsupportedModel
 from paceline.store import hub
 from paceline.store.catalog import open_model, resolve
@@ -172,7 +171,7 @@ def test_a_tokenizer_on_which_its_library_fails(make_folder: Any, tmp_path: Path
 def test_a_text_on_which_the_library_fails(make_folder: Any, tmp_path: Path) -> None:
     words = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "#", "max_input_chars_per_word": 9}
     folder = changed_tokenizer(make_folder(tmp_path / "m"), lambda t: t.update(model=words | {"vocab": {"a": 0, "Ġword": 1}}))
-    tokenizer = tokenizer_from_folder(folder, SystemClock())
+    tokenizer = tokenizer_from_folder(folder)
     assert tokenizer.encode("a word") == [0, 1]
     with pytest.raises(InvalidRequest, match="tokenizer fails"):
         tokenizer.encode("another")
@@ -197,7 +196,7 @@ def test_tokens_without_a_row_in_the_embedding_are_not_tokens_of_the_model(
 
 def test_a_tokenizer_that_throws_dice_for_its_merges(make_folder: Any, tmp_path: Path) -> None:
     folder = changed_tokenizer(make_folder(tmp_path / "m"), lambda t: t["model"].update(dropout=0.5))
-    tokenizer = tokenizer_from_folder(folder, SystemClock())
+    tokenizer = tokenizer_from_folder(folder)
     assert len({tuple(tokenizer.encode("the hat the hat the hat")) for _ in range(20)}) == 1
 
 

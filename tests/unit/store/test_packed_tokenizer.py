@@ -12,7 +12,6 @@ from paceline.core.errors import ModelFileError
 from paceline.store.catalog import open_model
 from paceline.store.packed_tokenizer import pack_tokenizer, unpack_tokenizer
 from paceline.store.tokenizer import ModelTokenizer
-from paceline.testing.clock import FakeClock
 
 ORIGIN = Path("from-b")
 
@@ -26,7 +25,7 @@ def bundled() -> ModelTokenizer:
 
 @pytest.fixture(scope="module")
 def unpacked(bundled: ModelTokenizer) -> ModelTokenizer:
-    return unpack_tokenizer(pack_tokenizer(bundled), ORIGIN, FakeClock())
+    return unpack_tokenizer(pack_tokenizer(bundled), ORIGIN)
 
 
 def test_ends_size_and_bytes_are_the_same(bundled: ModelTokenizer, unpacked: ModelTokenizer) -> None:
@@ -49,4 +48,4 @@ def test_texts_and_chats_become_the_same_ids(bundled: ModelTokenizer, unpacked: 
 )
 def test_other_bytes_are_damaged(data: bytes) -> None:
     with pytest.raises(ModelFileError, match="from-b"):
-        unpack_tokenizer(data, ORIGIN, FakeClock())
+        unpack_tokenizer(data, ORIGIN)

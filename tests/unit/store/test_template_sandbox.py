@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import tracemalloc
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from paceline.core.clock import SystemClock
 from paceline.core.errors import InvalidRequest, ModelFileError
 from paceline.store import template_sandbox
 from paceline.store.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 
+NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 CHAT = [{"role": "user", "content": "hello"}]
 BOUND = 64 << 20
 
 
 def template(source: str) -> ChatTemplate:
-    return ChatTemplate(Path("m.gguf"), source, {}, SystemClock())
+    return ChatTemplate(Path("m.gguf"), source, {})
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_every_template_ends(source: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest, match="chat template refuses"):
-            one.render(CHAT)
+            one.render(CHAT, NOW)
         assert tracemalloc.get_traced_memory()[1] < BOUND
     finally:
         tracemalloc.stop()
@@ -83,7 +84,7 @@ def test_every_template_ends(source: str) -> None:
 )
 def test_whatever_a_template_raises_is_typed(source: str) -> None:
     with pytest.raises(InvalidRequest):
-        template(source).render(CHAT)
+        template(source).render(CHAT, NOW)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +110,13 @@ def test_long_chats_stay_within_the_allowance() -> None:
     )
     many = [{"role": "user", "content": "word " * 20} for _ in range(20_000)]
     long = [{"role": "user", "content": "word " * 400_000}]
-    assert template(source).render(many).count("<|im_start|>") == 20_000
-    assert template(source).render(long).count("word") == 400_000
+    assert template(source).render(many, NOW).count("<|im_start|>") == 20_000
+    assert template(source).render(long, NOW).count("word") == 400_000
 
 
 def test_each_render_has_an_allowance_of_its_own(small: None) -> None:
     one = template("{% for i in range(9999) %}{{ i }}{% endfor %}")
-    assert len({one.render(CHAT) for _ in range(20)}) == 1
+    assert len({one.render(CHAT, NOW) for _ in range(20)}) == 1
 
 
 def test_loops_read_as_jinja_writes_them() -> None:
@@ -125,4 +126,4 @@ def test_loops_read_as_jinja_writes_them() -> None:
         "{% for x in [[1, [2, 3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
         "{{ 2 ** 10 }} {{ 7 % 4 }} {{ '%s-%d' % ('a', 3) }} {{ 'ab' * 2 }} {{ 1 ~ none }} {{ [3, 1]|sort|join('+') }}"
     )
-    assert template(source).render(CHAT) == "1/3:1,2/3:3,3/3:4 none1231024 3 a-3 abab 1None 1+3"
+    assert template(source).render(CHAT, NOW) == "1/3:1,2/3:3,3/3:4 none1231024 3 a-3 abab 1None 1+3"

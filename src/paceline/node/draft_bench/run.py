@@ -233,7 +233,7 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
     from paceline.store.catalog import open_model
 
     on_run(f"loading {settings.model}")
-    tokenizer = open_model(settings.model, clock=clock).tokenizer
+    tokenizer = open_model(settings.model).tokenizer
     with ExitStack() as stack:
         # First: a name that is wrong should not cost a load to find out.
         sources = {} if plan.draft in DRAFTS else {plan.draft: stack.enter_context(_drafts(plan.draft, settings, tokenizer, clock))}

@@ -63,7 +63,7 @@ def load_proposer(name: str, threads: int | None, progress: LoadProgress | None,
         UserError: it can't be had.
     """
     settings = NodeSettings(name.removeprefix(JACOBI), threads=threads, max_running=TEXTS)
-    setup = set_up(settings, clock)
+    setup = set_up(settings)
     opened, layers = setup.opened, setup.opened.spec.all_layers
     kv = setup.room(layers)
     runner = setup.load(layers, kv.n_blocks, MAX_ROWS, progress)

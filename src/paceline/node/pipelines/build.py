@@ -141,7 +141,7 @@ def build_engine_over(
         raise PipelineDisabled(
             "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
         )
-    setup = set_up(settings, clock, spread=True)
+    setup = set_up(settings, spread=True)
     opened, spec, weights, digest = setup.opened, setup.opened.spec, setup.weights, setup.digest
     check_layers(order, opened.name, spec.n_layers)
     planned = _planned(fleet, order, opened.name, digest, weights, clock)
