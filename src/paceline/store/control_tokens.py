@@ -49,8 +49,8 @@ class ControlTokens:
                 for token in special
             ]
         )
-        ids = encoder.get_vocab(with_added_tokens=True)
-        self._real: Final = {ids[self._double + name]: ids[name] for name in names}
+        pairs = ((encoder.token_to_id(self._double + name), encoder.token_to_id(name)) for name in names)
+        self._real: Final = {double: real for double, real in pairs if double is not None and real is not None}
 
     def broken(self, chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
         """The messages with every special token they spell broken by a mark; None where they spell none."""
