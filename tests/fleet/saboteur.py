@@ -1,7 +1,8 @@
 """Nodes that host shards and can be told to misbehave: several in one process, each with its home, its identity and its ports.
 
 Started with the peer's address and the homes. Each line of standard input is answered by one of output: `start NODE`, `stop NODE` (in an orderly way),
-`do NODE DEED`, `sessions NODE` (how many it has, of which something still runs). What a node does lasts until it is started again. Its sessions are the real ones but for the deed.
+`do NODE DEED`, `gain NODE` (a load that is held, by the deed `load`, gets on by a byte), `sessions NODE` (how many it has, of which something
+still runs). What a node does lasts until it is started again. Its sessions are the real ones but for the deed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Deed:
 
     name: str = ""
     never: threading.Event = field(default_factory=threading.Event)
+    gained: int = 0
+    """Bytes that a load which is held has gained."""
 
 
 class BadStage:
@@ -109,6 +112,15 @@ class Node:
             return session
 
         host._begin = begin_badly
+        load = host.warm._load
+
+        def load_slowly(source: Any, options: Any, progress: Any) -> Any:
+            while deed.name == "load":
+                progress(deed.gained, 1000)
+                deed.never.wait(0.02)
+            return load(source, options, progress)
+
+        host.warm._load = load_slowly
         stack = AsyncExitStack()
         await whole.start()
         stack.push_async_callback(whole.stop)
@@ -134,6 +146,8 @@ async def main(peer: str, homes: list[Path]) -> None:
                 await node.stop()
             case "sessions":
                 answer = str(node.host.sessions)
+            case "gain":
+                node.deed.gained += 1
             case _:
                 (node.deed.name,) = deed
         sys.stdout.write(f"{answer}\n")

@@ -24,6 +24,7 @@ from tests.fleet.test_forwarding import MODEL, client_of, metric
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
+from paceline.parallel.news import LOADING_S
 from paceline.store.home import Home
 from paceline.transport.trust.authority import Authority
 from paceline.transport.trust.certificates import make_key
@@ -32,8 +33,9 @@ from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.requests import make_request
 
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
-CONFIG = """[pipeline]
-search_seconds = 8
+SEARCH_S = 5
+CONFIG = f"""[pipeline]
+search_seconds = {SEARCH_S}
 spot_check_every = 1
 """
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 48}
@@ -175,6 +177,30 @@ def test_where_nobody_is_left_an_answer_ends_and_a_later_one_is_served(fleet: Fl
     assert not fleet.served()
     fleet.only("good")
     until(fleet.served)
+
+
+def test_an_answer_waits_for_a_machine_that_loads_for_longer_than_a_search_lasts(fleet: Fleet) -> None:
+    fleet.over("h")
+    fleet.tell("start good")
+    fleet.tell("do good load")
+    fleet.sees("h", "good")
+    asked = client_of(fleet.o).completions.create(**ASK, stream=True, extra_body={"stream_options": {"include_events": True}})
+    with asked as chunks:
+        text = "".join(next(chunks).choices[0].text for _ in range(5))
+        fleet.h.node.kill()
+        told = 0
+        while told * LOADING_S <= SEARCH_S:
+            chunk = next(chunks)
+            extra = chunk.model_extra or {}
+            if extra.get("event") == "shard_status" and extra["detail"]["status"] == "loading":
+                assert extra["detail"]["nodes"] == "good"
+                fleet.tell("gain good")
+                told += 1
+            text += "".join(choice.text for choice in chunk.choices)
+        fleet.tell("do good nothing")
+        text += "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert text == fleet.alone
+    assert fleet.route == {"good"}
 
 
 @pytest.mark.parametrize("deed", ["slow", "stalled", "deaf", "nan", "shape"])

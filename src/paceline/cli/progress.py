@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.filesize import pick_unit_and_suffix
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from paceline.parallel.route import Opening
+
+STEP_PERCENT = 10
+"""Between two lines about a load where no bar can be drawn."""
 
 
 class _WhileCounting(ProgressColumn):
@@ -44,9 +51,7 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
     Yields:
         A function of (bytes done, bytes in all), to be called as often as one likes, from any thread.
     """
-    counting = (DownloadColumn(binary_units=True), _Speed(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *map(_WhileCounting, counting))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _bars(console) as progress:
         counted = progress.add_task(label, total=None)
         uncounted = progress.add_task(after, total=None, visible=False)
 
@@ -56,3 +61,41 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
             progress.update(uncounted, visible=full)
 
         yield show
+
+
+@contextmanager
+def opening_bar(console: Console) -> Generator[tuple[Callable[[int, int], None], Callable[[Opening], None]]]:
+    """Show how far the machines of a pipeline are with their layers while the block runs: bars, or lines where none can be drawn.
+
+    Args:
+        console: where.
+
+    Yields:
+        What is told of this machine's part, in bytes done and bytes in all, and what is told of the others'; from any thread.
+    """
+    with _bars(console) as progress:
+        here = progress.add_task("Loading layers here", total=None, visible=False)
+        there = progress.add_task("", total=None, visible=False)
+        said = ""
+
+        def own(done: int, total: int) -> None:
+            progress.update(here, completed=done, total=total or None, visible=done < total)
+
+        def others(opening: Opening) -> None:
+            nonlocal said
+            progress.update(here, visible=False)
+            label = f"{' and '.join(opening.nodes)} {'loads its' if len(opening.nodes) == 1 else 'load their'} layers"
+            total, loading = opening.bytes_total or None, bool(opening.nodes)
+            progress.update(there, description=label, completed=opening.bytes_done, total=total, visible=loading)
+            line = f"{label}, {opening.percent // STEP_PERCENT * STEP_PERCENT} %"
+            if loading and line != said and not console.is_terminal:
+                console.print(f"{label}, {opening}", markup=False, soft_wrap=True)
+            said = line
+
+        yield own, others
+
+
+def _bars(console: Console) -> Progress:
+    counting = (DownloadColumn(binary_units=True), _Speed(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *map(_WhileCounting, counting))
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

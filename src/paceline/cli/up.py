@@ -23,7 +23,7 @@ from rich.console import Console
 from paceline.cli.bring import ensure
 from paceline.cli.faults import EXIT_INTERRUPTED, EXIT_OK
 from paceline.cli.interrupts import end_now, interrupts_end_now
-from paceline.cli.progress import byte_bar
+from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.terminal import Terminal, own_command
 from paceline.core.errors import OutOfMemory
 from paceline.node.fleet_settings import FleetSettings
@@ -182,16 +182,10 @@ async def _spread(
     began_s = time.perf_counter()
     console.print(f"Looking for machines to share {settings.model} with", markup=False, soft_wrap=True)
     note_compiling(console)
-    shown: set[str] = set()
-
-    def on_loading(node_id: str, _: object) -> None:
-        if node_id not in shown:
-            shown.add(node_id)
-            console.print(f"{node_id} loads its layers", markup=False, soft_wrap=True)
-
-    opening = asyncio.create_task(orchestrate(whole, settings, order, SystemClock(), on_loading=on_loading))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    with opening_bar(console) as (own, others):
+        opening = asyncio.create_task(orchestrate(whole, settings, order, SystemClock(), progress=own, on_opening=others))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not opening.done():
         opening.cancel()
         return None

@@ -66,7 +66,7 @@ class PipelineSettings(_Table):
     """One batch in so many is computed by a second holder of its layers too, and compared; 0: none. Lowering it: tampering is found sooner,
     and the second holder works more."""
     search_seconds: Annotated[float, Field(ge=0, le=86400)] = 30
-    """How long other machines are looked for after a loss, before requests fail."""
+    """How long other machines are looked for after a loss, or may load no further byte, before requests fail."""
     report_ms: Annotated[int, Field(ge=10, le=10_000)] = 100
     """How often a stage says how far it is. Raising it: a stall is known later; lowering it: more small messages."""
     host: HostSettings = HostSettings()

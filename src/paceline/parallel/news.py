@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable
 from paceline.core.generation import Notice
-from paceline.parallel.route import Fault, Route
+from paceline.parallel.route import Fault, Opening, Route
 from paceline.parallel.watch import PipelineWatch
 
 logger = logging.getLogger(__name__)
+
+LOADING_S = 2.0
+"""Between two notices of how far a load is. Lowering it: clients that wait read more of them."""
 
 
 class RouteNews:
@@ -20,10 +24,12 @@ class RouteNews:
         layers: that its routes run, for messages.
         numerics_id: of this machine.
         watch: counts.
+        clock: for how often it is said how far a load is.
     """
 
-    def __init__(self, layers: str, numerics_id: str, watch: PipelineWatch) -> None:
-        self._layers, self._numerics_id, self._watch = layers, numerics_id, watch
+    def __init__(self, layers: str, numerics_id: str, watch: PipelineWatch, clock: Clock) -> None:
+        self._layers, self._numerics_id, self._watch, self._clock = layers, numerics_id, watch, clock
+        self._said_at = 0.0
         self._notices: list[Notice] = []
         self._fault: Fault | None = None
         """Of the route before."""
@@ -40,6 +46,17 @@ class RouteNews:
         self._note("shard_status", status="degraded", node=fault.node_id or "unknown", code=fault.code, reason=fault.message)
         self._fault = fault
         self._watch.lost(fault)
+
+    def opening(self, opening: Opening) -> None:
+        """Machines load the layers."""
+        self._watch.opening(opening)
+        now = self._clock.monotonic()
+        if self._fault is None or not opening.nodes or now - self._said_at < LOADING_S:
+            return
+        self._said_at = now
+        logger.info("layers %s are being loaded by %s: %s", self._layers, " and ".join(opening.nodes), opening)
+        left = {} if opening.seconds_left is None else {"seconds_left": f"{opening.seconds_left:.0f}"}
+        self._note("shard_status", status="loading", nodes=", ".join(opening.nodes), percent=str(opening.percent), **left)
 
     def found(self, route: Route, seconds: float) -> None:
         """There is a route over others, found in so long."""

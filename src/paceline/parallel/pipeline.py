@@ -90,7 +90,7 @@ class PipelineExecutor:
         watch: counts.
 
     Raises:
-        ExecutorUnavailable: there is no route, as long as the limits allow looking for one.
+        ExecutorUnavailable: there is no route, for as long as the limits allow looking for one, and machines load nothing more.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PipelineExecutor:
         self._inspector = inspector
         remote = f"{head.layers.stop} to {n_layers - 1}"
         self._search = Search(router, fallback, remote, limits, clock)
-        self._news = RouteNews(remote, head.numerics_id, watch or Unwatched())
+        self._news = RouteNews(remote, head.numerics_id, watch or Unwatched(), clock)
         self.block_size, self.one_path = head.block_size, head.one_path
         self.n_blocks, self.numerics_id, self.holds_identity = head.n_blocks, head.numerics_id, head.holds_identity
         self.depth = 1
@@ -143,6 +143,8 @@ class PipelineExecutor:
             self._news.aborted(error)
             raise
         if route is None:
+            if self._search.opening is not None:
+                self._news.opening(self._search.opening)
             return False
         if self._search.is_alone:
             self._news.fell_back(self._search.reason)

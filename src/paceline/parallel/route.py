@@ -39,6 +39,35 @@ class Fault:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A route that is being opened, as far as its machines have loaded their layers."""
+
+    bytes_done: int = 0
+    bytes_total: int = 0
+    """Over all machines; 0: none has said yet."""
+    advanced: int = 0
+    """Bytes gained since there was a route. Rises with progress and with nothing else: a load that is tried again counts once it is beyond
+    where it was."""
+    seconds_left: float | None = None
+    """At the speed until now; None: not known."""
+    nodes: tuple[NodeId, ...] = ()
+    """Those that load."""
+
+    @property
+    def has_all_bytes(self) -> bool:
+        """Nothing but what has no bytes is left to do, as compiling kernels."""
+        return 0 < self.bytes_total <= self.bytes_done
+
+    @property
+    def percent(self) -> int:
+        return 100 * self.bytes_done // self.bytes_total if self.bytes_total else 0
+
+    def __str__(self) -> str:
+        left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
+        return f"{self.percent} %{left}"
+
+
 class Route(Protocol):
     """Stages that were opened, in the order of their layers, from the first layer the orchestrator does not hold itself."""
 
@@ -84,8 +113,8 @@ class Route(Protocol):
 class Router(Protocol):
     """Finds routes. `find` is called by the engine's thread, and waits."""
 
-    def find(self, wait_s: float) -> Route | None:
-        """A route over machines that work, or None where none could be opened within `wait_s`.
+    def find(self, wait_s: float) -> Route | Opening:
+        """A route over machines that work; where none could be opened within `wait_s`, how far the attempt is, which goes on.
 
         Raises:
             PipelineError: there can be none: nobody has the layers, or those who have them refuse.

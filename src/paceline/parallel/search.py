@@ -1,7 +1,7 @@
 """Where a pipeline's next route comes from, once it has none: other machines, as long as the limits allow looking; then this one, if it may, until others
 are back.
 
-Law: a search that found nobody is over, and whoever asks again begins another, which ends at once where still nobody can, and waits for who is
+Law: a search is bounded by silence: it lasts as long as machines load further bytes, however many there are. One that found none is over, and the next request begins another, which ends at once where still none can, and waits for those that are
 getting ready; a fallback, once begun, is seen through.
 """
 
@@ -15,7 +15,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.route import Fault, Route, Router
+from paceline.parallel.route import Fault, Opening, Route, Router
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,12 @@ class Search:
         self._until: float | None = None
         self._found_nobody = False
         """The search before this one."""
+        self.opening: Opening | None = None
+        """What the last look saw of a route on its way."""
+        self._advanced = 0
+        """Of that, when it was last seen to rise."""
+        self._prepares = False
+        """All bytes were there since."""
         self._since = clock.monotonic()
         self.reason = self._hint = ""
         """Why no machines were found, as far as it is known, and what would help."""
@@ -76,8 +82,9 @@ class Search:
         except PipelineError:
             self._again_at = now + LOOK_AGAIN_S
             return None
-        if route is None:  # they are getting ready
+        if isinstance(route, Opening):
             return None
+        self._forget_opening()
         if (fault := route.fault()) is not None:  # it broke while nobody asked for anything
             route.close()
             self._router.quarantine(fault)
@@ -110,14 +117,17 @@ class Search:
             self.reason = "they were lost too often"
             return self._alone(fallback)
         self.reason, self._hint, somebody = "none answered in time", "", True
-        route = None
         try:
-            route = self._router.find(self._limits.look_s)
+            found = self._router.find(self._limits.look_s)
         except PipelineError as error:
             self.reason, self._hint, somebody = error.message, error.hint, False
-        if route is not None:
-            self._until, self._found_nobody = None, False
-            return route
+            self.opening = None
+        else:
+            if not isinstance(found, Opening):
+                self._until, self._found_nobody = None, False
+                self._forget_opening()
+                return found
+            self._heed(found)
         if self._clock.monotonic() < self._until and (somebody or not self._found_nobody):
             if begins and not somebody:
                 logger.warning(
@@ -136,6 +146,21 @@ class Search:
         if self._fallback is not None:
             self._fallback.close()
         self._router.close()
+
+    def _heed(self, opening: Opening) -> None:
+        """Go on for as long as there is progress."""
+        self.opening, now = opening, self._clock.monotonic()
+        if opening.nodes:
+            self.reason = f"{' and '.join(opening.nodes)} loaded nothing more ({opening.percent} % done)"
+        if opening.advanced > self._advanced:
+            self._advanced, self._prepares = opening.advanced, False
+            self._until = now + self._limits.search_s
+        if opening.has_all_bytes and not self._prepares:
+            self._prepares = True
+            self._until = now + self._limits.prepare_s
+
+    def _forget_opening(self) -> None:
+        self.opening, self._advanced, self._prepares = None, 0, False
 
     def _alone(self, fallback: Fallback) -> Route | None:
         try:

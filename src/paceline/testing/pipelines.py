@@ -18,7 +18,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import LayerRunner, WireBits
 from paceline.parallel.links import Rehearse
-from paceline.parallel.route import Fault, RouteStage
+from paceline.parallel.route import Fault, Opening, RouteStage
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch
 
@@ -154,11 +154,15 @@ class MemoryRouter:
         self.routes: list[MemoryRoute] = []
         self.looks = 0
         self.on_look: Callable[[int], None] = lambda _: None
+        self.loading: list[Opening] = []
+        """What is said before the next route is found, one a look."""
 
-    def find(self, wait_s: float) -> MemoryRoute | None:
+    def find(self, wait_s: float) -> MemoryRoute | Opening:
         del wait_s
         self.looks += 1
         self.on_look(self.looks)
+        if self.loading:
+            return self.loading.pop(0)
         chosen: list[tuple[Machine, LayerRange]] = []
         for span in self.splits:
             found = next((machine for machine in self._able(span) if machine not in [one for one, _ in chosen]), None)

@@ -7,6 +7,7 @@ watch, and it may be watched from any thread.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -29,7 +30,9 @@ FIRST_WORD_S = 6.0
 """Longest wait for a node's first word: a host that has the layers opens at once, any other says that it loads. Raising it: a route over a
 machine that is asleep is given up later, and machines that are awake take over later."""
 SILENCE_S = 20.0
-"""Longest wait for news while a stage loads. Raising it holds on longer to one that hangs."""
+"""Longest wait for news while a stage loads, and for a further byte. Raising it holds on longer to one that hangs."""
+PREPARE_S = 300.0
+"""The same while there are no bytes to count: before it is known how many there are, and once all are there and kernels are compiled."""
 SILENT_REPORTS = 8
 """Reports that may be missing in a row, of a stage that is open."""
 LEAST_SILENCE_S = 2.0
@@ -119,32 +122,42 @@ class RemoteStage:
 
 
 async def open_stage(
-    channel: grpc.aio.Channel, node_id: NodeId, request: StageRequest, on_loading: Callable[[StageLoading], None] | None = None
+    channel: grpc.aio.Channel,
+    node_id: NodeId,
+    request: StageRequest,
+    on_loading: Callable[[StageLoading], None] | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> RemoteStage:
-    """Ask a node for a stage. Cancelled, it leaves nothing behind there.
+    """Ask a node for a stage, and wait for as long as it loads further bytes. Cancelled, no session is left there.
 
     Args:
         channel: to that node, for as long as the stage.
         node_id: the node, for messages.
         request: what to run.
         on_loading: told of weights on their way.
+        now: the monotonic clock.
 
     Raises:
-        PipelineError: the node refuses.
+        PipelineError: the node refuses, or loads nothing more.
         FleetError: it can't be reached, or makes no sense.
     """
     with _heard(node_id):
         call = ShardServiceStub(channel).OpenStage(write_open(request))
-    silence_s = FIRST_WORD_S
+    silence_s, most, moved_s = FIRST_WORD_S, 0, now()
     try:
         while True:
             event, silence_s = await _next(call, node_id, request, silence_s), SILENCE_S
             match event:
                 case StageOpened() as opened:
                     return RemoteStage(node_id, request, opened, channel, call)
-                case StageLoading() as loading:
+                case StageLoading(done, total) as loading:
                     if on_loading is not None:
                         on_loading(loading)
+                    if done > most:
+                        most, moved_s = done, now()
+                    still_s = SILENCE_S if done < total else PREPARE_S
+                    if now() - moved_s > still_s:
+                        raise PipelineStalled(f"{node_id} loaded nothing more for {still_s:g} s, at {done} of {total} bytes")
                 case StageFault() as fault:
                     raise error_of_fault(fault, node_id)
                 case StageReport():

@@ -22,11 +22,12 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.parallel import news
 from paceline.parallel.fallback import FORGET_S, Fallback
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.local_route import LocalRoute
 from paceline.parallel.pipeline import PipelineExecutor
-from paceline.parallel.route import Fault
+from paceline.parallel.route import Fault, Opening
 from paceline.testing.clock import FakeClock
 from paceline.testing.drafts import UnsteadySource
 from paceline.testing.null_backend import ByteVocabulary
@@ -302,6 +303,9 @@ class Counted:
     def __init__(self) -> None:
         self.told: list[str] = []
 
+    def opening(self, opening: Opening) -> None:
+        self.told.append(str(opening))
+
     def constructed(self, seconds: float) -> None:
         assert seconds >= 0
         self.told.append("constructed")
@@ -473,6 +477,30 @@ def test_losses_of_long_ago_do_not_count() -> None:
     assert not fallback.is_due
     fallback.lost()
     assert fallback.is_due
+
+
+def test_while_others_load_answers_wait_and_clients_are_told_how_far_they_are(
+    runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news, "LOADING_S", 0.0)
+    with Alone(runners, "head2", ["one", "two"], after=5, search_s=3600.0) as bench:
+        bench.machines["one"].dies_at = 4
+        bench.router.loading = [Opening(done, 100, done, 9.6, (NodeId("two"),)) for done in (0, 41, 80)]
+        assert bench.run.all(requests()) == expected
+        loading = [notice.detail for notice in bench.run.notices if notice.detail.get("status") == "loading"]
+        assert {"status": "loading", "nodes": "two", "percent": "41", "seconds_left": "10"} in loading
+        assert bench.counted.told[-4:] == ["41 %, 10 s left", "80 %, 10 s left", "constructed", "failed over"]
+
+
+def test_what_loads_before_the_first_answer_is_no_news_to_clients(
+    runners: dict[str, LayerRunner[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news, "LOADING_S", 0.0)
+    router = MemoryRouter(machines(runners, "one"), [LayerRange(2, 6)])
+    router.loading = [Opening(41, 100, 41, None, (NodeId("one"),))]
+    executor = PipelineExecutor(runners["head2"], SPEC.n_layers, router, LIMITS, SystemClock())
+    assert not executor.notices()
+    router.close()
 
 
 def test_less_memory_after_a_loss_is_lived_with(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:

@@ -8,9 +8,10 @@ from typing import cast
 import pytest
 
 from paceline.core.errors import ExecutorUnavailable, ShardUnavailable
+from paceline.core.ids import NodeId
 from paceline.parallel.fallback import FORGET_S, Fallback
 from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.route import Fault, Route
+from paceline.parallel.route import Fault, Opening, Route
 from paceline.parallel.search import ALONE_MOST_S, LOOK_AGAIN_S, Search
 from paceline.testing.clock import FakeClock
 
@@ -36,15 +37,15 @@ NOBODY = ShardUnavailable("No machine can run m", "Start one.")
 
 
 class Router:
-    """Says what it is told to: a route, None while somebody gets ready, or why nobody can."""
+    """Says what it is told to: a route, how far one is on its way, or why there can be none."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
-        self.answer: Route | ShardUnavailable | None = NOBODY
+        self.answer: Route | ShardUnavailable | Opening = NOBODY
         self.looks = 0
         self.left_out: list[Fault] = []
 
-    def find(self, wait_s: float) -> Route | None:
+    def find(self, wait_s: float) -> Route | Opening:
         self.looks += 1
         self.clock.advance(wait_s)
         if isinstance(self.answer, ShardUnavailable):
@@ -94,7 +95,7 @@ def test_a_search_lasts_its_time_and_the_next_one_ends_at_once(search: Search, r
 
 def test_a_later_search_waits_for_a_machine_that_gets_ready(search: Search, router: Router) -> None:
     in_vain(search, router)
-    router.answer = None
+    router.answer = Opening()
     assert [search.look() for _ in range(8)] == [None] * 8
     router.answer = ROUTE
     assert search.look() is router.answer
@@ -102,11 +103,64 @@ def test_a_later_search_waits_for_a_machine_that_gets_ready(search: Search, rout
 
 def test_nobody_is_waited_for_longer_than_a_search_lasts(search: Search, router: Router) -> None:
     in_vain(search, router)
-    router.answer = None
+    router.answer = Opening()
     began = router.clock.monotonic()
     with pytest.raises(ExecutorUnavailable, match="none answered in time"):
         look_to_the_end(search)
     assert router.clock.monotonic() - began >= LIMITS.search_s
+
+
+def loading(done: int, *, total: int = 1000, advanced: int | None = None) -> Opening:
+    return Opening(done, total, done if advanced is None else advanced, None, (NodeId("b"),))
+
+
+def test_machines_that_load_further_bytes_are_waited_for_however_long_it_takes(search: Search, router: Router) -> None:
+    began = router.clock.monotonic()
+    for done in range(0, 1000, 50):
+        router.answer = loading(done)
+        assert search.look() is None
+        assert search.opening == router.answer
+        router.clock.advance(0.9 * LIMITS.search_s)
+    assert router.clock.monotonic() - began > 10 * LIMITS.search_s
+    router.answer = ROUTE
+    assert search.look() is ROUTE
+    assert search.opening is None
+
+
+@pytest.mark.parametrize("again", [[410, 410, 410], [410, 0, 100, 400, 410, 0, 409]])
+def test_machines_that_load_nothing_further_are_not_waited_for(search: Search, router: Router, again: list[int]) -> None:
+    """Nor those whose load fails and begins anew, again and again."""
+
+    def look_while_it_tries() -> None:
+        most = 0
+        for done in [*again, *again, *again]:
+            most = max(most, done)
+            router.answer = loading(done, advanced=most)
+            search.look()
+            router.clock.advance(0.4 * LIMITS.search_s)
+
+    with pytest.raises(ExecutorUnavailable, match=r"b loaded nothing more \(\d+ % done\)"):
+        look_while_it_tries()
+
+
+def test_machines_that_have_all_bytes_may_compile_for_a_while(search: Search, router: Router) -> None:
+    router.answer = loading(1000)
+    began = router.clock.monotonic()
+    with pytest.raises(ExecutorUnavailable, match="100 % done"):
+        look_to_the_end(search)
+    assert router.clock.monotonic() - began == pytest.approx(LIMITS.prepare_s, abs=1.0)
+
+
+def test_what_was_loaded_for_one_route_is_no_measure_for_the_next(search: Search, router: Router) -> None:
+    router.answer = loading(900)
+    search.look()
+    router.answer = ROUTE
+    search.look()
+    search.lost(Fault(None, "shard_unavailable", "gone"))
+    for done in (10, 20, 30):
+        router.answer = loading(done)
+        assert search.look() is None
+        router.clock.advance(0.9 * LIMITS.search_s)
 
 
 def test_after_a_route_a_search_lasts_its_time_again(search: Search, router: Router) -> None:
@@ -162,7 +216,7 @@ def test_after_a_while_alone_others_are_looked_for_now_and_then(router: Router) 
     assert waits_alone_s(search, router) == pytest.approx(LOOK_AGAIN_S, abs=1.0)
     assert search.is_alone
     router.clock.advance(LOOK_AGAIN_S)
-    router.answer = None  # they get ready
+    router.answer = Opening()  # they get ready
     assert search.others_are_back(fits) is None
     router.answer = ROUTE
     assert search.others_are_back(fits) is ROUTE

@@ -37,6 +37,7 @@ from paceline.parallel.sessions import (
     StageReport,
     StageRequest,
 )
+from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
 from paceline.transport import shard_client
 from paceline.transport.shard_client import open_stage, tensor_addresses
@@ -225,6 +226,44 @@ def test_a_stage_opens_reports_and_faults() -> None:
             assert stage.report.sent >= 1
             await stage.close()
             assert stage.lost.result() is loss
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("told", "still_s", "at"),
+    [
+        ([(410, 1000)] * 3, shard_client.SILENCE_S, "at 410 of 1000 bytes"),
+        ([(1000, 1000)] * 3, shard_client.PREPARE_S, "at 1000 of 1000 bytes"),
+        ([(0, 0)] * 3, shard_client.PREPARE_S, "at 0 of 0 bytes"),
+        ([(410, 1000), (0, 1000), (410, 1000)], shard_client.SILENCE_S, "at 410"),
+    ],
+)
+def test_a_stage_that_loads_nothing_more_is_given_up(told: list[tuple[int, int]], still_s: float, at: str) -> None:
+    async def run() -> None:
+        clock = FakeClock()
+
+        def tell(loading: StageLoading) -> None:
+            clock.advance(0.6 * still_s)
+
+        async with served() as (host, channel):
+            host.script = [StageLoading(*each) for each in told]
+            with pytest.raises(PipelineStalled, match=f"a loaded nothing more for {still_s:g} s, {at}"):
+                await open_stage(channel, NodeId("a"), REQUEST, tell, clock.monotonic)
+            await asyncio.wait_for(host.ended.wait(), SOON_S)
+
+    asyncio.run(run())
+
+
+def test_a_stage_that_loads_further_bytes_is_waited_for_however_long_it_takes() -> None:
+    async def run() -> None:
+        clock = FakeClock()
+        async with served() as (host, channel):
+            host.script = [*(StageLoading(done, 1000) for done in range(0, 1000, 50)), OPENED]
+            slowly = 0.9 * shard_client.SILENCE_S
+            stage = await open_stage(channel, NodeId("a"), REQUEST, lambda _: clock.advance(slowly), clock.monotonic)
+            assert stage.opened == OPENED
+            await stage.close()
 
     asyncio.run(run())
 

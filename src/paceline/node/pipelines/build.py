@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, PipelineDisabled, PlacementError
-from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
@@ -39,7 +38,8 @@ from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
-from paceline.parallel.sessions import SESSION_ID_BYTES, ActivationDtype, StageLoading, StageRequest
+from paceline.parallel.route import Opening
+from paceline.parallel.sessions import SESSION_ID_BYTES, ActivationDtype, StageRequest
 from paceline.server.inference import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def build_pipeline(
     *,
     meter: PipelineMeter | None = None,
     progress: LoadProgress | None = None,
-    on_loading: Callable[[NodeId, StageLoading], None] | None = None,
+    on_opening: Callable[[Opening], None] | None = None,
     on_end: Callable[[], None] = lambda: None,
 ) -> BuiltNode:
     """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there.
@@ -94,7 +94,7 @@ def build_pipeline(
     `on_end` is called once the pipeline has ended.
     """
     meter = meter or PipelineMeter()
-    built = build_engine_over(settings, order, fleet, ends, loop, clock, meter=meter, progress=progress, on_loading=on_loading)
+    built = build_engine_over(settings, order, fleet, ends, loop, clock, meter=meter, progress=progress, on_opening=on_opening)
 
     def release() -> None:
         try:
@@ -116,7 +116,7 @@ def build_engine_over(
     *,
     meter: PipelineMeter | None = None,
     progress: LoadProgress | None = None,
-    on_loading: Callable[[NodeId, StageLoading], None] | None = None,
+    on_opening: Callable[[Opening], None] | None = None,
 ) -> BuiltPipeline:
     """Load this machine's part and open a route through the others. Blocks: it is called in a thread.
 
@@ -129,7 +129,7 @@ def build_engine_over(
         clock: all time.
         meter: counts.
         progress: called with (bytes read, bytes to read) of this machine's part.
-        on_loading: told of the others' loading.
+        on_opening: told how far the others are with their layers, some times a second, by the thread that calls.
 
     Raises:
         PipelineDisabled: this machine's settings don't allow it.
@@ -175,8 +175,10 @@ def build_engine_over(
         dtype=asked.activation_dtype,
         report_s=asked.report_ms / 1000,
     )
-    opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop, on_loading)
+    opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop)
     meter = meter or PipelineMeter()
+    if on_opening is not None:
+        meter.listen(on_opening)
     router = FleetRouter(fleet, opener, wanted, loop, clock, meter)
     fallback = None
     if asked.fallback_to_local:

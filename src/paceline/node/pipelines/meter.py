@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paceline.node.shards.meter import ShardMeter
-from paceline.parallel.route import Fault
+from paceline.parallel.route import Fault, Opening
 from paceline.server.metrics import Histogram
 
 CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)
@@ -27,6 +27,7 @@ class PipelineMeter:
         self.first_token_ms = Histogram(FIRST_TOKEN_BOUNDS_MS)
         self.tokens_per_second = Histogram(RATE_BOUNDS)
         self.losses = self.failovers = self.fallbacks = 0
+        self._listeners: list[Callable[[Opening], None]] = []
 
     @property
     def corruption(self) -> int:
@@ -38,7 +39,15 @@ class PipelineMeter:
         with self._lock:
             self._corruption += 1
 
+    def listen(self, listener: Callable[[Opening], None]) -> None:
+        """Have routes on their way told to somebody else too, in the engine's thread."""
+        self._listeners.append(listener)
+
     # ---------------------------------------------------------------------------------- as a PipelineWatch, in the engine's thread
+
+    def opening(self, opening: Opening) -> None:
+        for listener in self._listeners:
+            listener(opening)
 
     def constructed(self, seconds: float) -> None:
         self.construct_ms.observe(seconds * 1000)

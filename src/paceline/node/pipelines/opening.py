@@ -8,19 +8,21 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import grpc.aio
 
-from paceline.core.errors import FleetError, WeightsMismatch
+from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.node.pipelines.choosing import Part
 from paceline.node.pipelines.fleet_route import FleetRoute
+from paceline.node.pipelines.stage_loads import StageLoads
 from paceline.node.shards.ends import TensorEnds, opened_in_thread
 from paceline.parallel.links import ActivationSink
 from paceline.parallel.route import RouteStage
@@ -62,7 +64,6 @@ class Opener:
         width: of a row.
         block_size: of this node's KV.
         loop: the node's.
-        on_loading: told of weights on their way, and whose.
     """
 
     def __init__(
@@ -73,77 +74,83 @@ class Opener:
         width: int,
         block_size: int,
         loop: asyncio.AbstractEventLoop,
-        on_loading: Callable[[NodeId, StageLoading], None] | None = None,
     ) -> None:
         self._fleet, self._ends, self._request = fleet, ends, request
         self._width, self.block_size, self._loop = width, block_size, loop
-        self._on_loading = on_loading
 
-    async def open(self, parts: Sequence[Part], *, least_blocks: int | None = None) -> FleetRoute:
-        """A route over these machines.
+    async def open(self, parts: Sequence[Part], *, least_blocks: int | None = None, loads: StageLoads | None = None) -> FleetRoute:
+        """A route over these machines. Those that load are not waited for once another refuses: what they load stays with them for a while.
 
         Args:
             parts: in the order of their layers.
             least_blocks: of KV that are of use, where fewer than usual are.
+            loads: told how far each is.
 
         Raises:
-            NotOpened: somebody is in the way.
+            NotOpened: a machine is in the way.
         """
-        opening = [asyncio.create_task(self._open(part, least_blocks), name=f"open-{part.node_id}") for part in parts]
+        opening = [asyncio.create_task(self._open(part, least_blocks, loads), name=f"open-{part.node_id}") for part in parts]
         try:
-            opened = await asyncio.gather(*opening, return_exceptions=True)
-            sessions: list[RemoteStage] = []
+            await asyncio.wait(opening, return_when=asyncio.FIRST_EXCEPTION)
             refusals: dict[NodeId, FleetError] = {}
-            for part, each in zip(parts, opened, strict=True):
-                if isinstance(each, RemoteStage):
-                    sessions.append(each)
-                elif isinstance(each, FleetError):
-                    refusals[part.node_id] = each
-                else:
-                    raise each
+            for part, task in zip(parts, opening, strict=True):
+                error = task.exception() if task.done() else None
+                if isinstance(error, FleetError):
+                    refusals[part.node_id] = error
+                elif error is not None:
+                    raise error
             if refusals:
                 raise NotOpened(refusals)
-            try:
-                return await self._connect(parts, sessions)
-            except FleetError as error:
-                culprit = next((session for session in sessions if session.lost.done()), sessions[0])
-                raise NotOpened({culprit.node_id: error}) from error
+            return await self._connect(parts, [task.result() for task in opening])
         except BaseException:
-            # Cancelled, some may be open already and others not.
+            # Cancelled, or refused by one, some may be open already and others not.
+            for task in opening:
+                task.cancel()
             ended = await asyncio.gather(*opening, return_exceptions=True)
             await asyncio.gather(*(each.close() for each in ended if isinstance(each, RemoteStage)), return_exceptions=True)
             raise
 
-    async def _open(self, part: Part, least_blocks: int | None) -> RemoteStage:
+    async def _open(self, part: Part, least_blocks: int | None, loads: StageLoads | None) -> RemoteStage:
         asked = self._request
         request = replace(
             asked, session_id=os.urandom(SESSION_ID_BYTES), layers=part.layers, least_blocks=least_blocks or asked.least_blocks
         )
-        on_loading = self._on_loading
 
         def loading(news: StageLoading) -> None:
-            if on_loading is not None:
-                on_loading(part.node_id, news)
+            if loads is not None:
+                loads.told(part, news)
 
-        return await open_stage(self._fleet.channel(part.node_id), part.node_id, request, loading)
+        stage = await open_stage(self._fleet.channel(part.node_id), part.node_id, request, loading)
+        if loads is not None:
+            loads.opened(part)
+        return stage
 
     async def _connect(self, parts: Sequence[Part], sessions: Sequence[RemoteStage]) -> FleetRoute:
         """Tell each whom it sends to, and open this node's ends.
 
         Raises:
-            FleetError: somebody can't.
+            NotOpened: a machine can't, and which.
         """
         dtype = self._request.dtype
         ticket = os.urandom(TICKET_BYTES)
         back = NextStage(self._fleet.node_id, tensor_addresses(self._fleet.addresses, self._ends.port), ticket)
-        ways = [self._way(session) for session in sessions]
-        expected = self._ends.expect(ticket, dtype, self._width)
+        ways: list[NextStage] = []
+        for session in sessions:
+            with _blaming(session):
+                ways.append(self._way(session))
+        try:
+            expected = self._ends.expect(ticket, dtype, self._width)
+        except FleetError as error:
+            raise NotOpened({self._fleet.node_id: error}) from error
         until = time.perf_counter() + CONNECT_S
         sink: ActivationSink | None = None
         try:
-            await asyncio.gather(*(session.connect(to) for session, to in zip(sessions, [*ways[1:], back], strict=True)))
-            sink = await opened_in_thread(partial(self._ends.way(ways[0], dtype), until))
-            incoming = await opened_in_thread(partial(expected.accept, until))
+            nexts = [*sessions[1:], sessions[-1]]
+            await asyncio.gather(*map(_connected, sessions, [*ways[1:], back], nexts))
+            with _blaming(sessions[0]):
+                sink = await opened_in_thread(partial(self._ends.way(ways[0], dtype), until))
+            with _blaming(sessions[-1]):
+                incoming = await opened_in_thread(partial(expected.accept, until))
         except BaseException:
             expected.close()
             if sink is not None:
@@ -173,3 +180,30 @@ class Opener:
         card = next((card for card in self._fleet.cards() if card.node_id == session.node_id), None)
         addresses = () if card is None else self._fleet.order(card.addresses)
         return NextStage(session.node_id, tensor_addresses(addresses, opened.tensor_port), opened.ticket)
+
+
+async def _connected(session: RemoteStage, to: NextStage, following: RemoteStage) -> None:
+    """Tell a stage whom it sends to. One that can't reach the next says so, and the next is in the way.
+
+    Raises:
+        NotOpened: one of them is in the way.
+    """
+    with _blaming(session):
+        try:
+            await session.connect(to)
+        except ShardUnavailable:
+            with _blaming(following):
+                raise
+
+
+@contextmanager
+def _blaming(session: RemoteStage) -> Generator[None]:
+    """What goes wrong inside is held against a session.
+
+    Raises:
+        NotOpened: something did.
+    """
+    try:
+        yield
+    except FleetError as error:
+        raise NotOpened({session.node_id: error}) from error

@@ -21,7 +21,8 @@ from paceline.node.pipelines.choosing import Part, Wanted, choose
 from paceline.node.pipelines.fleet_route import FleetRoute
 from paceline.node.pipelines.meter import PipelineMeter
 from paceline.node.pipelines.opening import NotOpened, Opener, SeesFleet
-from paceline.parallel.route import Fault
+from paceline.node.pipelines.stage_loads import StageLoads
+from paceline.parallel.route import Fault, Opening
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class FleetRouter:
         self.route: FleetRoute | None = None
         """The last that was found."""
         self._attempt: Future[FleetRoute] | None = None
+        self._loads = StageLoads(clock)
         self._instances: dict[NodeId, bytes] = {}
         """Of the processes that were asked last."""
         self._lock = threading.Lock()
@@ -71,7 +73,7 @@ class FleetRouter:
 
     # -------------------------------------------------------------------------------------------------------- as a Router
 
-    def find(self, wait_s: float) -> FleetRoute | None:
+    def find(self, wait_s: float) -> FleetRoute | Opening:
         until = self._clock.monotonic() + wait_s
         if self._closed:
             raise ShardUnavailable("This node is stopping")
@@ -79,12 +81,10 @@ class FleetRouter:
             self._attempt = asyncio.run_coroutine_threadsafe(self._find(), self._loop)
         # Not by its TimeoutError: a route that is opened just then would be lost, and open for ever.
         if not wait((self._attempt,), max(0.0, wait_s)).done:
-            return None
+            return self._loads.opening
         attempt, self._attempt = self._attempt, None
         try:
             route = attempt.result()
-        except TimeoutError:
-            return None
         except CancelledError as error:
             raise ShardUnavailable("This node is stopping") from error
         except PipelineError:
@@ -92,6 +92,7 @@ class FleetRouter:
             self._fleet.wait_for_news(max(0.0, until - self._clock.monotonic()))
             raise
         self.route = route
+        self._loads.end()
         return route
 
     def quarantine(self, fault: Fault) -> None:
@@ -130,8 +131,9 @@ class FleetRouter:
                     raise
                 said = "; ".join(f"{node_id}: {why}" for node_id, why in refusals.items())
                 raise ShardUnavailable(f"{error.message} ({said})", error.hint) from error
+            self._loads.begin(parts)
             try:
-                return await self._opener.open(parts)
+                return await self._opener.open(parts, loads=self._loads)
             except NotOpened as error:
                 for node_id, refusal in error.refusals.items():
                     refusals[node_id] = refusal.message

@@ -9,14 +9,13 @@ from functools import partial
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError, PlacementError, UserError
-from paceline.core.ids import NodeId
 from paceline.node.build import BuiltNode
 from paceline.node.pipelines.build import PipelineOrder, build_pipeline
 from paceline.node.pipelines.eyes import FleetEyes
 from paceline.node.serving import FleetServing
 from paceline.node.settings import NodeSettings
 from paceline.node.shards.tensor_ends import tensor_ends
-from paceline.parallel.sessions import StageLoading
+from paceline.parallel.route import Opening
 
 
 async def orchestrate(
@@ -26,7 +25,7 @@ async def orchestrate(
     clock: Clock,
     *,
     progress: LoadProgress | None = None,
-    on_loading: Callable[[NodeId, StageLoading], None] | None = None,
+    on_opening: Callable[[Opening], None] | None = None,
 ) -> BuiltNode:
     """Open a pipeline that begins on this node, and serve it. Close what it returns before the node stops.
 
@@ -36,12 +35,12 @@ async def orchestrate(
         order: the pipeline.
         clock: all time.
         progress: of this machine's part, from a thread.
-        on_loading: of the others', on the event loop.
+        on_opening: of the others', from a thread.
 
     Raises:
         UserError: it can't be had, and why.
     """
-    build = partial(build_pipeline, meter=whole.pipelines, progress=progress, on_loading=on_loading)
+    build = partial(build_pipeline, meter=whole.pipelines, progress=progress, on_opening=on_opening)
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:

@@ -1,7 +1,7 @@
 """Runs layers for other members: the `ShardHost` of a node.
 
 A session is what its caller's call iterates over: leaving the iteration, however, stops the session, and its stream and its KV are free once its
-thread has ended. A caller that goes away while weights load leaves nothing behind.
+thread has ended. Weights go on loading for a caller that went away, and stay for a while: it finds them when it comes again.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class NodeShardHost:
         while not load.done():
             await asyncio.wait({load}, timeout=every_s)
             if not load.done():
-                yield StageLoading(*shard.progress)
+                yield StageLoading(*shard.meter.progress)
         if load.cancelled():
             raise ShardUnavailable("This machine is stopping")
         await load

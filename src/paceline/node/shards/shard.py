@@ -14,6 +14,7 @@ from paceline.core.errors import ShardUnavailable
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.engine.local import LayerRunner
 from paceline.node.shards.leases import Leases
+from paceline.node.shards.load_meter import LoadMeter
 from paceline.node.shards.session import Place, Session
 from paceline.node.shards.turns import Turns
 from paceline.parallel.sessions import StageRequest
@@ -58,8 +59,7 @@ class Shard:
         self.used_at = now
         self.turns = Turns()
         self.loading: asyncio.Task[None] | None = None
-        self.progress: tuple[int, int] = (0, 0)
-        """Bytes done, of bytes."""
+        self.meter = LoadMeter()
         self.loaded: Loaded | None = None
         self.leases = Leases(0)
         self.gone = False
@@ -76,6 +76,10 @@ class Shard:
     @property
     def is_idle(self) -> bool:
         return self.loaded is not None and not self.claims
+
+    @property
+    def is_loading(self) -> bool:
+        return self.loading is not None and not self.loading.done()
 
     @property
     def is_full(self) -> bool:

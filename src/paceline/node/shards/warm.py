@@ -1,7 +1,8 @@
 """The shards of one host: which are in memory, which are on their way, and which have to go.
 
 Law: what is claimed is never evicted, what is full is refused at once, and loads come one after the other, so that memory measured is memory
-there. A load that nobody waits for any more is given up, and leaves nothing behind. All of this happens on one event loop.
+there. A load outlives its callers, and is kept like any other shard once it is done; but while no caller waits for it, it makes way for one that
+a caller waits for, and leaves nothing behind. All of this happens on one event loop.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
 from paceline.node.setup import BLOCK_SIZE
 from paceline.node.shards.leases import Leases
 from paceline.node.shards.limits import FREE_SHARE, HostLimits
+from paceline.node.shards.load_meter import LoadMeter
 from paceline.node.shards.loading import FindsWeights, FoundWeights, LoadsLayers, in_pipelines_terms, load_in_thread
 from paceline.node.shards.meter import ShardMeter
 from paceline.node.shards.room import block_bytes, blocks_for, fixed_bytes, rows_for
@@ -64,6 +66,8 @@ class WarmShards:
         self._meter, self._clock, self._on_change = meter, clock, on_change
         self._shards: list[Shard] = []
         self._one_load: Final = asyncio.Semaphore(1)
+        self._queue: list[LoadMeter] = []
+        """Of the load that has its turn, and those behind it."""
         self._closed = False
 
     @property
@@ -93,10 +97,8 @@ class WarmShards:
             if shard is None:
                 if len(self._shards) < self._limits.max_shards:
                     return (shard := self._added(request)), self._claimed(shard)
-                oldest = self._oldest()
-                if oldest is None:
+                if not (self._give_up_unclaimed() or await self._evict_one()):
                     raise ShardUnavailable(f"{self._limits.max_shards} shards are loaded here, and all are in use")
-                await self._evict(oldest)
             elif not shard.suits(request):
                 if shard.claims:
                     raise ShardUnavailable(f"{shard.shard_id} is loaded with less room than is asked for, and in use")
@@ -113,9 +115,6 @@ class WarmShards:
         shard.used_at = self._clock.monotonic()
         if claim.session is not None:
             shard.leases.give_back(claim.session.place.lease)
-        if not shard.claims and shard.loading is not None and not shard.loading.done():
-            self._forget(shard)
-            shard.loading.cancel()
         shard.change.set()
         self._on_change()
 
@@ -145,6 +144,8 @@ class WarmShards:
     def _claimed(self, shard: Shard) -> Claim:
         claim = Claim()
         shard.claims.add(claim)
+        if shard.is_loading:
+            self._give_up_unclaimed()
         self._on_change()
         return claim
 
@@ -157,14 +158,17 @@ class WarmShards:
 
     async def _bring(self, shard: Shard, request: StageRequest) -> None:
         """Find, make room, load."""
-
-        def show(done: int, total: int) -> None:
-            shard.progress = (done, total)
-
+        meter = shard.meter
         try:
-            found = await self._weights.find(request, show)
-            async with self._one_load:
-                shard.loaded = await self._into_memory(found, request, show)
+            found = await self._weights.find(request, meter.fetched.show)
+            if self._queue:
+                meter.wait_for(self._queue[-1])
+            self._queue.append(meter)
+            try:
+                async with self._one_load:
+                    shard.loaded = await self._into_memory(found, request, meter.packed.show)
+            finally:
+                self._queue.remove(meter)
             shard.leases = Leases(shard.loaded.runner.n_blocks)
             shard.used_at = self._clock.monotonic()
             self._meter.loads += 1
@@ -175,6 +179,7 @@ class WarmShards:
             logger.exception("%s can't be loaded", shard.shard_id)
             raise PipelineError(f"{shard.shard_id} can't be loaded: {type(error).__name__}") from error
         finally:
+            meter.end()
             if shard.loaded is None:
                 self._forget(shard)
             self._on_change()
@@ -182,8 +187,8 @@ class WarmShards:
     async def _into_memory(self, found: FoundWeights, request: StageRequest, show: Callable[[int, int], None]) -> Loaded:
         spec = found.source.spec
         fixed, a_block = fixed_bytes(spec, request), block_bytes(spec, request, BLOCK_SIZE)
-        while fixed + request.n_blocks * a_block > self.left_bytes() and (oldest := self._oldest()) is not None:
-            await self._evict(oldest)
+        while fixed + request.n_blocks * a_block > self.left_bytes() and await self._evict_one():
+            pass
         n_blocks = blocks_for(request, self._limits.max_streams, self.left_bytes(), fixed, a_block)
         options = LoadOptions(
             request.layers,
@@ -199,9 +204,21 @@ class WarmShards:
         size = sum(found.source.nbytes(name) for name in found.source.names())
         return Loaded(found.name, spec, runner, options.max_rows, fixed + n_blocks * a_block, size)
 
-    def _oldest(self) -> Shard | None:
-        """Of those that nobody uses."""
-        return min((shard for shard in self._shards if shard.is_idle), key=lambda shard: shard.used_at, default=None)
+    async def _evict_one(self) -> bool:
+        """Free the shard that has been idle for longest. Returns False where all are in use."""
+        oldest = min((shard for shard in self._shards if shard.is_idle), key=lambda shard: shard.used_at, default=None)
+        if oldest is not None:
+            await self._evict(oldest)
+        return oldest is not None
+
+    def _give_up_unclaimed(self) -> bool:
+        """End loads that no caller waits for. Returns whether there were any."""
+        unclaimed = [shard for shard in self._shards if shard.is_loading and not shard.claims]
+        for shard in unclaimed:
+            assert shard.loading is not None
+            self._forget(shard)
+            shard.loading.cancel()
+        return bool(unclaimed)
 
     async def _evict(self, shard: Shard, *, count: bool = True) -> None:
         """Free a shard without claims."""

@@ -14,7 +14,7 @@ from tests.unit.node.fleet.nodes import BOUND_S, in_loop, until
 from tests.unit.node.pipelines.test_spot_check import Eyes, part
 from tests.unit.node.shards.hosts import SPEC, Hosting, Net, User, hosting, in_thread, wanted
 
-from paceline.core.errors import StreamStalled
+from paceline.core.errors import StreamStalled, UnsupportedModel
 from paceline.core.ids import NodeId
 from paceline.node.pipelines.fleet_route import FleetRoute
 from paceline.node.pipelines.opening import NotOpened, Opener
@@ -57,6 +57,30 @@ async def test_a_route_that_is_given_up_half_open_leaves_no_session_behind() -> 
         opening.cancel()
         await asyncio.wait({opening})
         assert opening.cancelled()
+        await fleet.nothing_is_left()
+
+
+@in_loop
+async def test_where_one_refuses_no_other_is_waited_for_and_what_it_loads_stays() -> None:
+    async with two() as fleet:
+        fleet.a.loads.fault = UnsupportedModel("no such layers here")
+        fleet.b.loads.gate.clear()
+        with pytest.raises(NotOpened) as refused:
+            await fleet.open()
+        assert {**refused.value.refusals}.keys() == {"a"}
+        assert fleet.b.warm.shards[0].is_loading
+        fleet.b.loads.gate.set()
+        await until(lambda: fleet.b.warm.shards[0].is_idle)
+        await fleet.nothing_is_left()
+
+
+@in_loop
+async def test_a_route_that_can_t_be_had_names_the_machine_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two() as fleet:
+        fleet.b.listener.close()  # so that a can't reach it
+        with pytest.raises(NotOpened) as refused:
+            await fleet.open()
+        assert {**refused.value.refusals}.keys() == {"b"}
         await fleet.nothing_is_left()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
-from tests.unit.node.fleet.nodes import in_loop
+from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.pipelines.test_choosing import BEE, CARDS, CAT, DOG, OWN, PINNED
 from tests.unit.node.shards.hosts import in_thread
 
@@ -19,7 +19,9 @@ from paceline.fleet.card import NodeCard
 from paceline.node.pipelines.choosing import Part
 from paceline.node.pipelines.meter import PipelineMeter
 from paceline.node.pipelines.router import LAST_RESORT_S, FleetRouter
-from paceline.parallel.route import Fault
+from paceline.node.pipelines.stage_loads import StageLoads
+from paceline.parallel.route import Fault, Opening
+from paceline.parallel.sessions import StageLoading
 from paceline.testing.clock import FakeClock
 
 
@@ -47,9 +49,13 @@ class Opens:
     asked: list[set[NodeId]] = field(default_factory=list[set[NodeId]])
     may: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then it takes its time."""
+    done: int = 0
+    """Bytes of a hundred that each machine says it has loaded."""
 
-    async def open(self, parts: Sequence[Part]) -> Any:
+    async def open(self, parts: Sequence[Part], *, loads: StageLoads) -> Any:
         self.asked.append({part.node_id for part in parts})
+        for part in parts:
+            loads.told(part, StageLoading(self.done, 100))
         await self.may.wait()
         return self
 
@@ -65,7 +71,7 @@ class Bench:
         self.router = FleetRouter(eyes, cast("Any", self.opens), wanted, asyncio.get_running_loop(), self.clock, PipelineMeter())
 
     async def found(self) -> set[NodeId]:
-        assert await in_thread(self.router.find, 5.0) is not None
+        assert not isinstance(await in_thread(self.router.find, 5.0), Opening)
         return self.opens.asked[-1]
 
     def breaks(self, node_id: NodeId, code: str) -> None:
@@ -111,7 +117,21 @@ async def test_a_route_that_takes_its_time_is_opened_once() -> None:
     bench = Bench(BEE)
     bench.opens.may.clear()
     for _ in range(20):
-        assert await in_thread(bench.router.find, 0.0) is None
+        assert isinstance(await in_thread(bench.router.find, 0.0), Opening)
     bench.opens.may.set()
     assert await bench.found() == {BEE}
     assert len(bench.opens.asked) == 1
+
+
+@in_loop
+async def test_a_route_on_its_way_says_how_far_its_machines_are() -> None:
+    bench = Bench(BEE)
+    bench.opens.may.clear()
+    bench.opens.done = 41
+    await in_thread(bench.router.find, 0.0)
+    await until(lambda: bool(bench.opens.asked))
+    said = await in_thread(bench.router.find, 0.0)
+    assert isinstance(said, Opening)
+    assert (said.nodes, said.percent, said.advanced) == ((BEE,), 41, 41)
+    bench.opens.may.set()
+    await bench.found()

@@ -22,7 +22,7 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import BatchId, NodeId
 from paceline.node.shards.limits import HostLimits
-from paceline.parallel.sessions import ActivationDtype, NextStage
+from paceline.parallel.sessions import ActivationDtype, NextStage, StageRequest
 from paceline.transport.shard_client import open_stage
 
 
@@ -72,25 +72,75 @@ async def test_streams_are_bounded_while_their_layers_load() -> None:
         assert {stage.opened.numerics_id for stage in stages} == {"counting"}
 
 
+async def abandoned(a: Hosting, user: User, request: StageRequest) -> None:
+    """Have a machine load what a caller asked for that went away meanwhile."""
+    a.loads.gate.clear()
+    seen: list[tuple[int, int]] = []
+    asked = asyncio.create_task(
+        open_stage(user.channel(a), a.node_id, request, lambda loading: seen.append((loading.bytes_done, loading.bytes_total)))
+    )
+    await until(lambda: (1, 2) in seen)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await until(lambda: not a.warm.shards[0].claims)
+
+
 @in_loop
-async def test_a_caller_that_goes_away_during_a_load_leaves_nothing_behind() -> None:
+async def test_a_load_outlives_its_caller_who_finds_it_when_it_comes_again() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        await abandoned(a, user, wanted())
+        waiting = asyncio.create_task(user.open(a))
+        await until(lambda: len(a.warm.shards[0].claims) == 1)
+        a.loads.gate.set()
+        await (await waiting).close()
+        await until_free(a)
+        assert len(a.loads.asked) == 1
+        assert not a.loads.given_up.is_set()
+
+
+@in_loop
+async def test_what_was_loaded_for_a_caller_that_went_away_is_kept_as_long_as_any_other() -> None:
+    net = Net()
+    async with hosting(net, "a", limits=HostLimits(idle_s=0.05)) as a, User(net) as user:
+        await abandoned(a, user, wanted())
+        a.loads.gate.set()
+        await until(lambda: bool(a.loads.runners) and a.runner.closed)
+        assert a.warm.shards == ()
+        assert a.meter.evictions == 1
+
+
+@in_loop
+async def test_a_load_that_no_caller_waits_for_makes_way_for_one_that_a_caller_waits_for() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        await abandoned(a, user, wanted(0, 3))
+        waiting = asyncio.create_task(user.open(a, wanted(3, 6)))
+        await in_thread(a.loads.given_up.wait, 10)
+        await until(lambda: len(a.loads.asked) == 2)
+        a.loads.gate.set()
+        await (await waiting).close()
+        assert [shard.layers.start for shard in a.warm.shards] == [3]
+        assert [runner.layers.start for runner in a.loads.runners] == [3]
+
+
+@in_loop
+async def test_a_load_behind_another_says_how_far_both_are() -> None:
     net = Net()
     async with hosting(net, "a") as a, User(net) as user:
         a.loads.gate.clear()
         seen: list[tuple[int, int]] = []
-        request, channel = wanted(), user.channel(a)
-        asked = asyncio.create_task(
-            open_stage(channel, a.node_id, request, lambda loading: seen.append((loading.bytes_done, loading.bytes_total)))
+        first = asyncio.create_task(user.open(a, wanted(0, 3)))
+        await until(lambda: bool(a.loads.asked))
+        second = asyncio.create_task(
+            open_stage(user.channel(a), a.node_id, wanted(3, 6), lambda told: seen.append((told.bytes_done, told.bytes_total)))
         )
         await until(lambda: (1, 2) in seen)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        await until(lambda: not a.warm.shards)
-        await in_thread(a.loads.given_up.wait, 10)
-        assert a.loads.runners == []
+        assert len(a.loads.asked) == 1, "it waits its turn"
         a.loads.gate.set()
-        await (await user.open(a, request)).close()
-        await until_free(a)
+        await asyncio.gather(first, second)
+        await (await second).close()
+        assert sorted(seen) == seen, "it only rises"
 
 
 @in_loop

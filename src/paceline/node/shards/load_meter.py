@@ -1,0 +1,46 @@
+"""How far a load is: bytes fetched, bytes put into memory, and those of the loads it waits for.
+
+Law: bytes done only rise, so that a caller can tell a load that goes on from one that hangs. Counted on the event loop and in threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Phase:
+    done: int = 0
+    total: int = 0
+
+    def show(self, done: int, total: int) -> None:
+        """As `LoadProgress`."""
+        self.done, self.total = max(self.done, done), max(self.total, total)
+
+
+@dataclass(slots=True)
+class LoadMeter:
+    """Of one load."""
+
+    fetched: _Phase = field(default_factory=_Phase)
+    packed: _Phase = field(default_factory=_Phase)
+    _ahead: list[LoadMeter] = field(default_factory=list["LoadMeter"])
+
+    def wait_for(self, other: LoadMeter) -> None:
+        """Another load comes first: its bytes count as this one's."""
+        self._ahead.append(other)
+
+    def end(self) -> None:
+        """Nothing more is fetched or packed: the load is over, or was given up."""
+        for phase in (self.fetched, self.packed):
+            phase.done = phase.total
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes done, of bytes; 0 of 0 while nothing is known. What is fetched is packed afterwards, so it counts twice."""
+        done = self.fetched.done + self.packed.done
+        total = self.fetched.total + (self.packed.total or self.fetched.total)
+        for other in self._ahead:
+            more_done, more_total = other.progress
+            done, total = done + more_done, total + more_total
+        return done, total
