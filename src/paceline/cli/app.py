@@ -11,7 +11,7 @@ import typer
 from paceline import __version__
 from paceline.cli import benches, joining
 from paceline.cli.faults import EXIT_FAILED, EXIT_USER, report
-from paceline.cli.options import AsJson, Context, Device, Draft, KvTokens, MaxRunning, Model, Threads, Weights
+from paceline.cli.options import AsJson, Context, Device, Draft, KvTokens, MaxRunning, Model, PrefillChunk, StepBudgetMs, Threads, Weights
 from paceline.cli.terminal import discard
 from paceline.core.errors import ConfigError, PacelineError, UserError
 from paceline.node.fleet_settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
@@ -38,6 +38,8 @@ def up(
     device: Device = None,
     threads: Threads = None,
     max_running: MaxRunning = 32,
+    prefill_chunk: PrefillChunk = 512,
+    step_budget_ms: StepBudgetMs = 250,
     context: Context = None,
     draft: Draft = "auto",
     greet: Annotated[bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.")] = False,
@@ -81,7 +83,11 @@ def up(
 
     if no_model and draft != "auto":
         raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
-    settings = None if no_model else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running, draft=draft)
+    settings = (
+        None
+        if no_model
+        else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running, prefill_chunk, step_budget_ms, draft=draft)
+    )
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),

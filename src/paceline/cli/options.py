@@ -19,6 +19,10 @@ Device = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.")]
 MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
+PrefillChunk = Annotated[int, typer.Option("--prefill-chunk", min=16, max=4096, help="Prompt tokens in one step while nothing else waits.")]
+StepBudgetMs = Annotated[
+    int, typer.Option("--step-budget-ms", min=1, max=60_000, help="What a step may take while an answer waits for its next token.")
+]
 Draft = Annotated[
     str,
     typer.Option(

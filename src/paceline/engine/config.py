@@ -22,7 +22,11 @@ class EngineConfig:
     max_waiting: int = 256
     """Sequences that may queue beyond `max_running`. Raising it lets clients wait longer before they are told to come back."""
     prefill_chunk: int = 512
-    """Prompt rows in one step, beside the decode rows. Raising it makes prompts faster and each running answer's pauses longer."""
+    """Prompt rows in one step, beside the decode rows, where nothing waits for its next token. Raising it makes prompts faster where a machine likes
+    many rows, and takes memory for each."""
+    step_budget_s: float = 0.25
+    """What a step may take while an answer waits for its next token; prompts get the rows that fit. Raising it makes prompts faster and each running
+    answer's pauses longer."""
     prefix_cache: bool = True
     """Keep full blocks for requests that begin alike. Costs a hash of each full block, about 1 us."""
     step_timeout_s: float = 60.0
@@ -42,5 +46,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name} is {value}, and {least} is the least that works", f"Raise {name}.")
-        if not self.step_timeout_s > 0:
-            raise ConfigError(f"step_timeout_s is {self.step_timeout_s}, and must be above 0", "Raise step_timeout_s.")
+        for name in ("step_timeout_s", "step_budget_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, and must be above 0", f"Raise {name}.")

@@ -8,7 +8,7 @@ Law: nothing here changes a token.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -19,7 +19,6 @@ from paceline.core.shown import printable
 from paceline.engine.acceptance import Acceptance, length_ahead, lengths
 from paceline.engine.asking import Asking
 from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF, DraftSource, MoreSources
-from paceline.engine.executor import StepBatch
 from paceline.engine.prompt_lookup import NGramIndex
 from paceline.engine.sequence import Phase, SequenceState
 from paceline.engine.step_costs import StepCosts
@@ -57,23 +56,20 @@ class Drafting:
     Args:
         config: None: there are none, whatever requests say: a backend gives other bytes for other batches, say.
         vocabulary: token ids below this are tokens.
-        clock: for what steps take.
+        costs: of steps.
+        clock: for how long an answer of a source is due.
     """
 
-    def __init__(self, config: DraftingConfig | None, vocabulary: int, clock: Clock) -> None:
+    def __init__(self, config: DraftingConfig | None, vocabulary: int, costs: StepCosts, clock: Clock) -> None:
         self._never = config is None
         self._config = config = config or DraftingConfig(OFF)
-        self._clock = clock
         self._makers = (NGRAM, *config.sources)
         self._common: defaultdict[str, Acceptance] = defaultdict(Acceptance)
-        self._costs = StepCosts()
-        self._asking = Asking(config.longest, vocabulary, self._costs, clock)
+        self._costs = costs
+        self._asking = Asking(config.longest, vocabulary, costs, clock)
         self._of: dict[SequenceState, SequenceDrafts] = {}
         self._lagging: dict[SequenceState, NGramIndex] = {}
         """Sequences whose tokens are not all indexed."""
-        self._flying: deque[tuple[int, float]] = deque()
-        """Of batches in flight: rows (0: not to be measured), and when they were submitted."""
-        self._collected_at = 0.0
         self.drafted: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
         self.blocks: Counter[str] = Counter()
@@ -151,24 +147,6 @@ class Drafting:
         maker = self._of[seq].maker
         self.drafted[maker] += n
         self.blocks[maker] += 1
-
-    def submitted(self, batch: StepBatch, *, decodes: bool) -> None:
-        """A batch is about to be run."""
-        rows = sum(len(step.token_ids) for step in batch.steps) if decodes else 0
-        self._flying.append((rows, self._clock.monotonic()))
-
-    def collected(self) -> None:
-        """The oldest batch was run."""
-        now = self._clock.monotonic()
-        rows, submitted_at = self._flying.popleft()
-        if rows and self._of:
-            # In a pipeline that is kept busy, a batch costs what it adds.
-            self._costs.took(rows, now - max(submitted_at, self._collected_at))
-        self._collected_at = now
-
-    def lost(self) -> None:
-        """All batches in flight are."""
-        self._flying.clear()
 
     def took(self, seq: SequenceState, n: int, accepted: int) -> None:
         """A sequence gained its last `n` tokens, and `accepted` guesses of it were right."""

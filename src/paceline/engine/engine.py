@@ -28,6 +28,8 @@ from paceline.engine.intake import check_draft, check_request, check_room
 from paceline.engine.sampling import Draws, Sampler
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
+from paceline.engine.step_costs import StepCosts
+from paceline.engine.step_times import StepTimes
 from paceline.engine.stops import TextStream
 
 _NO_ROOM = "What is left of the machines has not the memory for this sequence"
@@ -62,10 +64,12 @@ class Engine:
         """
         self._executor, self._vocabulary, self._config = executor, vocabulary, config
         self._clock, self._entropy = clock, entropy
-        self._drafting = Drafting(drafting, vocabulary.size, clock)
+        costs = StepCosts()
+        self._times = StepTimes(costs, clock)
+        self._drafting = Drafting(drafting, vocabulary.size, costs, clock)
         self._drafts = executor.holds_identity
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
-        self._scheduler = Scheduler(executor, config, self._drafting)
+        self._scheduler = Scheduler(executor, config, self._drafting, costs)
         self._sampler = Sampler(vocabulary.size, vocabulary.eos_ids)
         self._live: dict[RequestId, list[SequenceState]] = {}
         self._n_live = 0
@@ -132,7 +136,7 @@ class Engine:
             return
         while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
             self._in_flight.append(planned)
-            self._drafting.submitted(planned.batch, decodes=planned.decodes)
+            self._times.submitted(planned.load)
             try:
                 self._executor.submit(planned.batch)
             except ExecutorLost as lost:
@@ -152,7 +156,7 @@ class Engine:
         try:
             if self._in_flight:
                 output = self._executor.collect(self._clock.monotonic() + self._config.step_timeout_s)
-                self._drafting.collected()
+                self._times.collected()
                 self._read(self._in_flight.popleft(), output, chunks)
             elif self._live and not self._lost:
                 raise RuntimeError(f"{self._n_live} sequences are live and none can run")
@@ -297,5 +301,5 @@ class Engine:
     def _drop(self) -> None:
         """What is in flight is gone."""
         self._scheduler.lost(self._in_flight)
-        self._drafting.lost()
+        self._times.lost()
         self._in_flight.clear()

@@ -1,8 +1,9 @@
 """Continuous batching: decides which rows run next, and which blocks they use.
 
 Laws:
-- Each step, every running sequence with one row to run gets it, and prompts share `prefill_chunk` rows beside them: neither starves the other.
-- First come, first admitted, and the latest to come is preempted first, so the earliest always advances. A preempted sequence resumes by
+- Each step, every running sequence with one row to run gets it, and prompts share what `chunking` gives them beside: neither starves the other.
+- First come, first admitted; but one that would only hold blocks behind prompts which fill a step anyway, or that finds no blocks, is passed by those
+  that can run, `PASSED` of them at most. The latest to come is preempted first, so the earliest always advances. A preempted sequence resumes by
   recompute, on the paths its positions had: prompt path below the prompt's length, generated path from there on.
 - A sequence is in more than one batch in flight only with guessed rows. Its blocks stay its own until its last batch is collected, and enter the
   prefix cache only when their rows are known to be right.
@@ -14,17 +15,23 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
+from math import inf
 
 from paceline.core.ids import BatchId, SequenceId
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.block_tables import blocks_for
+from paceline.engine.chunking import PromptLeft, rows_of_prompts
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, Path, SequenceStep, StepBatch
 from paceline.engine.prefixes import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
+from paceline.engine.step_costs import Load, StepCosts
+
+PASSED = 16
+"""Sequences that are let in before one that came earlier, at most. Raising it: short requests wait less behind long ones, and these longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +40,14 @@ class PlannedBatch:
 
     batch: StepBatch
     sequences: list[SequenceState]
-    decodes: bool
-    """No rows of prompts, and none that are run again."""
+    load: Load
 
 
 class Scheduler:
     """Waiting and running sequences over one pool."""
 
-    def __init__(self, executor: Executor, config: EngineConfig, drafting: Drafting) -> None:
-        self._executor, self._drafting = executor, drafting
+    def __init__(self, executor: Executor, config: EngineConfig, drafting: Drafting, costs: StepCosts) -> None:
+        self._executor, self._drafting, self._costs = executor, drafting, costs
         self.pool = BlockPool(executor.n_blocks)
         self.prefixes = Prefixes(executor, config)
         self.waiting: list[SequenceState] = []
@@ -50,7 +56,7 @@ class Scheduler:
         self._depth = executor.depth
         self._block_size = executor.block_size
         self._max_running = config.max_running
-        self._chunk = config.prefill_chunk
+        self._chunk, self._budget_s = config.prefill_chunk, config.step_budget_s
         self._batch_ids = count()
         self._most_blocks = 0
         """That a sequence may come to need."""
@@ -87,15 +93,15 @@ class Scheduler:
             self._admit()
         steps: list[SequenceStep] = []
         sequences: list[SequenceState] = []
-        decodes = True
+        load = Load(0)
         for seq, rows, guess in self._rows():
+            load = load.more(rows, seq.computed) if rows > 1 else replace(load, rows=load.rows + rows + len(guess))
             steps.append(self._step(seq, rows, guess))
             sequences.append(seq)
-            decodes &= rows < 2
         if not steps:
             return None
         released, self._released = tuple(self._released), []
-        return PlannedBatch(StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released, self._most_blocks), sequences, decodes)
+        return PlannedBatch(StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released, self._most_blocks), sequences, load)
 
     def collected(self, planned: PlannedBatch) -> None:
         """A batch's KV is written, and its draws are taken: full blocks may be shared now, and what was held back for it is let go."""
@@ -149,30 +155,38 @@ class Scheduler:
         prefilling, decoding = False, list[SequenceState]()
         # A copy: sequences are preempted on the way, always later ones than the one in hand.
         for seq in tuple(self.running):
-            left = len(seq.tokens) - seq.computed
-            if left > 1:
+            if seq.left > 1:
                 prefilling = True
             elif share and not seq.is_awaited and seq.phase is Phase.RUNNING and self._has_room(seq):
                 share -= 1
                 decoding.append(seq)
         # A prompt's last row has another path than what is guessed behind it.
         rooms = [self._room(seq, seq.computed + 1) if seq.computed >= seq.n_prompt else 0 for seq in decoding]
-        budget = self._chunk
+        most, answers = self._chunk, 0
         # Drafts leave prompts half of it.
-        for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, budget // 2 if prefilling else budget), strict=True):
+        for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, most // 2 if prefilling else most), strict=True):
             guess = self._cut(seq, seq.computed + 1, draft)
-            budget -= len(guess)
+            most -= len(guess)
+            answers += 1 + len(guess)
             yield seq, 1, guess
         idle = not decoding
-        for seq in tuple(self.running) if prefilling else ():
-            left = (seq.n_prompt if seq.computed < seq.n_prompt else len(seq.tokens)) - seq.computed
-            if not seq.flights and budget and len(seq.tokens) - seq.computed > 1:
-                rows = min(left, budget)
-                budget -= rows
-                idle = False
-                yield seq, rows, ()
+        for seq, rows in self._prompts(most, answers) if prefilling else ():
+            idle = False
+            yield seq, rows, ()
         if idle and self._depth > 1:
             yield from self._ahead()
+
+    def _prompts(self, most: int, answers: int) -> Iterator[tuple[SequenceState, int]]:
+        """Prompts to run, and sequences that are run again, and how many rows of each, beside so many rows of answers."""
+        prompts = [seq for seq in self.running if not seq.flights and seq.left > 1]
+        # Where nothing waits for its next token, a step may take its time.
+        budget_s = self._budget_s if any(seq.left <= 1 for seq in self.running) else inf
+        shares = rows_of_prompts(
+            [PromptLeft(seq.computed, seq.left_of_path, seq.left) for seq in prompts], most, answers, self._costs, budget_s
+        )
+        for seq, rows in zip(prompts, shares, strict=True):
+            if rows:
+                yield seq, rows
 
     def _ahead(self) -> Iterator[tuple[SequenceState, int, Sequence[int]]]:
         """Guesses on guesses, for a pipeline that has nothing else to do."""
@@ -217,10 +231,17 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let sequences in while there is a row for them soon, and blocks for all their tokens now."""
-        backlog = sum(max(0, len(seq.tokens) - seq.computed - 1) for seq in self.running)
+        lefts = [seq.left for seq in self.running if seq.left > 1]
+        backlog, least = sum(lefts), min(lefts, default=0)
+        passed: list[SequenceState] = []
+        blocked = 0
         for seq in tuple(self.waiting):
-            if len(self.running) >= self._max_running or backlog >= self._chunk:
+            if len(self.running) >= self._max_running:
                 return
+            may_pass = seq.passed < PASSED
+            if may_pass and backlog >= self._chunk and seq.left >= least:
+                passed.append(seq)  # it would hold blocks, and get no row
+                continue
             hits = self.prefixes.find(seq, self.pool.cache)
             if hits is None:
                 continue
@@ -228,7 +249,13 @@ class Scheduler:
             needed = blocks_for(len(seq.tokens), self._block_size) - len(hits)
             # One block spare for each that runs, lest the newcomer be preempted by their next tokens.
             if needed + revived + len(self.running) > self.pool.available:
-                return
+                blocked += 1
+                if not may_pass or blocked == PASSED:
+                    return
+                passed.append(seq)
+                continue
+            for other in passed:
+                other.passed += 1
             for block in hits:
                 self.pool.share(block)
             seq.blocks = [*hits, *(self.pool.take() for _ in range(needed))]
@@ -237,7 +264,9 @@ class Scheduler:
             self.waiting.remove(seq)
             seq.phase = Phase.RUNNING
             insort(self.running, seq, key=_arrival)
-            backlog += len(seq.tokens) - seq.computed - 1
+            if seq.left > 1:
+                backlog += seq.left
+                least = min(least or seq.left, seq.left)
 
     def _has_room(self, seq: SequenceState) -> bool:
         """Make sure of a block for the next row, taking it from later sequences if need be."""

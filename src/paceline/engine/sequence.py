@@ -39,6 +39,8 @@ class SequenceState:
     """Prompt and answer."""
     n_prompt: int = field(init=False)
     phase: Phase = Phase.WAITING
+    passed: int = 0
+    """Later ones that were let in before it."""
     epoch: int = 0
     computed: int = 0
     """Tokens, guessed ones included, whose rows were submitted. Those of a sequence that is not in flight were collected too."""
@@ -77,6 +79,16 @@ class SequenceState:
     @property
     def in_flight(self) -> bool:
         return self.flights > 0
+
+    @property
+    def left(self) -> int:
+        """Known tokens whose rows were not submitted."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def left_of_path(self) -> int:
+        """Those of them that are of the next one's path."""
+        return (self.n_prompt if self.computed < self.n_prompt else len(self.tokens)) - self.computed
 
     @property
     def n_generated(self) -> int:

@@ -1,6 +1,8 @@
-"""What a step costs by its rows, as measured while it is served: what drafts are weighed against.
+"""What a step costs by its rows, as measured while it is served: what drafts and chunks of prompts are weighed against.
 
-Only ratios matter. A row count that was not seen yet is assumed cheap, so that it is tried; what was measured long ago is believed less and less.
+Steps with prompts have a curve of their own, by all their rows, and beside it what a row's look at one earlier position (a key) costs: attention
+grows with the context. Of drafts only ratios matter: a row count that was not seen yet is assumed cheap, so that it is tried. Of prompts seconds do:
+a count that was not seen lies between those that were. What was measured long ago is believed less and less.
 
 Law: one measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. At first it may lower all of them by
 more: a machine that begins is slow.
@@ -8,18 +10,41 @@ more: a machine that begins is slow.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from math import log
 
 MOST_ROWS = 64
-"""Beyond this, costs are taken to grow in proportion."""
+"""Of a step without prompts. Beyond this, its costs are taken to grow in proportion."""
 ASSUMED_ROW = 0.05
 """What a row more costs, of a step of one row, until it was measured. Raising it: longer drafts are tried later."""
+ASSUMED_PROMPT_ROW = 0.1
+"""Likewise, of a step with prompts. Raising it: the first chunks beside an answer are shorter. Source: 0.11 here at 135M, 0.10 at 8B."""
+ASSUMED_KEY = 5e-6
+"""What a key costs, of a step of one row, until it was measured."""
 WILD = 2.0
 OWN_GAIN, LEVEL_GAIN = 0.25, 0.1
+PROMPT_GAIN = 0.5
+"""As `OWN_GAIN`, of steps with prompts. Raising it: the budget of a step is kept sooner after a change, and missed oftener by chance."""
 FIRST, MUCH = 16, 8.0
 """So many steps, if they are faster than expected, lower all estimates, by as much."""
 HALF_LIFE = 1024
 """Steps after which half of an old measurement is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one step runs."""
+
+    rows: int
+    """Of prompts and answers."""
+    prompt_rows: int = 0
+    keys: int = 0
+    """That the rows of prompts look at: the sum of their positions."""
+
+    def more(self, rows: int, start: int) -> Load:
+        """With rows of another prompt, the first at position `start`."""
+        return Load(self.rows + rows, self.prompt_rows + rows, self.keys + rows * start + rows * (rows + 1) // 2)
 
 
 @dataclass(slots=True)
@@ -33,47 +58,113 @@ class StepCosts:
     """Estimates for one engine."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
-        self._expected: dict[int, float] = {}
-        """What was computed since the last measurement."""
-        self._level = 0.0
-        """Seconds of a step of one row as assumed; 0: nothing was measured."""
-        self._steps = 0
+        self._answers = _Curve(ASSUMED_ROW, OWN_GAIN)
+        self._prompts = _Curve(ASSUMED_PROMPT_ROW, PROMPT_GAIN)
+        self._key_s = 0.0
 
     @property
     def known(self) -> bool:
         """Whether `seconds` are seconds yet."""
-        return self._level > 0
+        return self._answers.level > 0
 
-    def took(self, rows: int, seconds: float) -> None:
-        """A step without prompts was measured."""
-        if seconds <= 0 or not 0 < rows <= MOST_ROWS:
+    @property
+    def any_known(self) -> bool:
+        """Whether `of` gives seconds yet."""
+        return self._answers.level > 0 or self._prompts.level > 0
+
+    def took(self, load: Load, seconds: float) -> None:
+        """A step was measured."""
+        if seconds <= 0 or load.rows <= 0:
             return
+        if load.prompt_rows:
+            self._took_prompts(load, seconds)
+        elif load.rows <= MOST_ROWS:
+            curve = self._answers
+            curve.level = curve.level or seconds / curve.assumed(load.rows)
+            factor = curve.factor(load.rows)
+            curve.correct(load.rows, factor, seconds / (curve.level * curve.assumed(load.rows) * factor))
+
+    def seconds(self, rows: int) -> float:
+        """A step's expected time where it has no prompts; relative to others even where none was measured."""
+        if rows > MOST_ROWS:
+            return self.seconds(MOST_ROWS) * rows / MOST_ROWS
+        return self._answers.seconds(rows)
+
+    def of(self, load: Load) -> float:
+        """A step's expected time; relative to others even where none was measured."""
+        if not load.prompt_rows and self._answers.level:
+            return self.seconds(load.rows)
+        return self._rows_with_prompts(load.rows) + load.keys * (self._key_s or ASSUMED_KEY * (self._answers.level or 1.0))
+
+    # -------------------------------------------------------------------------------------------------------------------- inside
+
+    def _took_prompts(self, load: Load, seconds: float) -> None:
+        curve = self._prompts
+        if curve.level:
+            factor = curve.factor_between(load.rows, self._one_row())
+        else:
+            curve.level = seconds / (curve.assumed(load.rows) + ASSUMED_KEY * load.keys)
+            self._key_s, factor = ASSUMED_KEY * curve.level, 1.0
+        of_keys = load.keys * self._key_s
+        expected = curve.level * curve.assumed(load.rows) * factor + of_keys
+        share, off = of_keys / expected, seconds / expected
+        # Rows and keys are each corrected by what they are of it: chunks at several contexts tell one from the other.
+        curve.correct(load.rows, factor, off, 1 - share)
+        self._key_s *= min(max(off, 1 / WILD), WILD) ** (PROMPT_GAIN * share)
+
+    def _rows_with_prompts(self, rows: int) -> float:
+        curve = self._prompts
+        if curve.level:
+            return curve.level * curve.assumed(rows) * curve.factor_between(rows, self._one_row())
+        return self._answers.seconds(1) * curve.assumed(rows)
+
+    def _one_row(self) -> float:
+        """Factor of a step of one row with prompts: one without any, as far as that was measured."""
+        return self._answers.seconds(1) / self._prompts.level if self._answers.level else 1.0
+
+
+class _Curve:
+    """Seconds by rows: an assumed shape, and by what factor it was seen to be off."""
+
+    def __init__(self, row: float, gain: float) -> None:
+        self._row = row
+        self.level = 0.0
+        """Seconds of a step of one row as assumed; 0: nothing was measured."""
+        self._gain = gain
+        self._seen: dict[int, _Seen] = {}
+        self._order: list[int] = []
+        """Row counts that were seen, few to many."""
+        self._expected: dict[int, float] = {}
+        """What was computed since the last measurement."""
+        self._steps = 0
+
+    def assumed(self, rows: int) -> float:
+        """Of a step of one row, so many times."""
+        return 1 + self._row * (rows - 1)
+
+    def correct(self, rows: int, factor: float, off: float, share: float = 1.0) -> None:
+        """A step took `off` times what was expected by a factor, of which `share` is this curve's."""
+        rows = _counted_with(rows)
         self._steps += 1
-        if not self._level:
-            self._level = seconds / _assumed(rows)
-        off = seconds / self._compute(rows)
         if self._steps <= FIRST and off < 1:
-            self._level *= max(off, 1 / MUCH)
+            self.level *= max(off, 1 / MUCH) ** share
             off = 1.0
-        off = min(max(off, 1 / WILD), WILD)
-        self._seen[rows] = _Seen(self._factor(rows) * off**OWN_GAIN, self._steps)
-        self._level *= off**LEVEL_GAIN
+        off = min(max(off, 1 / WILD), WILD) ** share
+        if rows not in self._seen:
+            insort(self._order, rows)
+        self._seen[rows] = _Seen(factor * off**self._gain, self._steps)
+        self.level *= off**LEVEL_GAIN
         self._expected.clear()
 
     def seconds(self, rows: int) -> float:
-        """A step's expected time; relative to others even where none was measured."""
+        """Of a step; a count that was not seen costs no more than the next smaller one suggests."""
         found = self._expected.get(rows)
         if found is None:
-            found = self._expected[rows] = self._compute(rows)
+            found = self._expected[rows] = (self.level or 1.0) * self.assumed(rows) * self.factor(rows)
         return found
 
-    def _compute(self, rows: int) -> float:
-        if rows > MOST_ROWS:
-            return self.seconds(MOST_ROWS) * rows / MOST_ROWS
-        return (self._level or 1.0) * _assumed(rows) * self._factor(rows)
-
-    def _factor(self, rows: int) -> float:
+    def factor(self, rows: int) -> float:
+        """Of the assumed cost."""
         seen = self._seen.get(rows)
         if seen is None:
             return self._below(rows)
@@ -83,14 +174,33 @@ class StepCosts:
         below = self._below(rows)
         return below + (seen.factor - below) * trust
 
+    def factor_between(self, rows: int, one_row: float) -> float:
+        """Likewise; of a count that was not seen, between those of the next that were.
+
+        Args:
+            rows: of the step.
+            one_row: factor of a step of one row, where that was not seen.
+        """
+        rows = _counted_with(rows)
+        if rows in self._seen:
+            return self._seen[rows].factor
+        place = bisect_left(self._order, rows)
+        fewer, below = (self._order[place - 1], self._seen[self._order[place - 1]].factor) if place else (1, one_row)
+        if place == len(self._order) or rows == fewer:
+            return below
+        more = self._order[place]
+        part = log(rows / fewer) / log(more / fewer)
+        return below ** (1 - part) * self._seen[more].factor ** part
+
     def _below(self, rows: int) -> float:
         """Of the next smaller step that was seen."""
-        for fewer in range(rows - 1, 0, -1):
-            seen = self._seen.get(fewer)
-            if seen is not None:
-                return seen.factor
-        return 1.0
+        place = bisect_left(self._order, rows)
+        return self._seen[self._order[place - 1]].factor if place else 1.0
 
 
-def _assumed(rows: int) -> float:
-    return 1 + ASSUMED_ROW * (rows - 1)
+def _counted_with(rows: int) -> int:
+    """Large row counts are counted with those near: eight kinds from one power of two to the next."""
+    if rows <= MOST_ROWS:
+        return rows
+    step = 1 << (rows.bit_length() - 4)
+    return rows // step * step

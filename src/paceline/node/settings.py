@@ -31,6 +31,10 @@ class NodeSettings:
     """Sequences side by side. Raising it raises the total rate and lowers each one's; the rest wait."""
     max_waiting: int = 256
     """Sequences that may wait; beyond it requests get 429. Raising it makes the last in line wait longer."""
+    prefill_chunk: int = 512
+    """Prompt rows in a step that no answer waits for. Raising it makes prompts faster where a machine likes many rows, and takes memory for each."""
+    step_budget_ms: int = 250
+    """What a step may take while an answer waits for its next token. Raising it makes prompts faster, and an answer's pauses longer."""
     prefix_cache: bool = True
     """Off for benchmarks: it makes a repeated prompt cheaper than it is."""
     draft: str = "auto"

@@ -79,6 +79,8 @@ class Setup:
             max_context=kv.context,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            prefill_chunk=settings.prefill_chunk,
+            step_budget_s=settings.step_budget_ms / 1000,
             prefix_cache=settings.prefix_cache,
             model_digest=self.digest,
         )

@@ -67,7 +67,8 @@ class EngineBench:
             max_losses=max_losses,
         )
         seeds = count(1000)
-        self.engine = Engine(self.executor, VOCABULARY, config, clock or FakeClock(), entropy=lambda: next(seeds), drafting=drafting)
+        self.clock = clock or FakeClock()
+        self.engine = Engine(self.executor, VOCABULARY, config, self.clock, entropy=lambda: next(seeds), drafting=drafting)
         self.answers: dict[tuple[RequestId, int], Answer] = {}
 
     def add(self, *requests: GenerationRequest) -> None:

@@ -15,6 +15,7 @@ from paceline.core.errors import ContextOverflow, Overloaded
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.drafting import DraftingConfig
+from paceline.engine.executor import StepBatch
 from paceline.testing.drafts import UnsteadySource
 from paceline.testing.engines import VOCAB, Answer, EngineBench, answer_alone
 
@@ -59,8 +60,9 @@ class EngineMachine(RuleBasedStateMachine):
         lose=st.frozensets(st.integers(0, 60), max_size=3),
         drafts=st.sampled_from(["off", "ngram", "auto", "knowing"]),
         chance=st.integers(0, 1 << 30).map(Random),
+        slow=st.sampled_from([0.0, 0.0, 0.05]),
     )
-    def start(self, pool_tokens: int, block_size: int, one_path: bool, drafts: str, chance: Random, **config: object) -> None:
+    def start(self, pool_tokens: int, block_size: int, one_path: bool, drafts: str, chance: Random, slow: float, **config: object) -> None:
         n_blocks = pool_tokens // block_size
         self.truths: list[list[int]] = []
         drafting = DraftingConfig(drafts, {"knowing": UnsteadySource(lambda sequence: self.truths[sequence], chance, VOCAB)})
@@ -72,6 +74,13 @@ class EngineMachine(RuleBasedStateMachine):
             drafting=drafting,
             **config,  # type: ignore[arg-type]
         )
+        submit = self.bench.executor.submit
+
+        def timed(batch: StepBatch) -> None:
+            self.bench.clock.advance(slow * chance.random() * sum(len(step.token_ids) for step in batch.steps))
+            submit(batch)
+
+        self.bench.executor.submit = timed  # type: ignore[method-assign]
         self.one_path = one_path
         self.known: dict[RequestId, GenerationRequest] = {}
         self.aborted: set[RequestId] = set()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.executor import Path, StepBatch
+from paceline.engine.scheduler import PASSED
 from paceline.testing.engines import EngineBench, answer_alone
 
 
@@ -51,10 +54,61 @@ class TestFairness:
         bench.run()
 
     def test_admission_is_first_come_first_served(self) -> None:
-        bench = EngineBench(n_blocks=8, max_running=8)
-        bench.add(request("a", 20, 4), request("big", 28, 4, salt=1), request("small", 2, 4, salt=2))
+        bench = EngineBench(n_blocks=8, max_running=2, prefill_chunk=64)
+        bench.add(*(request(str(i), 5, 4, salt=i) for i in range(6)))
         bench.run()
-        assert list(bench.answers) == [("a", 0), ("big", 0), ("small", 0)]
+        assert list(bench.answers) == [(str(i), 0) for i in range(6)]
+
+    def test_one_that_finds_no_blocks_lets_others_pass_and_not_for_ever(self) -> None:
+        bench = EngineBench(n_blocks=8, max_running=8, prefill_chunk=64)
+        bench.add(request("a", 20, 8), request("big", 28, 4, salt=1))
+        bench.step()
+        for number in range(3 * PASSED):
+            bench.add(request(f"small {number}", 2, 4, salt=2 + number))
+            bench.step()
+        bench.run()
+        order = [name for name, _ in bench.answers]
+        assert order.index(RequestId("small 0")) < order.index(RequestId("big")) <= PASSED + 2
+
+    @pytest.mark.parametrize("n_blocks", [64, 12])
+    def test_a_short_prompt_overtakes_a_long_one(self, n_blocks: int) -> None:
+        bench = EngineBench(n_blocks=n_blocks)
+        bench.add(request("long", 40, 2), request("longer", 44, 2, salt=1))
+        bench.step()
+        bench.add(request("short", 3, 2, salt=2))
+        bench.step()
+        assert list(bench.answers) == [("short", 0)]
+        bench.run()
+        assert list(bench.answers) == [("short", 0), ("long", 0), ("longer", 0)]
+
+    def test_behind_a_backlog_nobody_is_admitted_who_would_get_no_row(self) -> None:
+        bench = EngineBench(n_blocks=64)
+        bench.add(request("long", 40, 2), request("longer", 44, 2, salt=1), request("middle", 30, 2, salt=2))
+        bench.step()
+        assert (bench.engine.stats().running, bench.engine.stats().waiting) == (2, 1)
+        bench.run()
+        assert list(bench.answers) == [("middle", 0), ("long", 0), ("longer", 0)]
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=40),
+        st.sampled_from([13, 30, 64]),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_the_earliest_advances_in_every_step_whoever_comes(self, arrivals: list[tuple[int, int, int]], n_blocks: int) -> None:
+        """Whatever comes after it, the oldest that runs gets a row in each step; and everything ends."""
+        bench = EngineBench(n_blocks=n_blocks)
+        batches = watched(bench)
+        bench.add(request("first", 40, 4))
+        for number, (pause, n_prompt, n_answer) in enumerate(arrivals):
+            bench.add(request(str(number), n_prompt, n_answer, salt=number))
+            for _ in range(pause):
+                bench.step()
+        answers = bench.run()
+        n_first = sum(any(step.sequence == 0 for step in batch.steps) for batch in batches)
+        assert all(batches[place].steps and any(step.sequence == 0 for step in batches[place].steps) for place in range(n_first))
+        for number, (_, n_prompt, n_answer) in enumerate(arrivals):
+            one = request(str(number), n_prompt, n_answer, salt=number)
+            assert answers[one.request_id, 0].token_ids == answer_alone(one).token_ids
 
     def test_never_more_than_max_running(self) -> None:
         bench = EngineBench(max_running=2)

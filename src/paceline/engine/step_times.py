@@ -1,0 +1,39 @@
+"""How long steps take, of all batches in flight: what `StepCosts` learns from."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from paceline.core.clock import Clock
+from paceline.engine.step_costs import Load, StepCosts
+
+
+class StepTimes:
+    """Times of one engine's batches.
+
+    Args:
+        costs: is told of each.
+        clock: for what they take.
+    """
+
+    def __init__(self, costs: StepCosts, clock: Clock) -> None:
+        self._costs, self._clock = costs, clock
+        self._flying: deque[tuple[Load, float]] = deque()
+        """Of batches in flight: what they run, and when they were submitted."""
+        self._collected_at = 0.0
+
+    def submitted(self, load: Load) -> None:
+        """A batch is about to be run."""
+        self._flying.append((load, self._clock.monotonic()))
+
+    def collected(self) -> None:
+        """The oldest batch was run."""
+        now = self._clock.monotonic()
+        load, submitted_at = self._flying.popleft()
+        # In a pipeline that is kept busy, a batch costs what it adds.
+        self._costs.took(load, now - max(submitted_at, self._collected_at))
+        self._collected_at = now
+
+    def lost(self) -> None:
+        """All batches in flight are."""
+        self._flying.clear()
