@@ -18,8 +18,10 @@ import numpy as np
 from paceline.core.model import ModelSpec
 from paceline.store.digests import DigestCache
 from paceline.store.faults import damaged
-from paceline.store.gguf_header import GgufHeader, read_header
+from paceline.store.gguf_header import GgufHeader, HeadIncomplete, read_header
 from paceline.store.gguf_spec import spec_from_gguf
+from paceline.store.gguf_tokenizer import build_encoder
+from paceline.store.layout import check_tensors
 from paceline.store.tensor_files import Bytes, StoredAt, TensorFiles
 
 _GLOBAL: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -85,6 +87,34 @@ def open_gguf(path: Path, digests: DigestCache) -> GgufWeights:
     stem = path.name.removesuffix(tail)
     rest = [path.with_name(f"{stem}-{part:05d}-of-{n_files:05d}.gguf") for part in range(2, n_files + 1)]
     return GgufWeights([first, *(read_header(part) for part in rest)], digests)
+
+
+def check_beginning(path: Path, size: int) -> bool:
+    """Hold a model against what Paceline runs, by the beginning of its file (of a split model, of its first).
+
+    Args:
+        path: holds the beginning.
+        size: of the whole file.
+
+    Returns:
+        Whether enough of it was there to tell.
+
+    Raises:
+        ModelFileError: it is no GGUF file, or its head is damaged.
+        UnsupportedModel: a family, a feature, tensors or a tokenizer Paceline does not run.
+    """
+    try:
+        header = read_header(path, size)
+    except HeadIncomplete:
+        return False
+    if (header.integer("split.count") or 1) == 1:
+        # Whether its rope factors are known ones is seen once they are here.
+        spec = spec_from_gguf(header, None)
+        check_tensors(path, spec, {name: at.shape for name, at in _renamed(header.tensors.values(), spec)})
+    elif "token_embd.weight" in header.tensors:
+        spec_from_gguf(header, None)
+    build_encoder(header)
+    return True
 
 
 def _renamed(stored: Iterable[StoredAt], spec: ModelSpec) -> Iterator[tuple[str, StoredAt]]:

@@ -138,15 +138,25 @@ class GgufHeader:
         return data
 
 
-def read_header(path: Path) -> GgufHeader:
+class HeadIncomplete(Exception):
+    """The head of a file goes on behind what is here of it."""
+
+
+def read_header(path: Path, size: int | None = None) -> GgufHeader:
     """Parse the head of a GGUF file.
 
+    Args:
+        path: the file.
+        size: of the whole file, where only its beginning is at `path`.
+
     Raises:
+        HeadIncomplete: that beginning is too short.
         ModelFileError: the file is missing, truncated or damaged.
         UnsupportedModel: its GGUF version, byte order or a tensor type is not one Paceline reads.
     """
     try:
-        return _parse(_Cursor(path, path.stat().st_size))
+        here = path.stat().st_size
+        return _parse(_Cursor(path, here if size is None else size, partial=size is not None))
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -154,9 +164,10 @@ def read_header(path: Path) -> GgufHeader:
 class _Cursor:
     """A position in the file's head, over a buffer that grows with what is asked for, up to MAX_HEADER_BYTES."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, *, partial: bool = False) -> None:
         self.path = path
         self.size = size
+        self._partial = partial
         self.at = 0
         self._data = b""
 
@@ -177,7 +188,7 @@ class _Cursor:
         with self.path.open("rb", buffering=0) as file:
             self._data = file.read(target)
         if len(self._data) < stop:
-            raise damaged(self.path, "it changed while it was read")
+            raise HeadIncomplete if self._partial else damaged(self.path, "it changed while it was read")
 
     def peek(self, start: int, n: int) -> bytes:
         """Bytes already stepped over."""

@@ -31,21 +31,20 @@ _TEKKEN_CUT: Final = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3: Final = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2")
+_QWEN2: Final = ("qwen2", "deepseek-r1-qwen", "kormo", "megrez")
 CUTS: Final[dict[str, tuple[str, ...]]] = {
-    "gpt-2": (_GPT2_CUT,),
+    **dict.fromkeys(("gpt-2", "phi-2", "a.x-4.0", "mellum"), (_GPT2_CUT,)),
     "smollm": (r"\p{N}", _GPT2_CUT),
-    "llama-bpe": (_LLAMA3_CUT,),
-    "llama3": (_LLAMA3_CUT,),
-    "llama-v3": (_LLAMA3_CUT,),
-    "qwen2": (_QWEN2_CUT,),
-    "deepseek-r1-qwen": (_QWEN2_CUT,),
+    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), (_LLAMA3_CUT,)),
+    **dict.fromkeys(_QWEN2, (_QWEN2_CUT,)),
     "tekken": (_TEKKEN_CUT,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 """Regular expressions that cut text one after the other, by llama.cpp's name. Source: `llama-vocab.cpp` and the models' own files."""
-_IGNORE_MERGES: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+_IGNORE_MERGES: Final = (*_LLAMA3, "tekken")
 """A cut piece that is a token is taken whole, whatever merges would make of it."""
-_NORMALIZED: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
+_NORMALIZED: Final = _QWEN2
 """Cuts of models whose own tokenizer first brings text to NFC."""
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

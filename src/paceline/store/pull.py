@@ -12,14 +12,15 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from paceline.core.errors import ConfigError, DownloadError
+from paceline.core.errors import ConfigError, DownloadError, ModelFileError, UnsupportedModel
 from paceline.core.files import write_file
 from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
 from paceline.store.digests import DigestCache
 from paceline.store.download import fetch, part_of, verify
+from paceline.store.gguf_file import check_beginning
 from paceline.store.hf_config import spec_from_config
 from paceline.store.home import Home, read_json_object
 from paceline.store.json_object import load_object
@@ -29,6 +30,9 @@ from paceline.store.selection import HubRef, choose_files, is_path, parse_ref
 if TYPE_CHECKING:
     import httpx
 
+
+HEAD_BYTES: Final = 8 << 20
+"""Of a GGUF file, after which its head is looked at: most end before. Where one goes on, it is looked at again at twice as much."""
 
 Progress = Callable[[int, int], None]
 """Told (bytes here, of bytes): of the files of the model together, what an earlier pull left included."""
@@ -92,6 +96,7 @@ def _pull_listed(
     names = choose_files(ref.repo, list(listing.files), ref.selector)
     # Small files first: a configuration that can't be run is found out before gigabytes are fetched.
     files = sorted((listing.files[name] for name in names), key=lambda file: (file.size, file.name))
+    first = next((name for name in names if name.lower().endswith(".gguf")), None)
     folder = home.models / ref.folder
     total, done = sum(file.size for file in files), 0
     _check_space(folder, files)
@@ -100,16 +105,21 @@ def _pull_listed(
     for file in files:
         before = done
 
-        def advance(on_disk: int, before: int = before) -> None:
+        target = folder / file.name
+        watch = _HeadWatch(part_of(file, target), file.size) if file.name == first else None
+
+        def advance(on_disk: int, before: int = before, watch: _HeadWatch | None = watch) -> None:
+            if watch is not None:
+                watch.see(on_disk)
             progress(before + on_disk, total)
 
-        if not _is_here(file, folder / file.name, digests):
-            part = fetch(client, file, folder / file.name, advance, sleep)
+        if not _is_here(file, target, digests):
+            part = fetch(client, file, target, advance, sleep)
             if file.name == "config.json":
                 spec_from_config(load_object(part))
             arrived.append((file, part))
         done += file.size
-        advance(file.size)
+        progress(done, total)
     # All renames at the end, so that a pull of a newer revision that breaks off leaves the older model whole. Between the first rename
     # and the new manifest it is neither, and must not be listed should this process end there.
     unlist(folder, [file.name for file, _ in arrived])
@@ -120,12 +130,36 @@ def _pull_listed(
             raise DownloadError(f"{part} can't be renamed: {error.strerror}", "Check who may write there, and try again") from error
         if file.checksum.kind == "sha256":
             digests.remember(folder / file.name, file.checksum.hex)
-    first = next((name for name in names if name.lower().endswith(".gguf")), None)
     path = folder if first is None else folder / first
     open_model(str(path), home)
     entries: dict[str, dict[str, object]] = {file.name: {"size": file.size, file.checksum.kind: file.checksum.hex} for file in files}
     write_manifest(folder, {"repo": ref.repo, "revision": listing.commit}, entries)
     return describe(next(location for location in locations(home) if location.path == path), home)
+
+
+class _HeadWatch:
+    """Looks at the beginning of a GGUF file while the rest arrives, and ends the transfer of one that can't be run."""
+
+    def __init__(self, part: Path, size: int) -> None:
+        self._part, self._size = part, size
+        self._next: int | None = min(size, HEAD_BYTES)
+
+    def see(self, on_disk: int) -> None:
+        """Told the bytes that are here.
+
+        Raises:
+            UnsupportedModel: the model can't be run; what was fetched of it is removed.
+        """
+        if self._next is None or on_disk < self._next:
+            return
+        try:
+            done = check_beginning(self._part, self._size)
+        except UnsupportedModel:
+            self._part.unlink()
+            raise
+        except ModelFileError:
+            done = True  # bytes were changed on the way: the checksum finds it out
+        self._next = None if done or on_disk >= self._size else min(self._size, 2 * on_disk)
 
 
 def _is_here(file: hub.HubFile, target: Path, digests: DigestCache) -> bool:

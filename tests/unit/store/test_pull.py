@@ -18,6 +18,7 @@ import pytest
 
 from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, ModelNotFound, UnsupportedModel
 from paceline.store import download, hub
+from paceline.store import pull as pulling
 from paceline.store.catalog import MANIFEST, list_models, open_model
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
@@ -364,6 +365,30 @@ def test_a_family_that_can_not_run_is_found_before_its_weights_come(server: Hub,
     with pytest.raises(UnsupportedModel, match="gemma9"):
         pull_tiny()
     assert server.served["model.safetensors"] == 0
+
+
+def test_a_file_that_can_not_run_is_found_by_its_beginning(
+    server: Hub, pull_tiny: Any, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "HEAD_BYTES", 1 << 10)
+    server.files["tiny.gguf"] = server.files["tiny.gguf"].replace(b"llama", b"gemma") + bytes(16 << 20)
+    seen: list[tuple[int, int]] = []
+    with pytest.raises(UnsupportedModel, match="architecture is 'gemma'") as caught:
+        pull_tiny(seen=seen)
+    assert "Llama" in str(caught.value.hint)
+    assert max(done for done, _ in seen) < 2 << 20
+    assert not parts(home)
+    assert not stored(home).exists()
+
+
+def test_a_cut_of_text_that_is_not_known_is_found_by_the_beginning(
+    server: Hub, pull_tiny: Any, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "HEAD_BYTES", 1 << 10)
+    server.files["tiny.gguf"] = server.files["tiny.gguf"].replace(b"gpt-2", b"gpt-9") + bytes(16 << 20)
+    with pytest.raises(UnsupportedModel, match="cuts text by 'gpt-9'"):
+        pull_tiny()
+    assert not parts(home)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
