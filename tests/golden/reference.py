@@ -18,7 +18,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from paceline.backends.options import LoadOptions
-from paceline.backends.quantize import to_float32, to_grouped
+from paceline.backends.quantize import to_blocks, to_float32
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import StoredTensor, WeightSource
 from paceline.engine import executor
@@ -86,9 +86,9 @@ def reference(source: WeightSource, weights: WeightsFormat, saved: Path, folder:
 def _rounded(name: str, tensor: StoredTensor, weights: WeightsFormat) -> Logits:
     if weights is not WeightsFormat.BF16:
         if name.endswith("proj.weight"):
-            return to_float32(to_grouped(tensor, 4 if weights is WeightsFormat.INT4 else 8))
+            return to_float32(to_blocks(tensor, "Q4_1" if weights is WeightsFormat.INT4 else "Q8_0"))
         if name in {"model.embed_tokens.weight", "lm_head.weight"}:
-            return to_float32(to_grouped(tensor, 8))
+            return to_float32(to_blocks(tensor, "Q8_0"))
     return to_float32(tensor)
 
 

@@ -32,7 +32,8 @@ _KEPT = 3
 
 def _version() -> str:
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for source in sorted([*here.glob("*.py"), *here.with_name("ggml").glob("*.py")]):
         digest.update(source.read_bytes())
     digest.update(f"{version('numba')} {version('llvmlite')} {version('numpy')} {binding.get_host_cpu_name()}".encode())
     digest.update(binding.get_host_cpu_features().flatten().encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.backends.cpu import kernel_cache
 from paceline.backends.options import LoadOptions, LoadProgress
 
 if TYPE_CHECKING:
@@ -22,10 +23,15 @@ def load(
         ConfigError: what was asked for can't be.
         OutOfMemory: the KV pool does not fit.
     """
+    # Before the modules that hold compiled functions.
+    kernel_cache.use(options.kernel_cache)
     if device == "cuda":
         from paceline.backends.torch.cuda import load_cuda
 
-        return load_cuda(source, options, progress)
-    from paceline.backends.torch.loading import load_cpu
+        runner: LayerRunner[Any] = load_cuda(source, options, progress)
+    else:
+        from paceline.backends.torch.loading import load_cpu
 
-    return load_cpu(source, options, progress)
+        runner = load_cpu(source, options, progress)
+    kernel_cache.complete()
+    return runner

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from paceline.backends import cpu
-from paceline.backends.quantize import round_to_bf16, to_bf16_bits, to_float32, to_grouped
+from paceline.backends.quantize import round_to_bf16, to_bf16_bits, to_blocks, to_float32, to_grouped
 from paceline.core.weights import DenseTensor
 
 if not cpu.runs_here():
@@ -114,7 +114,7 @@ def test_product(form: Form, segments: int) -> None:
     else:
         grouped = to_grouped(dense, 4 if form is Form.Q4_1 else 8)
         pack.pack_grouped(grouped, words)
-        weights = to_float32(grouped)
+        weights = to_float32(to_blocks(dense, "Q4_1" if form is Form.Q4_1 else "Q8_0"))
     x = round_to_bf16(rng.standard_normal((ROWS, k), np.float32))
     inputs, scales, meant = x, np.zeros((ROWS, GROUPS, 4), np.float32), widen(x).astype(np.float64)
     if form is not Form.BF16:

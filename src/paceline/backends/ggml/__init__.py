@@ -1,0 +1,1 @@
+"""GGML's quantised blocks, dequantised by compiled code that any processor runs."""
