@@ -1,9 +1,11 @@
-"""How much memory this process may still take (the machine's, or its container's where that is less), and whether a KV pool fits it."""
+"""How much memory this process may still take (the machine's, or its control groups' where that is less), and whether a KV pool fits it."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import OutOfMemory
@@ -17,23 +19,17 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
     Args:
         proc: where Linux shows itself.
-        cgroup: where a container's limits are shown (versions 1 and 2).
+        cgroup: where control groups show their limits (versions 1 and 2).
     """
     if sys.platform == "darwin":
         # macOS keeps little memory free on purpose and compresses the rest; half of all is what a person can spare.
         return _physical() // 2
-    free = [_machine(proc)]
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        most, now = _number(cgroup / limit), _number(cgroup / used)
-        if most is not None and now is not None:
-            free.append(max(0, most - now + _reclaimable(cgroup / Path(limit).parent)))
-    return min(free)
+    return min([_machine(proc), *(max(0, group.limit - group.used + group.reclaimable) for group in _groups(proc, cgroup))])
 
 
-def total_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory this process could have at most: the machine's, or its container's where that is less."""
-    limits = (_number(cgroup / limit) for limit in ("memory.max", "memory/memory.limit_in_bytes"))
-    return min([_physical(), *(limit for limit in limits if limit is not None)])
+def total_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory this process could have at most: the machine's, or its control groups' where that is less."""
+    return min([_physical(), *(group.limit for group in _groups(proc, cgroup))])
 
 
 def check_kv(tokens: int, token_bytes: int, free_bytes: int) -> None:
@@ -72,6 +68,49 @@ def _physical() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A control group that bounds memory, in bytes."""
+
+    limit: int
+    used: int
+    reclaimable: int
+    """File pages that count against the limit and go when memory is wanted."""
+
+
+def _groups(proc: Path, cgroup: Path) -> Iterator[_Group]:
+    """The control groups that bound this process: its own, and every one above."""
+    for root, path in _own(proc, cgroup):
+        own = root / path.lstrip("/")
+        # Inside a container the path may be the host's, of which only the container's own group is shown, as the root.
+        folder = own if own.is_dir() else root
+        for group in (folder, *folder.parents):
+            yield from _bounds(group)
+            if group == root:
+                break
+
+
+def _own(proc: Path, cgroup: Path) -> Iterator[tuple[Path, str]]:
+    """Where memory's control groups are shown, and this process's path there: of version 2, of version 1, or of both."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = ["0::/", "1:memory:/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield cgroup, path
+        elif "memory" in controllers.split(","):
+            yield cgroup / "memory", path
+
+
+def _bounds(folder: Path) -> Iterator[_Group]:
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        most, now = _number(folder / limit), _number(folder / used)
+        if most is not None and now is not None:
+            yield _Group(most, now, _reclaimable(folder))
+
+
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
@@ -80,9 +119,11 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """File pages that count against the limit and go when memory is wanted."""
     try:
         fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(fields.get("inactive_file", fields.get("total_inactive_file", 0)))
     except (OSError, ValueError):
         return 0
+    # Version 1 counts a group's own pages apart from those of the groups below it.
+    number = lambda name: int(fields.get(f"total_{name}", fields.get(name, 0)))  # noqa: E731
+    mapped = number("mapped_file") or number("file_mapped")
+    return max(0, number("inactive_file") + number("active_file") - mapped)

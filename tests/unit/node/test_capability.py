@@ -49,12 +49,13 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_in_all_is_the_machine_s_or_its_container_s(tmp_path: Path) -> None:
-    whole = memory.total_bytes(tmp_path)
+    whole = memory.total_bytes(cgroup=tmp_path)
     assert whole > 1 << 28
+    (tmp_path / "memory.current").write_text("0\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.total_bytes(tmp_path) == whole
+    assert memory.total_bytes(cgroup=tmp_path) == whole
     (tmp_path / "memory.max").write_text(f"{1 << 28}\n")
-    assert memory.total_bytes(tmp_path) == 1 << 28
+    assert memory.total_bytes(cgroup=tmp_path) == 1 << 28
 
 
 def test_the_memory_s_rate_is_measured_once_in_an_uptime(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

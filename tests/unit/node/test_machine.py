@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.backends.memory import available_bytes, human
+from paceline.backends.memory import available_bytes, human, total_bytes
 from paceline.node.cores import usable_cores
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux shows these as files")
@@ -36,6 +37,53 @@ def test_memory_of_a_container(tmp_path: Path) -> None:
     assert available_bytes(proc, cgroup) == 250_000
     lay(cgroup, memory_dot_max="max\n")
     assert available_bytes(proc, cgroup) == 600 * KIB
+
+
+@linux
+@pytest.mark.parametrize(
+    ("line", "base", "limit", "used"),
+    [
+        ("0::/user/paceline", "cg", "memory.max", "memory.current"),
+        ("4:cpu,memory:/user/paceline", "cg/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_memory_of_a_process_is_bounded_by_every_group_above_it(tmp_path: Path, line: str, base: str, limit: str, used: str) -> None:
+    proc = lay(tmp_path / "proc", meminfo="MemAvailable: 900 kB\n", self__cgroup=f"9:pids:/elsewhere\n{line}\n")
+    groups = [tmp_path / base / path for path in (".", "user", "user/paceline")]
+    for group, bytes_ in zip(groups, (800, 600, 700), strict=True):
+        group.mkdir(parents=True, exist_ok=True)
+        (group / limit).write_text(f"{bytes_ * KIB}\n")
+        (group / used).write_text(f"{100 * KIB}\n")
+    assert available_bytes(proc, tmp_path / "cg") == 500 * KIB
+    (groups[2] / limit).write_text(f"{300 * KIB}\n")
+    assert available_bytes(proc, tmp_path / "cg") == 200 * KIB
+    assert total_bytes(proc, tmp_path / "cg") == 300 * KIB
+    (proc / "self/cgroup").write_text(line.replace("user/paceline", "only/the/host/knows") + "\n")
+    assert available_bytes(proc, tmp_path / "cg") == 700 * KIB
+
+
+@linux
+def test_a_real_limit_is_seen_from_below_it() -> None:
+    roots = [path for path in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if (path / "cgroup.procs").exists()]
+    outer = next(iter(roots), Path("/nowhere")) / f"paceline-test-{os.getpid()}"
+    inner = outer / "inner"
+    try:
+        inner.mkdir(parents=True)
+        name = "memory.limit_in_bytes" if (outer / "memory.limit_in_bytes").exists() else "memory.max"
+        (outer / name).write_text(str(300 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory control group can be made here: {error}")
+    try:
+        code = (
+            f"open({str(inner / 'cgroup.procs')!r}, 'w').write('0'); from paceline.backends.memory import available_bytes, total_bytes; "
+            "print(total_bytes(), available_bytes())"
+        )
+        total, available = map(int, subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout.split())
+    finally:
+        inner.rmdir()
+        outer.rmdir()
+    assert total == 300 << 20
+    assert 150 << 20 < available < 300 << 20
 
 
 @linux
