@@ -53,7 +53,7 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     from paceline.backends.cpu import kernel_cache
 
     kernel_cache.use(options.kernel_cache)
-    from paceline.backends.cpu.attention import BLOCK
+    from paceline.backends.cpu.kv_blocks import BLOCK
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
     from paceline.backends.cpu.weights import pack_model

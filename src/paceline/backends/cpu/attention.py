@@ -1,192 +1,389 @@
-"""Causal attention over paged bf16 keys and values, one arithmetic for every shape.
+"""Causal attention over paged bf16 keys and values: one arithmetic for every shape, written down in docs/arithmetic.md.
 
-A row's scores, maximum, weights, their sum and the mix of values are each reduced over absolute blocks of 16 keys in order, and
-keys beyond the row's position weigh exactly zero: a row's bits depend on its query and its sequence, not on the rows beside it.
+Keys are cut into segments of `SEGMENT` by their position alone. In each, a row has its own maximum, weights, sum and mix of values,
+all in the order of the keys; segments are then folded one after the other. So the sums of a row are the same in any tile, any
+chunk and any split of its segments over threads, and keys beyond its position change nothing.
 
-A block of one KV head holds 16 keys as a bf16 record of `forms.py` (keys in the lanes, head dimensions in pairs) and 16 values as
-[head_dim / 16][8 key pairs][16 dimensions][2]: both products are VDPBF16PS against a repeated pair.
-Strides and offsets are bytes. Shapes: M rows of one query head (or query heads of one row) that share keys.
+Products are those of VDPBF16PS: fma(even, even, fma(odd, odd, sum)) in fp32, denormals flushed to zero. Processors that multiply
+fp32 twice as fast as bf16 pairs compute them as that (`FUSED`).
+
+Strides and offsets are bytes. M rows: query heads of neighbouring positions that share one KV head, the heads of a position together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.simd import I32, I64, B, Emit, H, I, Value, lowered
+from paceline.backends.cpu.kv_blocks import BLOCK
+from paceline.backends.cpu.simd import BYTES, F32, I16, I32, I64, B, Emit, F, H, I, Value, lowered
 
-BLOCK = 16
-"""Tokens a KV block: the lanes of a vector."""
+SEGMENT = 512
+"""Keys a segment. Part of the arithmetic. Keys and values of one, of a head of 128, take 256 KiB: a part of a second-level cache."""
 
-_MASKED = -1e30
+FUSED = int(binding.get_host_cpu_name().startswith("znver"))
+"""1 where VDPBF16PS does more a cycle than FMA on widened pairs does: on AMD's processors; on Intel's it does half as much."""
+
+MOST_HEAD_DIM = 256
+QUERY_STRIDE = 4 * MOST_HEAD_DIM + 64
+WEIGHT_STRIDE = 4 * SEGMENT + 64
+"""Bytes between rows of the scratch: fixed, so that one address reaches all rows of a tile."""
+
+_TILE = 8
+"""M rows a product takes at once."""
+
+_EXP2 = (1.3426684e-2, 5.2242473e-2, 2.4128020e-1, 6.9304484e-1)
+"""2**r = 1 + r * (...) on [0, 1], highest power first; relative error 3e-6, a thousandth of what rounding weights to bf16 costs."""
+_LEAST = -126.0
+"""Weights below 2**-126 are zero."""
+
+_FLUSH = 0x8040
+"""Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""
+
+
+@njit(nogil=True)
+def record_bytes(head_dim):
+    """Bytes of what a row has of its segments so far: head_dim sums (fp32), then their maximum and the sum of the weights."""
+    return 4 * head_dim + 64
+
+
+@njit(nogil=True)
+def scratch_bytes(m_rows, head_dim):
+    """Bytes of a thread that attends with up to `m_rows` M rows at once: their queries, weights of a tile, and a record a row."""
+    return m_rows * QUERY_STRIDE + _TILE * WEIGHT_STRIDE + (m_rows + _TILE) * record_bytes(head_dim)
+
+
+@intrinsic
+def _flush_denormals(_):
+    """Treat denormals as zero from here on; returns what `_restore` takes."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        control = e.var(ir.Constant(I32, 0))
+        place = e.b.bitcast(control, BYTES)
+        e.call("llvm.x86.sse.stmxcsr", ir.VoidType(), place)
+        before = e.b.load(control)
+        e.b.store(e.b.or_(before, ir.Constant(I32, _FLUSH)), control)
+        e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), place)
+        return before
+
+    return lowered(body, types.int32)
+
+
+@intrinsic
+def _restore(_, before):
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), e.b.bitcast(e.var(args[0]), BYTES))
+
+    return lowered(body, types.void, types.int32)
+
+
+class _Pairs:
+    """Products of a line of bf16 pairs with a pair of one row, in one of two ways with the same bits."""
+
+    def __init__(self, e: Emit, fused: bool) -> None:
+        self._e, self._fused = e, fused
+        self.row_bytes = 2 if fused else 4
+        """Of a row's element: bf16, or the same widened."""
+
+    def line(self, address: Value, offset: Value | int) -> tuple[Value, ...]:
+        e = self._e
+        line = e.load(I, address, offset)
+        if self._fused:
+            return (e.b.bitcast(line, B),)
+        odd = e.b.and_(line, e.const_i(-0x10000))
+        return e.b.bitcast(odd, F), e.b.bitcast(e.b.shl(line, e.const_i(16)), F)
+
+    def pair(self, address: Value, offset: Value) -> tuple[Value, ...]:
+        e = self._e
+        if self._fused:
+            return (e.load_pair(address, offset),)
+        return e.load_splat(address, e.b.add(offset, e.i64(4))), e.load_splat(address, offset)
+
+    def add(self, total: Value, line: tuple[Value, ...], pair: tuple[Value, ...]) -> Value:
+        if self._fused:
+            return self._e.dp(total, line[0], pair[0])
+        for one, other in zip(line, pair, strict=True):
+            total = self._e.fma(one, other, total)
+        return total
 
 
 @intrinsic(prefer_literal=True)
-def _weigh(_, rows, table, n_blocks, pool, block_stride, q, q_stride, head_dim, scale_bits, first, step, p, p_stride, norm):
-    """Scores -> weights. Writes 2**(score - max) as bf16 rows at `p` and 1 / sum at `norm` (float each).
+def _score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim, scores):
+    """Scores (fp32, unscaled) of M rows with the keys of `blocks` blocks, `width` blocks at a time.
 
-    `p` rows first hold fp32 scores: `p_stride` is at least 64 bytes a block. Row m attends to positions <= first + m * step.
+    Of a last group the last block is computed again in the places behind it.
     """
-    m_rows = rows.literal_value
+    n_rows, n_blocks = rows.literal_value, width.literal_value
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        table, n_blocks, pool, block_stride, q, q_stride, head_dim, scale_bits, first, step, p, p_stride, norm = args
-        b = e.b
-        scale = e.splat(b.bitcast(b.trunc(scale_bits, I32), ir.FloatType()), e.const(0).type)
-        q_m = [e.at(q, e.mul(q_stride, m)) for m in range(m_rows)]
-        p_m = [e.at(p, e.mul(p_stride, m)) for m in range(m_rows)]
-        last_m = [e.splat(b.trunc(b.add(first, e.mul(step, m)), I32), I) for m in range(m_rows)]
-        lanes = ir.Constant(I, [ir.Constant(I32, i) for i in range(16)])
-        peak = [e.var(e.const(_MASKED)) for _ in range(m_rows)]
-        with e.loop(n_blocks) as j:
-            block = b.sext(e.load(I32, table, e.mul(j, 4), align=4), I64)
-            keys = e.at(b.add(pool, b.mul(block, block_stride)))
-            acc = [e.var(e.const(0.0)) for _ in range(m_rows)]
-            for a in acc:
-                b.store(e.const(0.0), a)
+        table, blocks, keys, block_stride, q, head_dim, scores = args
+        b, pairs = e.b, _Pairs(e, bool(fused.literal_value))
+        acc = [[e.var(e.const(0.0)) for _ in range(n_blocks)] for _ in range(n_rows)]
+        last = b.sub(blocks, e.i64(1))
+        q_m = [e.at(q, QUERY_STRIDE * m) for m in range(n_rows)]
+        with e.loop(b.udiv(b.add(blocks, e.i64(n_blocks - 1)), e.i64(n_blocks))) as group:
+            first = e.mul(group, n_blocks)
+            block_n = list[Value]()
+            for n in range(n_blocks):
+                j = b.add(first, e.i64(n))
+                j = b.select(b.icmp_signed("<", j, last), j, last)
+                block = b.sext(e.load(I32, table, e.mul(j, 4), align=4), I64)
+                block_n.append(e.at(b.add(keys, b.mul(block, block_stride))))
+            for row in acc:
+                for a in row:
+                    b.store(e.const(0.0), a)
             with e.loop(b.lshr(head_dim, e.i64(4))) as d:
                 for pair in range(8):
-                    at = b.add(e.mul(d, 512), e.i64(64 * pair))
-                    weights = b.bitcast(e.load(H, keys, at), B)
-                    for m in range(m_rows):
-                        x = e.load_pair(q_m[m], b.add(e.mul(d, 32), e.i64(4 * pair)))
-                        b.store(e.dp(b.load(acc[m]), weights, x), acc[m])
-            position = b.add(e.splat(b.trunc(e.mul(j, BLOCK), I32), I), lanes)
-            for m in range(m_rows):
-                score = b.fmul(b.load(acc[m]), scale)
-                score = b.select(b.icmp_signed("<=", position, last_m[m]), score, e.const(_MASKED))
-                e.store(score, p_m[m], e.mul(j, 64))
-                b.store(e.maximum(b.load(peak[m]), score), peak[m])
-        top = [e.splat(e.max(b.load(peak[m])), e.const(0).type) for m in range(m_rows)]
-        total = [e.var(e.const(0.0)) for _ in range(m_rows)]
-        with e.loop(n_blocks) as j:
-            for m in range(m_rows):
-                weight = e.exp2(b.fsub(e.load(e.const(0).type, p_m[m], e.mul(j, 64)), top[m]))
-                b.store(b.fadd(b.load(total[m]), weight), total[m])
-                e.store(e.to_bf16(weight), p_m[m], e.mul(j, 32))
-        for m in range(m_rows):
-            one = ir.Constant(ir.FloatType(), 1.0)
-            e.store(b.fdiv(one, e.sum(b.load(total[m]))), norm, e.i64(4 * m), align=4)
+                    line_n = [pairs.line(block, b.add(e.mul(d, 512), e.i64(64 * pair))) for block in block_n]
+                    at = b.add(e.mul(d, 16 * pairs.row_bytes), e.i64(2 * pairs.row_bytes * pair))
+                    for m in range(n_rows):
+                        x = pairs.pair(q_m[m], at)
+                        for n in range(n_blocks):
+                            b.store(pairs.add(b.load(acc[m][n]), line_n[n], x), acc[m][n])
+            for m in range(n_rows):
+                for n in range(n_blocks):
+                    e.store(b.load(acc[m][n]), scores, b.add(e.mul(first, 64), e.i64(WEIGHT_STRIDE * m + 64 * n)))
 
-    return lowered(body, types.void, rows, *[types.int64] * 13)
+    return lowered(body, types.void, fused, rows, width, *[types.int64] * 7)
 
 
 @intrinsic(prefer_literal=True)
-def _mix(_, rows, table, n_blocks, values, block_stride, p, p_stride, norm, head_dim, out, out_stride):
-    """out[m] = sum of p[m, key] * value[key] * norm[m], rounded to bf16; two 16-lane slices of the head at a time."""
-    m_rows = rows.literal_value
+def _mix(_, fused, rows, table, blocks, values, block_stride, weights, head_dim, out, out_stride):
+    """out[m] = sum of weight[m, key] * value[key] over `blocks` blocks, fp32; two 16-lane slices of the head at a time."""
+    n_rows = rows.literal_value
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        table, n_blocks, values, block_stride, p, p_stride, norm, head_dim, out, out_stride = args
-        b = e.b
-        p_m = [e.at(p, e.mul(p_stride, m)) for m in range(m_rows)]
-        acc = [[e.var(e.const(0.0)) for _ in range(2)] for _ in range(m_rows)]
+        table, blocks, values, block_stride, weights, head_dim, out, out_stride = args
+        b, pairs = e.b, _Pairs(e, bool(fused.literal_value))
+        acc = [[e.var(e.const(0.0)) for _ in range(2)] for _ in range(n_rows)]
+        w_m = [e.at(weights, WEIGHT_STRIDE * m) for m in range(n_rows)]
         with e.loop(b.lshr(head_dim, e.i64(5))) as slice_:
             for row in acc:
                 for a in row:
                     b.store(e.const(0.0), a)
-            with e.loop(n_blocks) as j:
+            with e.loop(blocks) as j:
                 block = b.sext(e.load(I32, table, e.mul(j, 4), align=4), I64)
                 v = e.at(b.add(b.add(values, b.mul(block, block_stride)), e.mul(slice_, 1024)))
                 for pair in range(8):
-                    lanes = [b.bitcast(e.load(H, v, 512 * n + 64 * pair), B) for n in range(2)]
-                    for m in range(m_rows):
-                        x = e.load_pair(p_m[m], b.add(e.mul(j, 32), e.i64(4 * pair)))
+                    line_n = [pairs.line(v, 512 * n + 64 * pair) for n in range(2)]
+                    at = b.add(e.mul(j, 16 * pairs.row_bytes), e.i64(2 * pairs.row_bytes * pair))
+                    for m in range(n_rows):
+                        x = pairs.pair(w_m[m], at)
                         for n in range(2):
-                            b.store(e.dp(b.load(acc[m][n]), lanes[n], x), acc[m][n])
-            for m in range(m_rows):
-                scale = e.load_splat(norm, 4 * m)
+                            b.store(pairs.add(b.load(acc[m][n]), line_n[n], x), acc[m][n])
+            for m in range(n_rows):
                 for n in range(2):
-                    y = e.to_bf16(b.fmul(b.load(acc[m][n]), scale))
-                    e.store(y, out, b.add(b.add(e.mul(out_stride, m), e.mul(slice_, 64)), e.i64(32 * n)))
+                    e.store(b.load(acc[m][n]), out, b.add(b.add(e.mul(out_stride, m), e.mul(slice_, 128)), e.i64(64 * n)))
 
-    return lowered(body, types.void, rows, *[types.int64] * 10)
+    return lowered(body, types.void, fused, rows, *[types.int64] * 8)
+
+
+def _weight(e: Emit, x: Value) -> Value:
+    """2**x, zero below 2**-126; what is not a number stays so."""
+    every, exact = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 4)
+    toward_minus_infinity = ir.Constant(I32, 1)
+    rest = e.call("llvm.x86.avx512.mask.reduce.ps.512", F, x, toward_minus_infinity, x, every, exact)
+    power = e.const(_EXP2[0])
+    for coefficient in (*_EXP2[1:], 1.0):
+        power = e.fma(power, rest, e.const(coefficient))
+    kept = e.b.bitcast(e.b.fcmp_unordered(">=", x, e.const(_LEAST)), I16)
+    return e.call("llvm.x86.avx512.mask.scalef.ps.512", F, power, x, e.const(0.0), kept, exact)
+
+
+def _lanes_below(e: Emit, count: Value) -> Value:
+    lanes = ir.Constant(I, [ir.Constant(I32, i) for i in range(16)])
+    return e.b.icmp_signed("<", lanes, e.splat(e.b.trunc(count, I32), I))
+
+
+@intrinsic(prefer_literal=True)
+def _weigh(_, fused, scores, valid, blocks, head_dim, scale_bits, record):
+    """Scores of one row, in place, to weights rounded to bf16: 2**(scale * score - maximum), zero from key `valid` to the end of `blocks`.
+
+    The maximum and the sum of the weights before rounding go to the row's record.
+    """
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        scores, valid, blocks, head_dim, scale_bits, record = args
+        b = e.b
+        scale = e.splat(b.bitcast(b.trunc(scale_bits, I32), F32), F)
+        full, rest = b.lshr(valid, e.i64(4)), b.and_(valid, e.i64(15))
+        end = e.mul(full, 64)
+        peak, total = e.var(e.const(float("-inf"))), e.var(e.const(0.0))
+        with e.loop(full) as j:
+            b.store(e.maximum(e.load(F, scores, e.mul(j, 64)), b.load(peak)), peak)
+        with b.if_then(b.icmp_signed("!=", rest, e.i64(0))):
+            tail = b.select(_lanes_below(e, rest), e.load(F, scores, end), e.const(float("-inf")))
+            b.store(e.maximum(tail, b.load(peak)), peak)
+        top = b.fmul(e.splat(e.max(b.load(peak)), F), scale)
+        below = b.fneg(top)
+
+        def put(weight: Value, j: Value) -> None:
+            half = e.to_bf16(weight)
+            wide = half if fused.literal_value else b.shl(b.zext(half, I), e.const_i(16))
+            e.store(wide, scores, e.mul(j, 32 if fused.literal_value else 64))
+
+        with e.loop(full) as j:
+            weight = _weight(e, e.fma(e.load(F, scores, e.mul(j, 64)), scale, below))
+            b.store(b.fadd(b.load(total), weight), total)
+            put(weight, j)
+        with b.if_then(b.icmp_signed("!=", rest, e.i64(0))):
+            weight = _weight(e, e.fma(e.load(F, scores, end), scale, below))
+            weight = b.select(_lanes_below(e, rest), weight, e.const(0.0))
+            b.store(b.fadd(b.load(total), weight), total)
+            put(weight, full)
+        used = b.lshr(b.add(valid, e.i64(15)), e.i64(4))
+        with e.loop(b.sub(blocks, used)) as j:
+            put(e.const(0.0), b.add(used, j))
+        at = e.mul(head_dim, 4)
+        e.store(b.extract_element(top, ir.Constant(I32, 0)), record, at, align=4)
+        e.store(e.sum(b.load(total)), record, b.add(at, e.i64(4)), align=4)
+
+    return lowered(body, types.void, fused, *[types.int64] * 6)
+
+
+@intrinsic
+def _fold(_, record, later, head_dim):
+    """Add a row's later segment to its record: what has the lower maximum is scaled down to the higher one."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        record, later, head_dim = args
+        b, at = e.b, e.mul(args[2], 4)
+        behind = b.add(at, e.i64(4))
+        tops = [e.load_splat(place, at) for place in (record, later)]
+        top = e.maximum(tops[1], tops[0])
+        before, now = (_weight(e, b.fsub(one, top)) for one in tops)
+        total = e.fma(e.load_splat(record, behind), before, b.fmul(e.load_splat(later, behind), now))
+        with e.loop(b.lshr(head_dim, e.i64(4))) as i:
+            place = e.mul(i, 64)
+            mixed = b.fmul(e.load(F, later, place), now)
+            e.store(e.fma(e.load(F, record, place), before, mixed), record, place)
+        for value, place in ((top, at), (total, behind)):
+            e.store(b.extract_element(value, ir.Constant(I32, 0)), record, place, align=4)
+
+    return lowered(body, types.void, *[types.int64] * 3)
+
+
+@intrinsic
+def _finish(_, record, head_dim, out):
+    """out = bf16(mix / sum of weights); zero has no sign."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        record, head_dim, out = args
+        b = e.b
+        total = e.load(F32, record, b.add(e.mul(head_dim, 4), e.i64(4)), align=4)
+        scale = e.splat(b.fdiv(ir.Constant(F32, 1.0), total), F)
+        with e.loop(b.lshr(head_dim, e.i64(4))) as i:
+            y = b.fadd(b.fmul(e.load(F, record, e.mul(i, 64)), scale), e.const(0.0))
+            e.store(e.to_bf16(y), out, e.mul(i, 32))
+
+    return lowered(body, types.void, *[types.int64] * 3)
+
+
+@intrinsic(prefer_literal=True)
+def _take_query(_, fused, q, head_dim, out):
+    """A bf16 query, as products take it."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        q, head_dim, out = args
+        with e.loop(e.b.lshr(head_dim, e.i64(5))) as i:
+            if fused.literal_value:
+                e.store(e.load(H, q, e.mul(i, 64)), out, e.mul(i, 64))
+            else:
+                for half in range(2):
+                    at = e.b.add(e.mul(i, 64), e.i64(32 * half))
+                    e.store(e.load_bf16(q, at), out, e.mul(at, 2))
+
+    return lowered(body, types.void, fused, *[types.int64] * 3)
 
 
 @njit(nogil=True)
-def attend(table, pool, block_stride, v_offset, q, q_stride, head_dim, scale_bits, first, step, rows, p, p_stride, norm, out, out_stride):
-    """Attention of `rows` rows that share one KV head; row m is at position `first + m * step` (step 0 or 1).
+def attend(table, keys, block_stride, q, q_stride, heads, rows, first, head_dim, scale_bits, start, stop, records, record_step, scratch):
+    """Attention of `rows` positions x `heads` query heads over segments [start, stop): each row's records of them.
 
     Args:
         table: address of the sequence's int32 block ids.
-        pool: address of this layer's and KV head's keys in block 0; values lie `v_offset` bytes on.
-        q: address of bf16 queries, `q_stride` bytes apart.
+        keys: address of this layer's and KV head's keys in block 0; values follow each block's keys.
+        q: address of bf16 queries: `heads` of them side by side, `q_stride` bytes between positions.
+        first: the first row's position.
         scale_bits: bits of the fp32 factor on scores, log2(e) included.
-        p: the thread's scratch for weights: 8 rows of `p_stride` bytes, 64 a block; `norm`: scratch for 8 floats.
-        out: address of bf16 rows, `out_stride` bytes apart.
+        records: address of the rows' records, a row's one after the other.
+        record_step: segments that a row has records for: each segment's stays its own, to be folded later (`finish`).
+            0: a row has one, segments are folded as they come, and `start` is 0.
+        scratch: address of `scratch_bytes`, less the records where `record_step` is 0.
     """
-    row = 0
-    while row < rows:
-        left, at = rows - row, first + row * step
-        q_, o_ = q + row * q_stride, out + row * out_stride
-        take = 8 if left >= 8 else 4 if left >= 4 else 3 if left == 3 else 2 if left == 2 else 1
-        blocks = (at + (take - 1) * step) // BLOCK + 1
-        if take == 8:
-            _weigh(8, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
-            _mix(8, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
-        elif take == 4:
-            _weigh(4, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
-            _mix(4, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
-        elif take == 3:
-            _weigh(3, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
-            _mix(3, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
-        elif take == 2:
-            _weigh(2, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
-            _mix(2, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
-        else:
-            _weigh(1, table, blocks, pool, block_stride, q_, q_stride, head_dim, scale_bits, at, step, p, p_stride, norm)
-            _mix(1, table, blocks, pool + v_offset, block_stride, p, p_stride, norm, head_dim, o_, out_stride)
-        row += take
-
-
-@intrinsic
-def write_key(_, block, slot, k, head_dim):
-    """Put a token's bf16 key (address `k`) in place `slot` of a block: its pairs go to one lane of a line each."""
-
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        block, slot, k, head_dim = args
-        lane = e.at(block, e.mul(slot, 4))
-        with e.loop(e.b.lshr(head_dim, e.i64(1))) as pair:
-            e.store(e.load(I32, k, e.mul(pair, 4), align=4), lane, e.mul(pair, 64), align=4)
-
-    return lowered(body, types.void, *[types.int64] * 4)
-
-
-@intrinsic
-def _put_value(_, values, slot, v, head_dim):
-    """Value of one token: 16 dimensions a line, every second half of it; the other halves (the next token's) are not touched."""
-
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        values, slot, v, head_dim = args
-        b = e.b
-        odd = b.and_(slot, e.i64(1))
-        shift = e.splat(b.trunc(e.mul(odd, 16), I32), I)
-        halves = ir.VectorType(ir.IntType(1), 32)
-        evens, odds = (ir.Constant(halves, [ir.Constant(ir.IntType(1), i % 2 == parity) for i in range(32)]) for parity in (0, 1))
-        mask = b.select(b.trunc(odd, ir.IntType(1)), odds, evens)
-        line = e.at(values, e.mul(b.lshr(slot, e.i64(1)), 64))
-        with e.loop(b.lshr(head_dim, e.i64(4))) as slice_:
-            dims = b.zext(e.load(ir.VectorType(ir.IntType(16), 16), v, e.mul(slice_, 32)), I)
-            words = b.bitcast(b.shl(dims, shift), H)
-            address = e.at(line, e.mul(slice_, 512))
-            e.call("llvm.masked.store.v32i16.p0", ir.VoidType(), words, address, ir.Constant(I32, 2), mask)
-
-    return lowered(body, types.void, *[types.int64] * 4)
+    mode = _flush_denormals()
+    n, size = rows * heads, record_bytes(head_dim)
+    weights = scratch + n * QUERY_STRIDE
+    for i in range(n):
+        _take_query(FUSED, q + i // heads * q_stride + i % heads * 2 * head_dim, head_dim, scratch + i * QUERY_STRIDE)
+    for segment in range(start, stop):
+        key = segment * SEGMENT
+        table_ = table + 4 * (key // BLOCK)
+        i = 0
+        while i < n:
+            left = n - i
+            take = 8 if left >= 8 else 4 if left >= 4 else left
+            seen = first + (i + take - 1) // heads - key + 1
+            if seen > 0:
+                blocks = (min(SEGMENT, seen) + BLOCK - 1) // BLOCK
+                aside = record_step == 0 and segment > 0
+                stride = size if record_step == 0 else record_step * size
+                target = weights + _TILE * WEIGHT_STRIDE if aside else records + i * stride + (segment * size if record_step else 0)
+                _products(take, table_, blocks, keys, block_stride, scratch + i * QUERY_STRIDE, head_dim, weights, True, target, stride)
+                for m in range(take):
+                    valid = max(0, min(SEGMENT, first + (i + m) // heads - key + 1))
+                    _weigh(FUSED, weights + m * WEIGHT_STRIDE, valid, blocks, head_dim, scale_bits, target + m * stride)
+                _products(take, table_, blocks, keys, block_stride, scratch + i * QUERY_STRIDE, head_dim, weights, False, target, stride)
+                for m in range(take):
+                    if aside and first + (i + m) // heads >= key:
+                        _fold(records + (i + m) * size, target + m * size, head_dim)
+            i += take
+    _restore(mode)
 
 
 @njit(nogil=True)
-def write_value(values, slot, n_rows, v, head_dim, zeros):
-    """Put a token's bf16 value (address `v`) in place `slot` of a block (address of its KV head's values).
+def _products(rows, table, blocks, keys, block_stride, q, head_dim, weights, scores, out, out_stride):
+    """Scores of M rows, or the mix of values by their weights."""
+    values = keys + 2 * BLOCK * head_dim
+    if rows == 8:
+        if scores:
+            _score(FUSED, 8, 2, table, blocks, keys, block_stride, q, head_dim, weights)
+        else:
+            _mix(FUSED, 8, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+    elif rows == 4:
+        if scores:
+            _score(FUSED, 4, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+        else:
+            _mix(FUSED, 4, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+    elif rows == 3:
+        if scores:
+            _score(FUSED, 3, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+        else:
+            _mix(FUSED, 3, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+    elif rows == 2:
+        if scores:
+            _score(FUSED, 2, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+        else:
+            _mix(FUSED, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+    elif scores:
+        _score(FUSED, 1, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+    else:
+        _mix(FUSED, 1, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
 
-    The first token of a block clears the values that no row of this batch will write (`n_rows` from this token on are its
-    sequence's): a masked key weighs zero, and zero times a stale infinity would not be zero. Rows of a block may be written by
-    several threads at once, so no row touches another's place. `zeros`: address of a head of zeros.
-    """
-    _put_value(values, slot, v, head_dim)
-    if slot == 0:
-        for stale in range(min(n_rows, BLOCK), BLOCK):
-            _put_value(values, stale, zeros, head_dim)
+
+@njit(nogil=True)
+def finish(rows, heads, first, head_dim, records, record_step, out, out_stride):
+    """Rows of bf16, `heads` side by side and `out_stride` bytes between positions, of records of all their segments."""
+    mode = _flush_denormals()
+    size = record_bytes(head_dim)
+    for i in range(rows * heads):
+        record = records + i * size * max(1, record_step)
+        if record_step:
+            for segment in range(1, (first + i // heads) // SEGMENT + 1):
+                _fold(record, record + segment * size, head_dim)
+        _finish(record, head_dim, out + i // heads * out_stride + i % heads * 2 * head_dim)
+    _restore(mode)

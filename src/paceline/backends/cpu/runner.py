@@ -15,9 +15,11 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
-from paceline.backends.cpu.attention import BLOCK
+from paceline.backends.cpu.attention import SEGMENT, record_bytes, scratch_bytes
 from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.forms import LAYOUT, Form, Inputs
+from paceline.backends.cpu.kv_blocks import BLOCK
+from paceline.backends.cpu.pieces import Cutter
 from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.tiles import SCALES_BYTES
@@ -29,6 +31,9 @@ from paceline.engine.local import Int32, RowPlan
 
 NEAR_BYTES = 512 << 10
 """Of the weights, read by a thread that waits: half of a second-level cache."""
+
+NEIGHBOURS = 16
+"""KV blocks of one head that lie side by side. At a stride of all heads' blocks, a head's would share a part of the sets of a cache."""
 
 Bf16 = npt.NDArray[np.uint16]
 
@@ -42,8 +47,7 @@ class _Arrays:
     row_position: Int32
     row_table: Int32
     row_left: Int32
-    tile_row: Int32
-    tile_rows: Int32
+    pieces: Int32
     head_rows: Int32
     rest: tuple[npt.NDArray[np.generic], ...]
 
@@ -72,6 +76,7 @@ class CpuRunner:
         self._max_rows = max_rows
         self._weights = model.arrays[0].view(np.uint8)
         self._logits = np.empty((0, model.padded_vocab), np.float32)
+        self._cutter = Cutter(spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, threads, math.ceil(self._max_context / SEGMENT))
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(step.N_BATCH, np.int64)
         self._places = _describe_weights(model)
@@ -81,9 +86,9 @@ class CpuRunner:
 
     def _lay_out_sizes(self, spec: ModelSpec, threads: int) -> npt.NDArray[np.int64]:
         sizes = np.zeros(step.N_SIZES, np.int64)
-        block_stride = spec.n_kv_heads * 4 * BLOCK * spec.head_dim
-        weights_bytes = 64 * self._max_blocks
-        attention = 64 + 8 * weights_bytes
+        block = 4 * BLOCK * spec.head_dim
+        kv_blocks = -(-self.n_blocks // NEIGHBOURS) * NEIGHBOURS
+        attention = scratch_bytes(self._cutter.most_queries, spec.head_dim)
         product = 4 * step.PART * max(2 * 16 * step.CHUNK, spec.head_dim) + 2 * spec.head_dim
         for place, value in (
             (step.HIDDEN, spec.hidden),
@@ -98,9 +103,9 @@ class CpuRunner:
             (step.OUT_SEGMENTS, len(_out_bounds(spec)) - 1),
             (step.DOWN_SEGMENTS, len(_down_bounds(spec)) - 1),
             (step.TEAM, threads),
-            (step.BLOCK_STRIDE, block_stride),
-            (step.LAYER_STRIDE, self.n_blocks * block_stride),
-            (step.P_STRIDE, weights_bytes),
+            (step.BLOCK_STRIDE, block),
+            (step.HEAD_STRIDE, NEIGHBOURS * block),
+            (step.LAYER_STRIDE, kv_blocks * spec.n_kv_heads * block),
             (step.SCRATCH_STRIDE, -(-max(attention, product, 2 * spec.hidden) // 4096) * 4096 + 128),
         ):
             sizes[place] = value
@@ -112,7 +117,9 @@ class CpuRunner:
         x_bf16 = aligned(2 * rows * hidden).view(np.uint16).reshape(rows, hidden)
         int32 = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
         tables = int32(rows, self._max_blocks)
-        row_position, row_table, row_left, tile_row, tile_rows, head_rows = (int32(rows) for _ in range(6))
+        row_position, row_table, row_left, head_rows = (int32(rows) for _ in range(4))
+        split = self._cutter.split_records
+        pieces = int32(rows + split, step.N_PIECE)
         cos, sin = rope_tables(spec.rope, spec.head_dim, self._max_context)
         control = aligned(8 * control_words(threads)).view(np.int64)
         kv = aligned(len(self._model.layers) * int(self._sizes[step.LAYER_STRIDE]))
@@ -128,8 +135,9 @@ class CpuRunner:
             step.ROW_POSITION: row_position,
             step.ROW_TABLE: row_table,
             step.ROW_LEFT: row_left,
-            step.TILE_ROW: tile_row,
-            step.TILE_ROWS: tile_rows,
+            step.PIECES: pieces,
+            step.RECORDS: aligned(split * spec.n_heads * record_bytes(spec.head_dim)),
+            step.UNFINISHED: aligned(8 * split * spec.n_heads),
             step.HEAD_ROWS: head_rows,
             step.SCRATCH: aligned(threads * int(self._sizes[step.SCRATCH_STRIDE])),
             step.ZEROS: aligned(2 * spec.head_dim),
@@ -143,7 +151,7 @@ class CpuRunner:
         buffers = np.zeros(step.N_BUFFERS, np.int64)
         for place, array in held.items():
             buffers[place] = array.ctypes.data
-        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, tile_row, tile_rows, head_rows, tuple(held.values()))
+        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, pieces, head_rows, tuple(held.values()))
         return arrays, buffers, control
 
     def _activations(self, first: int, readers: tuple[int, ...], count: int) -> dict[int, npt.NDArray[np.uint8]]:
@@ -199,13 +207,11 @@ class CpuRunner:
         """Put a batch where the kernels read it."""
         arrays, batch, rows = self._arrays, self._batch, len(x_TD)
         n_sequences, width = plan.tables_SB.shape
-        arrays.tables[:n_sequences, :width] = plan.tables_SB
-        tiles = 0
+        arrays.tables[:n_sequences, :width] = self._places_of(plan.tables_SB)
         if rows == n_sequences:
             arrays.row_position[:rows] = plan.first_position_S
-            arrays.row_table[:rows] = arrays.tile_row[:rows] = np.arange(rows, dtype=np.int32)
-            arrays.tile_rows[:rows] = arrays.row_left[:rows] = 1
-            tiles = rows
+            arrays.row_table[:rows] = np.arange(rows, dtype=np.int32)
+            arrays.row_left[:rows] = 1
         else:
             for s, (start, count, first) in enumerate(
                 zip(plan.row_start_S.tolist(), plan.n_rows_S.tolist(), plan.first_position_S.tolist(), strict=True)
@@ -213,13 +219,14 @@ class CpuRunner:
                 arrays.row_position[start : start + count] = np.arange(first, first + count, dtype=np.int32)
                 arrays.row_table[start : start + count] = s
                 arrays.row_left[start : start + count] = np.arange(count, 0, -1, dtype=np.int32)
-                starts = np.arange(start, start + count, step.TILE, dtype=np.int32)
-                arrays.tile_row[tiles : tiles + len(starts)] = starts
-                arrays.tile_rows[tiles : tiles + len(starts)] = np.minimum(step.TILE, start + count - starts)
-                tiles += len(starts)
+        pieces = self._cutter.cut(plan.row_start_S, plan.n_rows_S, plan.first_position_S, arrays.pieces)
         arrays.x_bf16[:rows] = x_TD
-        batch[step.ROWS], batch[step.N_TILES], batch[step.TABLE_STRIDE] = rows, tiles, arrays.tables.strides[0]
+        batch[step.ROWS], batch[step.N_PIECES], batch[step.TABLE_STRIDE] = rows, pieces, arrays.tables.strides[0]
         batch[step.FIRST_LAYER], batch[step.STOP_LAYER] = first_layer - self.layers.start, stop_layer - self.layers.start
+
+    def _places_of(self, ids: Int32) -> Int32:
+        """Where blocks lie, counted in blocks of one head, from those of the first head: neighbours of one head lie side by side."""
+        return ids // NEIGHBOURS * (NEIGHBOURS * self._model.spec.n_kv_heads) + ids % NEIGHBOURS
 
     def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
         arrays, n = self._arrays, len(rows_R)

@@ -12,15 +12,16 @@ from __future__ import annotations
 from numba import njit
 
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.attention import BLOCK, attend, write_key, write_value
+from paceline.backends.cpu.attention import SEGMENT, attend, finish, record_bytes, scratch_bytes
 from paceline.backends.cpu.forms import Inputs
+from paceline.backends.cpu.kv_blocks import BLOCK, write_key, write_value
 from paceline.backends.cpu.products import call_product
 from paceline.backends.cpu.rows import add_into, add_rounded, copy_bf16, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
 from paceline.backends.cpu.tiles import SCALES_BYTES
 
 # Places in `sizes` (int64): what never changes.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- P_STRIDE, SCRATCH_STRIDE, N_SIZES) = range(17)  # fmt: skip
+ HEAD_STRIDE, SCRATCH_STRIDE, N_SIZES) = range(17)  # fmt: skip
 
 # Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor.
 (ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, N_WEIGHTS) = range(15)
@@ -31,14 +32,18 @@ AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
 # Places in `buffers` (addresses). H, ATT and ACT hold activations for products, each as int8, int16 and bf16 where a matrix takes them so,
 # then the scales of the first two.
 (X, X_BF16, H, H_16, H_BF16, H_SCALES, H_16_SCALES, ATT, ATT_16, ATT_BF16, ATT_SCALES, ATT_16_SCALES,
- ACT, ACT_16, ACT_BF16, ACT_SCALES, ACT_16_SCALES, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, TILE_ROW, TILE_ROWS,
- HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, N_BUFFERS) = range(35)  # fmt: skip
+ ACT, ACT_16, ACT_BF16, ACT_SCALES, ACT_16_SCALES, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES, RECORDS, UNFINISHED,
+ HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, N_BUFFERS) = range(36)  # fmt: skip
 Q_BF16 = ATT_BF16
 """Queries; each gives its place to what attention mixed for it."""
 TO_SCALES = H_SCALES - H
 
 # Places in `batch` (int64): what changes with each batch.
-ROWS, N_TILES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, N_BATCH = range(9)
+ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, N_BATCH = range(9)
+
+# Places in a row of PIECES (int32): rows of a tile, the segments [start, stop) of their keys, into how many pieces the tile is cut; where it
+# is, its number among such tiles, and how many records of a query head lie before its own.
+PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_OF, PIECE_TILE, PIECE_RECORDS, N_PIECE = range(8)
 
 # Kinds of phases: by rows, by heads, matrix products.
 START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, PROJECT_GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
@@ -54,9 +59,6 @@ HEAD_CHUNK = 4
 
 PART = 192
 """Rows a task of a matrix product takes at most: its inputs stay in the second-level cache."""
-
-TILE = 8
-"""Rows of one sequence an attention task takes."""
 
 _INT8, _INT16, _BF16 = int(Inputs.INT8), int(Inputs.INT16), int(Inputs.BF16)
 
@@ -96,7 +98,7 @@ def _place_heads(task, layer, sizes, weights, buffers, batch, scratch):
     is_query, is_value = head < q_heads, head >= q_heads + kv_heads
     norm = 0 if is_value else weights[layer, Q_NORM if is_query else K_NORM, AT]
     place = scratch + PART * 4 * dim
-    pool = buffers[KV] + layer * sizes[LAYER_STRIDE] + (head - q_heads) % kv_heads * 4 * BLOCK * dim
+    pool = buffers[KV] + layer * sizes[LAYER_STRIDE] + (head - q_heads) % kv_heads * sizes[HEAD_STRIDE]
     for m in range(min(PART, batch[ROWS] - first)):
         row, x = first + m, scratch + m * 4 * dim
         position = sync.load_int32(buffers[ROW_POSITION] + 4 * row)
@@ -120,23 +122,29 @@ def _place_heads(task, layer, sizes, weights, buffers, batch, scratch):
 
 
 @njit(nogil=True)
-def _attend(tile, head, first_head, n_heads, layer, sizes, weights, buffers, batch, scratch):
-    """Attention of a tile of rows for `n_heads` query heads from `first_head`, all of KV head `head`."""
+def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, batch, scratch):
+    """A piece of attention for `n_heads` query heads from `first_head`, all of KV head `head`. The last piece of a tile finishes it."""
     dim, heads = sizes[HEAD_DIM], sizes[Q_HEADS]
-    row = sync.load_int32(buffers[TILE_ROW] + 4 * tile)
-    rows = sync.load_int32(buffers[TILE_ROWS] + 4 * tile)
+    place = buffers[PIECES] + 4 * N_PIECE * piece
+    row, rows = sync.load_int32(place + 4 * PIECE_ROW), sync.load_int32(place + 4 * PIECE_ROWS)
+    start, stop = sync.load_int32(place + 4 * PIECE_START), sync.load_int32(place + 4 * PIECE_STOP)
+    pieces, before = sync.load_int32(place + 4 * PIECE_OF), sync.load_int32(place + 4 * PIECE_RECORDS)
     first = sync.load_int32(buffers[ROW_POSITION] + 4 * row)
     table = buffers[TABLES] + sync.load_int32(buffers[ROW_TABLE] + 4 * row) * batch[TABLE_STRIDE]
-    keys = buffers[KV] + layer * sizes[LAYER_STRIDE] + head * 4 * BLOCK * dim
-    norm = scratch
-    shares = scratch + 64
-    # One row: its query heads share the keys. Many rows: each head on its own. One call, so that it is compiled once.
-    turns, step, count, stride = (1, 0, n_heads, 2 * dim) if rows == 1 else (n_heads, 1, rows, 2 * dim * heads)
-    for turn in range(turns):
-        # Each query gives its place to what was mixed for it.
-        at = buffers[Q_BF16] + 2 * dim * (row * heads + first_head + turn)
-        attend(table, keys, sizes[BLOCK_STRIDE], 2 * BLOCK * dim, at, stride, dim, sizes[SCALE],
-               first, step, count, shares, sizes[P_STRIDE], norm, at, stride)  # fmt: skip
+    keys = buffers[KV] + layer * sizes[LAYER_STRIDE] + head * sizes[HEAD_STRIDE]
+    # Each query gives its place to what was mixed for it.
+    stride, at = 2 * dim * heads, buffers[Q_BF16] + 2 * dim * (row * heads + first_head)
+    apart, records = 0, scratch + scratch_bytes(rows * n_heads, dim) - rows * n_heads * record_bytes(dim)
+    if pieces > 1:
+        apart = (first + rows - 1) // SEGMENT + 1
+        records = buffers[RECORDS] + (before * heads + first_head * rows * apart) * record_bytes(dim)
+    attend(table, keys, sizes[BLOCK_STRIDE], at, stride, n_heads, rows, first, dim, sizes[SCALE], start, stop, records, apart, scratch)
+    if pieces > 1:
+        unfinished = buffers[UNFINISHED] + 8 * (sync.load_int32(place + 4 * PIECE_TILE) * heads + first_head)
+        if sync.fetch_add(unfinished, 1) < pieces - 1:
+            return
+        sync.store_release(unfinished, 0)
+    finish(rows, n_heads, first, dim, records, apart, at, stride)
     for m in range(rows):
         at = dim * ((row + m) * heads + first_head)
         _hold(1 << weights[layer, OUT, INPUTS], buffers[Q_BF16] + 2 * at, dim * n_heads, at, ATT, buffers)
@@ -185,13 +193,13 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
 
 @njit(nogil=True)
 def _do_heads(rank, layer, task, sizes, weights, buffers, batch):
-    """One task of attention: some query heads of one KV head, over one tile of rows."""
+    """One task of attention: some query heads of one KV head, over one piece."""
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
     parts = sizes[KV_HEADS] * batch[HEAD_SPLIT]
     part, n_heads = task % parts, sizes[Q_HEADS] // parts
-    # The last tile attends to the most keys: begin with it.
-    tile = batch[N_TILES] - 1 - task // parts
-    _attend(tile, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, weights, buffers, batch, scratch)
+    # The last piece attends to the most keys: begin with it.
+    piece = batch[N_PIECES] - 1 - task // parts
+    _attend(piece, part // batch[HEAD_SPLIT], part * n_heads, n_heads, layer, sizes, weights, buffers, batch, scratch)
 
 
 @njit(nogil=True)
@@ -275,10 +283,10 @@ def take_part(rank, sizes, weights, buffers, batch):
 @njit(nogil=True)
 def prepare_batch(sizes, batch):
     """Decide how the batch's rows and heads are cut into tasks. Changes no result."""
-    rows, tiles, kv_heads = batch[ROWS], batch[N_TILES], sizes[KV_HEADS]
+    rows, pieces, kv_heads = batch[ROWS], batch[N_PIECES], sizes[KV_HEADS]
     batch[ROWS_A_TASK] = max(1, min(8, rows // sizes[TEAM]))
     # Few rows: a query head a task keeps the team even. Many: a KV head a task reads its keys once.
-    few = tiles * kv_heads < 4 * sizes[TEAM]
+    few = pieces * kv_heads < 4 * sizes[TEAM]
     batch[HEAD_SPLIT] = sizes[Q_HEADS] // kv_heads if few else 1
 
 
@@ -301,7 +309,7 @@ def phase(work, position, sizes, batch):
         dim = sizes[HEAD_DIM]
         return PROJECT_QKV, layer, _tasks((sizes[Q_HEADS] + 2 * kv_heads) * dim, rows, dim // 16)
     if at == 2:
-        return ATTEND, layer, batch[N_TILES] * kv_heads * batch[HEAD_SPLIT]
+        return ATTEND, layer, batch[N_PIECES] * kv_heads * batch[HEAD_SPLIT]
     if at == 3:
         return PROJECT_OUT, layer, _tasks(hidden, rows, CHUNK)
     if at == 4:

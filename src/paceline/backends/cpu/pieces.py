@@ -1,0 +1,104 @@
+"""How a batch's attention is cut into pieces: tiles of rows that read keys together, and long tiles by segments of their keys.
+
+Changes no byte (`attention.py`): only how many tasks there are, how even they are, and how often keys are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.cpu.attention import SEGMENT
+from paceline.backends.cpu.step import N_PIECE, PIECE_OF, PIECE_RECORDS, PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_TILE
+
+Int32 = npt.NDArray[np.int32]
+
+MOST_QUERIES = 128
+"""Rows times query heads of a KV head that a piece takes, so that keys out of memory serve many; more would leave the second-level cache."""
+
+FEWEST_QUERIES = 8
+"""What products take at once."""
+
+TASKS_A_THREAD = 4
+"""Attention is cut finer until a thread has as many tasks: some take longer than others."""
+
+SPLIT_ROWS = 8
+"""Rows of the longest context whose segments may be apart at once. Raising it takes memory for their records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts batches of one model for a number of threads."""
+
+    kv_heads: int
+    group: int
+    """Query heads of a KV head."""
+    threads: int
+    most_segments: int
+    """Of the longest context."""
+
+    @property
+    def most_queries(self) -> int:
+        """Rows times query heads of a KV head in a piece, at most."""
+        return max(MOST_QUERIES, self.group)
+
+    @property
+    def split_records(self) -> int:
+        """Records of a query head that tiles whose segments are apart may have, in all."""
+        return SPLIT_ROWS * self.most_segments if self.threads > 1 else 0
+
+    def cut(self, starts: Int32, counts: Int32, firsts: Int32, out: Int32) -> int:
+        """Write a batch's pieces, those with the most work last; returns how many.
+
+        Args:
+            starts: each sequence's first row in the batch; `counts`: its rows; `firsts`: its first row's position.
+            out: [pieces, N_PIECE].
+        """
+        if len(starts) > 1 or counts[0] > 1:
+            starts, counts, firsts = self._tiles(starts, counts, firsts)
+        n = len(starts)
+        segments = (firsts + counts - 1) // SEGMENT + 1
+        work = counts * segments
+        if n > 1:
+            order = np.argsort(work, kind="stable")
+            starts, counts, segments, work = starts[order], counts[order], segments[order], work[order]
+        out[:n, PIECE_ROW], out[:n, PIECE_ROWS], out[:n, PIECE_START], out[:n, PIECE_STOP], out[:n, PIECE_OF] = starts, counts, 0, segments, 1
+        if self.threads > 1 and n * self.kv_heads < TASKS_A_THREAD * self.threads * 8 and segments[-1] > 1:
+            return self._split(work, out, n)
+        return n
+
+    def _tiles(self, starts: Int32, counts: Int32, firsts: Int32) -> tuple[Int32, Int32, Int32]:
+        """Sequences cut into tiles of rows."""
+        most = int(counts.max())
+        rows = max(1, self.most_queries // self.group)
+        while rows * self.group > FEWEST_QUERIES and int((-(-counts // rows)).sum()) * self.kv_heads < TASKS_A_THREAD * self.threads:
+            rows = -(-rows // 2)
+        if most <= rows:
+            return starts, counts, firsts
+        tiles = -(-counts // rows)
+        within = (np.arange(int(tiles.sum()), dtype=np.int32) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * rows
+        taken = np.minimum(rows, np.repeat(counts, tiles) - within)
+        return (np.repeat(starts, tiles) + within).astype(np.int32), taken.astype(np.int32), (np.repeat(firsts, tiles) + within).astype(np.int32)
+
+    def _split(self, work: Int32, out: Int32, n: int) -> int:
+        """Cut those of `n` tiles by their segments that would keep one thread longer than others have work."""
+        fair = max(1, int(work.sum()) * self.kv_heads // (TASKS_A_THREAD * self.threads))
+        whole = out[:n].copy()
+        at = used = split = 0
+        for tile, units in zip(whole, work.tolist(), strict=True):
+            segments, needed = int(tile[PIECE_STOP]), units
+            pieces = min(segments, -(-units // fair))
+            if pieces == 1 or used + needed > self.split_records:
+                out[at] = tile
+                at += 1
+                continue
+            length = -(-segments // pieces)
+            for start in range(0, segments, length):
+                out[at] = tile
+                out[at, [PIECE_START, PIECE_STOP, PIECE_OF]] = start, min(segments, start + length), -(-segments // length)
+                out[at, [PIECE_RECORDS, PIECE_TILE]] = used, split
+                at += 1
+            used, split = used + needed, split + 1
+        return at
