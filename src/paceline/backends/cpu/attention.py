@@ -20,7 +20,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.kv_blocks import BLOCK
-from paceline.backends.cpu.simd import BYTES, F32, I16, I32, I64, B, Emit, F, H, I, Value, lowered
+from paceline.backends.cpu.simd import BYTES, F32, I32, I64, B, Emit, F, H, I, Value, lowered
 
 SEGMENT = 512
 """Keys a segment. Part of the arithmetic. Keys and values of one, of a head of 128, take 256 KiB: a part of a second-level cache."""
@@ -35,11 +35,6 @@ WEIGHT_STRIDE = 4 * SEGMENT + 64
 
 _TILE = 8
 """M rows a product takes at once."""
-
-_EXP2 = (1.3426684e-2, 5.2242473e-2, 2.4128020e-1, 6.9304484e-1)
-"""2**r = 1 + r * (...) on [0, 1], highest power first; relative error 3e-6, a thousandth of what rounding weights to bf16 costs."""
-_LEAST = -126.0
-"""Weights below 2**-126 are zero."""
 
 _FLUSH = 0x8040
 """Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""
@@ -58,8 +53,8 @@ def scratch_bytes(m_rows, head_dim):
 
 
 @intrinsic
-def _flush_denormals(_):
-    """Treat denormals as zero from here on; returns what `_restore` takes."""
+def flush_denormals(_):
+    """Treat denormals as zero from here on; returns what `restore_denormals` takes."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         control = e.var(ir.Constant(I32, 0))
@@ -74,7 +69,7 @@ def _flush_denormals(_):
 
 
 @intrinsic
-def _restore(_, before):
+def restore_denormals(_, before):
     def body(e: Emit, args: Sequence[Value]) -> None:
         e.call("llvm.x86.sse.ldmxcsr", ir.VoidType(), e.b.bitcast(e.var(args[0]), BYTES))
 
@@ -112,7 +107,7 @@ class _Pairs:
 
 
 @intrinsic(prefer_literal=True)
-def _score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim, scores):
+def score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim, scores):
     """Scores (fp32, unscaled) of M rows with the keys of `blocks` blocks, `width` blocks at a time.
 
     Of a last group the last block is computed again in the places behind it.
@@ -152,7 +147,7 @@ def _score(_, fused, rows, width, table, blocks, keys, block_stride, q, head_dim
 
 
 @intrinsic(prefer_literal=True)
-def _mix(_, fused, rows, table, blocks, values, block_stride, weights, head_dim, out, out_stride):
+def mix(_, fused, rows, table, blocks, values, block_stride, weights, head_dim, out, out_stride):
     """out[m] = sum of weight[m, key] * value[key] over `blocks` blocks, fp32; two 16-lane slices of the head at a time."""
     n_rows = rows.literal_value
 
@@ -180,18 +175,6 @@ def _mix(_, fused, rows, table, blocks, values, block_stride, weights, head_dim,
                     e.store(b.load(acc[m][n]), out, b.add(b.add(e.mul(out_stride, m), e.mul(slice_, 128)), e.i64(64 * n)))
 
     return lowered(body, types.void, fused, rows, *[types.int64] * 8)
-
-
-def _weight(e: Emit, x: Value) -> Value:
-    """2**x, zero below 2**-126; what is not a number stays so."""
-    every, exact = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 4)
-    toward_minus_infinity = ir.Constant(I32, 1)
-    rest = e.call("llvm.x86.avx512.mask.reduce.ps.512", F, x, toward_minus_infinity, x, every, exact)
-    power = e.const(_EXP2[0])
-    for coefficient in (*_EXP2[1:], 1.0):
-        power = e.fma(power, rest, e.const(coefficient))
-    kept = e.b.bitcast(e.b.fcmp_unordered(">=", x, e.const(_LEAST)), I16)
-    return e.call("llvm.x86.avx512.mask.scalef.ps.512", F, power, x, e.const(0.0), kept, exact)
 
 
 def _lanes_below(e: Emit, count: Value) -> Value:
@@ -227,11 +210,11 @@ def _weigh(_, fused, scores, valid, blocks, head_dim, scale_bits, record):
             e.store(wide, scores, e.mul(j, 32 if fused.literal_value else 64))
 
         with e.loop(full) as j:
-            weight = _weight(e, e.fma(e.load(F, scores, e.mul(j, 64)), scale, below))
+            weight = e.exp2(e.fma(e.load(F, scores, e.mul(j, 64)), scale, below))
             b.store(b.fadd(b.load(total), weight), total)
             put(weight, j)
         with b.if_then(b.icmp_signed("!=", rest, e.i64(0))):
-            weight = _weight(e, e.fma(e.load(F, scores, end), scale, below))
+            weight = e.exp2(e.fma(e.load(F, scores, end), scale, below))
             weight = b.select(_lanes_below(e, rest), weight, e.const(0.0))
             b.store(b.fadd(b.load(total), weight), total)
             put(weight, full)
@@ -255,7 +238,7 @@ def _fold(_, record, later, head_dim):
         behind = b.add(at, e.i64(4))
         tops = [e.load_splat(place, at) for place in (record, later)]
         top = e.maximum(tops[1], tops[0])
-        before, now = (_weight(e, b.fsub(one, top)) for one in tops)
+        before, now = (e.exp2(b.fsub(one, top)) for one in tops)
         total = e.fma(e.load_splat(record, behind), before, b.fmul(e.load_splat(later, behind), now))
         with e.loop(b.lshr(head_dim, e.i64(4))) as i:
             place = e.mul(i, 64)
@@ -315,7 +298,7 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, head_dim,
             0: a row has one, segments are folded as they come, and `start` is 0.
         scratch: address of `scratch_bytes`, less the records where `record_step` is 0.
     """
-    mode = _flush_denormals()
+    mode = flush_denormals()
     n, size = rows * heads, record_bytes(head_dim)
     weights = scratch + n * QUERY_STRIDE
     for i in range(n):
@@ -326,7 +309,7 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, head_dim,
         i = 0
         while i < n:
             left = n - i
-            take = 8 if left >= 8 else 4 if left >= 4 else left
+            take = 8 if left >= 8 else min(4, left)
             seen = first + (i + take - 1) // heads - key + 1
             if seen > 0:
                 blocks = (min(SEGMENT, seen) + BLOCK - 1) // BLOCK
@@ -342,7 +325,7 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, head_dim,
                     if aside and first + (i + m) // heads >= key:
                         _fold(records + (i + m) * size, target + m * size, head_dim)
             i += take
-    _restore(mode)
+    restore_denormals(mode)
 
 
 @njit(nogil=True)
@@ -351,34 +334,34 @@ def _products(rows, table, blocks, keys, block_stride, q, head_dim, weights, sco
     values = keys + 2 * BLOCK * head_dim
     if rows == 8:
         if scores:
-            _score(FUSED, 8, 2, table, blocks, keys, block_stride, q, head_dim, weights)
+            score(FUSED, 8, 2, table, blocks, keys, block_stride, q, head_dim, weights)
         else:
-            _mix(FUSED, 8, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+            mix(FUSED, 8, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
     elif rows == 4:
         if scores:
-            _score(FUSED, 4, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+            score(FUSED, 4, 4, table, blocks, keys, block_stride, q, head_dim, weights)
         else:
-            _mix(FUSED, 4, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+            mix(FUSED, 4, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
     elif rows == 3:
         if scores:
-            _score(FUSED, 3, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+            score(FUSED, 3, 4, table, blocks, keys, block_stride, q, head_dim, weights)
         else:
-            _mix(FUSED, 3, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+            mix(FUSED, 3, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
     elif rows == 2:
         if scores:
-            _score(FUSED, 2, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+            score(FUSED, 2, 4, table, blocks, keys, block_stride, q, head_dim, weights)
         else:
-            _mix(FUSED, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+            mix(FUSED, 2, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
     elif scores:
-        _score(FUSED, 1, 4, table, blocks, keys, block_stride, q, head_dim, weights)
+        score(FUSED, 1, 4, table, blocks, keys, block_stride, q, head_dim, weights)
     else:
-        _mix(FUSED, 1, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
+        mix(FUSED, 1, table, blocks, values, block_stride, weights, head_dim, out, out_stride)
 
 
 @njit(nogil=True)
 def finish(rows, heads, first, head_dim, records, record_step, out, out_stride):
     """Rows of bf16, `heads` side by side and `out_stride` bytes between positions, of records of all their segments."""
-    mode = _flush_denormals()
+    mode = flush_denormals()
     size = record_bytes(head_dim)
     for i in range(rows * heads):
         record = records + i * size * max(1, record_step)
@@ -386,4 +369,4 @@ def finish(rows, heads, first, head_dim, records, record_step, out, out_stride):
             for segment in range(1, (first + i // heads) // SEGMENT + 1):
                 _fold(record, record + segment * size, head_dim)
         _finish(record, head_dim, out + i // heads * out_stride + i % heads * 2 * head_dim)
-    _restore(mode)
+    restore_denormals(mode)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu.attention import SEGMENT
-from paceline.backends.cpu.step import N_PIECE, PIECE_OF, PIECE_RECORDS, PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_TILE
+from paceline.backends.cpu.step import PIECE_OF, PIECE_RECORDS, PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_TILE
 
 Int32 = npt.NDArray[np.int32]
 
@@ -64,7 +64,13 @@ class Cutter:
         if n > 1:
             order = np.argsort(work, kind="stable")
             starts, counts, segments, work = starts[order], counts[order], segments[order], work[order]
-        out[:n, PIECE_ROW], out[:n, PIECE_ROWS], out[:n, PIECE_START], out[:n, PIECE_STOP], out[:n, PIECE_OF] = starts, counts, 0, segments, 1
+        out[:n, PIECE_ROW], out[:n, PIECE_ROWS], out[:n, PIECE_START], out[:n, PIECE_STOP], out[:n, PIECE_OF] = (
+            starts,
+            counts,
+            0,
+            segments,
+            1,
+        )
         if self.threads > 1 and n * self.kv_heads < TASKS_A_THREAD * self.threads * 8 and segments[-1] > 1:
             return self._split(work, out, n)
         return n
@@ -80,7 +86,11 @@ class Cutter:
         tiles = -(-counts // rows)
         within = (np.arange(int(tiles.sum()), dtype=np.int32) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * rows
         taken = np.minimum(rows, np.repeat(counts, tiles) - within)
-        return (np.repeat(starts, tiles) + within).astype(np.int32), taken.astype(np.int32), (np.repeat(firsts, tiles) + within).astype(np.int32)
+        return (
+            (np.repeat(starts, tiles) + within).astype(np.int32),
+            taken.astype(np.int32),
+            (np.repeat(firsts, tiles) + within).astype(np.int32),
+        )
 
     def _split(self, work: Int32, out: Int32, n: int) -> int:
         """Cut those of `n` tiles by their segments that would keep one thread longer than others have work."""

@@ -42,8 +42,8 @@ I = ir.VectorType(I32, 16)  # noqa: E741 - the legend's letter
 HALF = ir.VectorType(ir.HalfType(), 16)
 BYTES = I8.as_pointer()
 
-_EXP2 = (1.8671305e-3, 9.0170288e-3, 5.5799913e-2, 2.4016444e-1, 6.9315130e-1)
-"""2**r = 1 + r * (...) on [0, 1), highest power first; relative error 1.6e-7 in fp32."""
+_EXP2 = (1.3264728e-3, 9.6715130e-3, 5.5507336e-2, 2.4022242e-1, 6.9314700e-1)
+"""2**r = 1 + r * (...) on [-0.5, 0.5], highest power first; relative error 1.7e-7 in fp32."""
 
 Value = Any
 """An llvmlite value; llvmlite ships no types."""
@@ -155,15 +155,19 @@ class Emit:
         return self.call(f"llvm.x86.avx512.mask.pmovs.{name}.512", kind, value, ir.Constant(kind, ir.Undefined), ir.Constant(I16, 0xFFFF))
 
     def exp2(self, x: Value) -> Value:
-        """2**x within 3 ulp, 0 far below. 2**floor(x) by VSCALEFPS, the rest by a minimax polynomial of degree 5."""
-        width = ir.IntType(16)
-        every, sae = ir.Constant(width, 0xFFFF), ir.Constant(I32, 4)
-        toward_minus_infinity = ir.Constant(I32, 1)
-        rest = self.call("llvm.x86.avx512.mask.reduce.ps.512", F, x, toward_minus_infinity, x, every, sae)
-        poly = self.const(_EXP2[0])
+        """2**x within 3 ulp, zero where x < -126; what is not a number stays so. Part of the arithmetic (docs/arithmetic.md).
+
+        2**r by a minimax polynomial, where x = n + r, n the nearest whole number (ties to even): r is exact, unlike what VREDUCEPS
+        gives for n = floor(x), which it rounds downwards. Then times 2**n by VSCALEFPS, which is exact.
+        """
+        every, nearest, current = ir.Constant(I16, 0xFFFF), ir.Constant(I32, 0), ir.Constant(I32, 4)
+        rest = self.call("llvm.x86.avx512.mask.reduce.ps.512", F, x, nearest, x, every, current)
+        whole = self.b.fsub(x, rest)
+        power = self.const(_EXP2[0])
         for coefficient in (*_EXP2[1:], 1.0):
-            poly = self.fma(poly, rest, self.const(coefficient))
-        return self.call("llvm.x86.avx512.mask.scalef.ps.512", F, poly, x, poly, every, sae)
+            power = self.fma(power, rest, self.const(coefficient))
+        kept = self.b.bitcast(self.b.fcmp_unordered(">=", x, self.const(-126.0)), I16)
+        return self.call("llvm.x86.avx512.mask.scalef.ps.512", F, power, whole, self.const(0.0), kept, current)
 
     def _fold(self, value: Value, join: Callable[[Value, Value], Value]) -> Value:
         for width in (8, 4, 2, 1):

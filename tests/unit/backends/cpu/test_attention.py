@@ -1,0 +1,185 @@
+"""The attention kernels against the definition in NumPy, bit for bit; and that neither tiles nor pieces change a bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.unit.backends.cpu.attention_reference import attend as reference
+
+from paceline.backends import cpu
+
+if not cpu.runs_here():
+    pytest.skip("this processor lacks AVX512-BF16 or AVX512-VNNI", allow_module_level=True)
+
+from numba import njit
+
+from paceline.backends.cpu.aligned import aligned
+from paceline.backends.cpu.attention import (
+    SEGMENT,
+    attend,
+    finish,
+    flush_denormals,
+    mix,
+    record_bytes,
+    restore_denormals,
+    score,
+    scratch_bytes,
+)
+from paceline.backends.cpu.kv_blocks import BLOCK, write_key, write_value
+
+Bits = npt.NDArray[np.uint16]
+
+
+@njit
+def write(block: int, values: int, slot: int, left: int, k: int, v: int, head_dim: int, zeros: int) -> None:
+    write_key(block, slot, k, head_dim)
+    write_value(values, slot, left, v, head_dim, zeros)
+
+
+@njit
+def score_and_mix(
+    fused: bool, table: int, blocks: int, keys: int, stride: int, q: int, weights: int, head_dim: int, scores: int, out: int
+) -> None:
+    mode = flush_denormals()
+    if fused:
+        score(1, 8, 2, table, blocks, keys, stride, q, head_dim, scores)
+        mix(1, 8, table, blocks, keys + 2 * BLOCK * head_dim, stride, weights, head_dim, out, 4 * head_dim)
+    else:
+        score(0, 8, 2, table, blocks, keys, stride, q, head_dim, scores)
+        mix(0, 8, table, blocks, keys + 2 * BLOCK * head_dim, stride, weights, head_dim, out, 4 * head_dim)
+    restore_denormals(mode)
+
+
+def widen(bits: Bits) -> npt.NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One KV head's keys and values of a sequence, in blocks at scattered places."""
+
+    k_KD: Bits
+    v_KD: Bits
+    pool: npt.NDArray[np.uint8]
+    table: npt.NDArray[np.int32]
+
+    @property
+    def block_bytes(self) -> int:
+        return 4 * BLOCK * self.k_KD.shape[1]
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> Bits:
+    return ((rng.standard_normal(shape, np.float32) * np.float32(scale)).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def cache(rng: np.random.Generator, k_KD: Bits, v_KD: Bits) -> Cache:
+    tokens, dim = k_KD.shape
+    blocks = -(-tokens // BLOCK)
+    pool = aligned(4 * BLOCK * dim * (blocks + 3))
+    pool.view(np.uint16)[:] = 0x7F80  # infinities: what is stale must not count
+    table = rng.permutation(blocks + 3)[:blocks].astype(np.int32)
+    zeros = np.zeros(dim, np.uint16)
+    for token in range(tokens):
+        block = pool.ctypes.data + int(table[token // BLOCK]) * 4 * BLOCK * dim
+        write(
+            block,
+            block + 2 * BLOCK * dim,
+            token % BLOCK,
+            tokens - token,
+            k_KD[token].ctypes.data,
+            v_KD[token].ctypes.data,
+            dim,
+            zeros.ctypes.data,
+        )
+    return Cache(k_KD, v_KD, pool, table)
+
+
+def run(kv: Cache, q_THD: Bits, first: int, pieces: int = 1) -> Bits:
+    """Attention of T rows from position `first`, H query heads; in pieces of its segments."""
+    rows, heads, dim = q_THD.shape
+    out = np.zeros_like(q_THD)
+    segments = (first + rows - 1) // SEGMENT + 1
+    scale = int(np.float32(dim**-0.5 * math.log2(math.e)).view(np.int32))
+    apart = segments if pieces > 1 else 0
+    scratch, records = aligned(scratch_bytes(rows * heads, dim)), aligned(rows * heads * max(1, apart) * record_bytes(dim))
+    cuts = np.linspace(0, segments, pieces + 1).astype(int)
+    for start, stop in reversed(list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))):
+        attend(kv.table.ctypes.data, kv.pool.ctypes.data, kv.block_bytes, q_THD.ctypes.data, 2 * heads * dim, heads, rows, first, dim, scale,
+               start, stop, records.ctypes.data, apart, scratch.ctypes.data)  # fmt: skip
+    finish(rows, heads, first, dim, records.ctypes.data, apart, out.ctypes.data, 2 * heads * dim)
+    return out
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(32, 1), (64, 3), (96, 7), (128, 4), (256, 16)])
+@pytest.mark.parametrize("magnitude", [0.3, 3.0])
+def test_attention_is_the_definition(dim: int, heads: int, magnitude: float) -> None:
+    rng = np.random.default_rng(dim)
+    tokens, rows = 2 * SEGMENT + 9, 12
+    kv = cache(rng, normal(rng, (tokens, dim), magnitude), normal(rng, (tokens, dim)))
+    for first in (0, 29, SEGMENT - 5, tokens - rows):
+        q_THD = normal(rng, (rows, heads, dim), magnitude)
+        out = run(kv, q_THD, first)
+        for row, head in ((0, 0), (4, heads - 1), (5, 0), (rows - 1, heads // 2)):
+            seen = first + row + 1
+            expected = reference(widen(q_THD[row, head]), widen(kv.k_KD[:seen]), widen(kv.v_KD[:seen]))
+            np.testing.assert_array_equal(widen(out[row, head]), expected)
+            assert np.abs(expected).max() > 0
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-38])
+def test_denormals_are_zero(scale: float) -> None:
+    """Products and values around the least normal number: where flushing before, after or not at all would show."""
+    rng = np.random.default_rng(3)
+    tokens, dim = 40, 32
+    kv = cache(rng, normal(rng, (tokens, dim), scale), normal(rng, (tokens, dim), 1e-38))
+    q_THD = normal(rng, (1, 4, dim), 1e-18)
+    out = run(kv, q_THD, tokens - 1)
+    for head in range(4):
+        expected = reference(widen(q_THD[0, head]), widen(kv.k_KD), widen(kv.v_KD))
+        np.testing.assert_array_equal(out[0, head], (expected.view(np.uint32) >> 16).astype(np.uint16))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_tiles_and_pieces_change_nothing(heads: int) -> None:
+    rng = np.random.default_rng(heads)
+    dim, rows, tokens = 64, 37, 3 * SEGMENT + 70
+    kv = cache(rng, normal(rng, (tokens, dim)), normal(rng, (tokens, dim)))
+    for first in (SEGMENT - 20, tokens - rows):
+        q_THD = normal(rng, (rows, heads, dim))
+        whole = run(kv, q_THD, first)
+        for pieces in range(2, (first + rows - 1) // SEGMENT + 2):
+            np.testing.assert_array_equal(run(kv, q_THD, first, pieces), whole)
+        at = 0
+        for count in (1, 2, 3, 11, 20):
+            np.testing.assert_array_equal(run(kv, q_THD[at : at + count].copy(), first + at), whole[at : at + count])
+            at += count
+        for head in range(heads):
+            np.testing.assert_array_equal(run(kv, q_THD[:, head : head + 1].copy(), first)[:, 0], whole[:, head])
+
+
+def test_pairs_of_bf16_are_two_fused_multiplications() -> None:
+    """VDPBF16PS and FMA on widened pairs: the same bits, whatever the exponents."""
+    rng = np.random.default_rng(5)
+    dim, tokens = 128, 64
+    for spread in (1.0, 20.0, 43.0):
+        draw = lambda *shape, s=spread: normal(rng, shape) ^ (rng.integers(-int(s), int(s) + 1, shape) * 128).astype(np.uint16)  # noqa: E731
+        kv = cache(rng, draw(tokens, dim), draw(tokens, dim))
+        q, w = draw(8, dim), draw(8, tokens)
+        answers = list[bytes]()
+        for fused in (False, True):
+            table = kv.table.ctypes.data
+            scores, out = aligned(8 * (4 * SEGMENT + 64)), aligned(8 * 4 * dim)
+            placed = [aligned(8 * 1088), aligned(8 * (4 * SEGMENT + 64))]
+            for rows, place, stride in ((q, placed[0], 1088), (w, placed[1], 4 * SEGMENT + 64)):
+                for m, row in enumerate(rows):
+                    data = np.frombuffer((row if fused else widen(row)).tobytes(), np.uint8)
+                    place[m * stride : m * stride + len(data)] = data
+            score_and_mix(fused, table, tokens // BLOCK, kv.pool.ctypes.data, kv.block_bytes, placed[0].ctypes.data, placed[1].ctypes.data,
+                          dim, scores.ctypes.data, out.ctypes.data)  # fmt: skip
+            answers.append(scores.tobytes() + out.tobytes())
+        assert np.count_nonzero(np.frombuffer(answers[0], np.float32)) > 8 * tokens / 2
+        assert answers[0] == answers[1]
