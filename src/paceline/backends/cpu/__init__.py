@@ -56,10 +56,10 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     from paceline.backends.cpu.kv_blocks import BLOCK
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
-    from paceline.backends.cpu.weights import pack_model
+    from paceline.backends.cpu.weights import pack_model, uniform_forms
 
     kv_bytes = source.spec.kv_bytes_per_token(options.layers)
-    model = pack_model(source, options.layers, options.weights, edges=options.edges, progress=progress)
+    model = pack_model(source, options.layers, uniform_forms(options.weights), edges=options.edges, progress=progress)
     identity = numerics_id(source.spec, options.weights, options.threads)
     kernel_cache.complete()
     give_memory_back()

@@ -1,63 +1,85 @@
 """Rows of the embedding, read out of the packed records (a tied head is held once, in the head's layout).
 
-Shapes: T rows, D hidden.
+A weight is `scale * (code - zero) + offset`, rounded once to fp32, then to bf16. Shapes: T rows, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import cache
 
-from llvmlite import ir
+import numpy as np
+import numpy.typing as npt
 from numba import njit
 from numba.core import types
-from numba.extending import intrinsic
 
-from paceline.backends.cpu import sync
-from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Layout, Scales
 from paceline.backends.cpu.kernel_cache import in_use
-from paceline.backends.cpu.simd import F32, I8, I16, I32, Emit, Value, lowered
-
-INT8 = int(Form.Q8_0)
+from paceline.backends.cpu.words import read, read_half, write, write_bf16
 
 
-@intrinsic
-def _int8_weight(_, code, scale, out):
-    """bf16(scale * code), written as two bytes."""
-
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        value = e.b.sitofp(e.load(I8, args[0]), F32)
-        scale = e.b.fpext(e.load(ir.HalfType(), args[1], align=2), F32)
-        bits = e.b.bitcast(e.b.fmul(value, scale), I32)
-        odd = e.b.and_(e.b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-        rounded = e.b.lshr(e.b.add(bits, e.b.add(odd, ir.Constant(I32, 0x7FFF))), ir.Constant(I32, 16))
-        e.store(e.b.trunc(rounded, I16), args[2], align=2)
-
-    return lowered(body, types.void, *[types.int64] * 3)
+def embed_rows(form: Form, table: int, ids: npt.NDArray[np.int32], out: npt.NDArray[np.uint16]) -> None:
+    """out[T, D] = rows `ids` of a table of records at an address, bf16 bits."""
+    ids = np.ascontiguousarray(ids, np.int32)
+    _reader(form)(ids.ctypes.data, len(ids), table, out.shape[1] // 32, out.ctypes.data)
 
 
-@intrinsic
-def _copy_word(_, source, out):
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        e.store(e.load(I32, args[0], align=4), args[1], align=4)
+def _scale_reader(layout: Layout) -> Callable[..., tuple[float, float]]:
+    """(scale, offset) of one half of group g in a record, for one output."""
+    kind, at = layout.scales, layout.scales_at
+    with_offset, minimums, sub_scales = (kind is each for each in (Scales.SCALE_OFFSET, Scales.SUB_MINIMUMS, Scales.SUB_SCALES))
 
-    return lowered(body, types.void, types.int64, types.int64)
+    def read_scale(record, g, half, lane):
+        if minimums:
+            low, high = read(8, record + at + 16 * g + lane), read(8, record + at + 128 + 16 * (g >> 1) + lane) >> 4 * (g & 1)
+            scale, minimum = low & 15 | (high & 3) << 4, low >> 4 | (high >> 2 & 3) << 4
+            lane_ = record + at + 192 + 2 * lane
+            return read_half(lane_) * np.float32(scale), -read_half(lane_ + 32) * np.float32(minimum)
+        if sub_scales:
+            sub = read(8, record + at + 32 * g + 16 * half + lane)
+            return read_half(record + at + 256 + 2 * lane) * np.float32(sub - 256 if sub > 127 else sub), np.float32(0)
+        return read_half(record + at + 2 * lane), read_half(record + at + 32 + 2 * lane) if with_offset else np.float32(0)
+
+    return njit(read_scale)
 
 
-@njit(nogil=True, cache=in_use())
-def embed_rows(ids, count, form, table, hidden, out):
-    """out[T, D] = rows `ids` of an int8 or bf16 table; ids int32, out bf16 (addresses)."""
-    groups = hidden // 32
-    for row in range(count):
-        token = sync.load_int32(ids + 4 * row)
-        lane = token % 16
-        for g in range(groups):
-            at = out + 2 * (row * hidden + 32 * g)
-            if form == INT8:
-                record = table + (token // 16 * groups + g) * 544
-                for k in range(32):
-                    code = record + 32 * (k // 2) + 2 * lane + k % 2
-                    _int8_weight(code, record + 512 + 2 * lane, at + 2 * k)
-            else:
-                record = table + (token // 16 * groups + g) * 1024
-                for pair in range(16):
-                    _copy_word(record + 64 * pair + 4 * lane, at + 4 * pair)
+@cache
+def _reader(form: Form) -> Callable[..., None]:
+    layout = LAYOUT[form]
+    bits, groups, record_bytes = layout.bits, layout.groups, layout.record_bytes
+    codes_bytes, plane_bytes, plane_at = layout.codes_bytes, layout.plane_bytes, layout.plane_at
+    zero, with_offset = layout.zero, layout.scales in {Scales.SCALE_OFFSET, Scales.SUB_MINIMUMS}
+    read_scale = _scale_reader(layout)
+
+    @njit
+    def read_code(record, g, k, lane):
+        if bits == 8:
+            code = read(8, record + k // 2 * 32 + 2 * lane + k % 2)
+            return code - 256 if code > 127 else code
+        at = 4 * lane + k % 4
+        word = k // 4
+        code = read(8, record + codes_bytes * g + word // 2 * 64 + at) >> word % 2 * 4 & 15
+        if bits == 5:
+            code |= (read(8, record + plane_at + plane_bytes * g + at) >> word & 1) << 4
+        if bits == 6:
+            code |= (read(8, record + plane_at + plane_bytes * g + word // 4 * 64 + at) >> word % 4 * 2 & 3) << 4
+        return code
+
+    def read_rows(ids, count, table, n_groups, out):
+        for row in range(count):
+            token = read(32, ids + 4 * row)
+            lane, block = token % LANES, table + token // LANES * (n_groups // groups) * record_bytes
+            for i in range(n_groups):
+                record, g, at = block + i // groups * record_bytes, i % groups, out + 64 * (row * n_groups + i)
+                if bits == 16:
+                    for pair in range(16):
+                        write(32, at + 4 * pair, read(32, record + 64 * pair + 4 * lane))
+                else:
+                    for half in range(2):
+                        scale, offset = read_scale(record, g, half, lane)
+                        for k in range(16 * half, 16 * half + 16):
+                            weight = np.float32(read_code(record, g, k, lane) - zero) * scale
+                            write_bf16(at + 2 * k, weight + offset if with_offset else weight)
+
+    read_rows.__qualname__ = f"embed_{form.name.lower()}"
+    return njit(types.void(*[types.int64] * 5), nogil=True, cache=in_use())(read_rows)

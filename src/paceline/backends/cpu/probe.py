@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from paceline.backends import numerics
 from paceline.backends.cpu.runner import CpuRunner
-from paceline.backends.cpu.weights import pack_model
+from paceline.backends.cpu.weights import pack_model, uniform_forms
 from paceline.core.errors import PacelineError
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import WeightSource
@@ -21,7 +21,7 @@ def numerics_id(spec: ModelSpec, weights: WeightsFormat, threads: int) -> str:
     """
 
     def make(source: WeightSource, count: int) -> CpuRunner:
-        model = pack_model(source, source.spec.all_layers, weights, edges=True)
+        model = pack_model(source, source.spec.all_layers, uniform_forms(weights), edges=True)
         return CpuRunner(model, n_blocks=4, threads=count, numerics_id="", max_rows=64)
 
     def to_bytes(x_TD: npt.NDArray[np.uint16]) -> bytes:

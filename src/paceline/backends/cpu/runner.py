@@ -167,8 +167,9 @@ class CpuRunner:
     def embed(self, token_ids_T: Int32) -> Bf16:
         spec = self._model.spec
         out = np.empty((len(token_ids_T), spec.hidden), np.uint16)
-        ids = np.ascontiguousarray(token_ids_T, np.int32)
-        embed_rows(ids.ctypes.data, len(ids), int(self._model.embedding_form), self._model.embedding, spec.hidden, out.ctypes.data)
+        if self._model.embedding_form is None:
+            raise ValueError("this runner has no embedding")
+        embed_rows(self._model.embedding_form, self._model.embedding, token_ids_T, out)
         return out
 
     def run_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange | None = None) -> Bf16:

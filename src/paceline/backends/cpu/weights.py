@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu import pack, step
+from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
+from paceline.backends.cpu.pack import pack_rows
 from paceline.backends.options import LoadProgress
-from paceline.backends.quantize import to_bf16_bits, to_float32, to_grouped
+from paceline.backends.quantize import to_bf16_bits, to_blocks, to_float32
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import EMBEDDING, FINAL_NORM, GROUP, HEAD, StoredTensor, WeightSource, tensor_shapes
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, BlockTensor, StoredTensor, WeightSource, tensor_shapes
 
 Shape = tuple[int, int]
 """(N, K): outputs and inputs."""
-
-
-FORM = {WeightsFormat.INT4: Form.Q4_1, WeightsFormat.INT8: Form.Q8_0, WeightsFormat.BF16: Form.BF16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class PackedModel:
     """[layer, place]: the `Form` of each matrix, -1 elsewhere."""
     embedding: int
     """Address of the embedding's records; 0 without edges."""
-    embedding_form: Form
+    embedding_form: Form | None
     padded_vocab: int
     arrays: tuple[npt.NDArray[np.generic], ...]
 
@@ -62,54 +60,64 @@ class _Packer:
         return joined.ctypes.data
 
     def matrix(self, name: str, shape: Shape, form: Form) -> int:
-        layout = LAYOUT[form]
-        n_bytes = layout.packed_bytes(*shape)
-        records = self.arena[self._used : self._used + n_bytes].view(np.uint16).reshape(-1, shape[1] // GROUP, layout.record_bytes // 2)
+        n_bytes = LAYOUT[form].packed_bytes(*shape)
+        records = self.arena[self._used : self._used + n_bytes]
         self._used += -(-n_bytes // CACHE_LINE) * CACHE_LINE
-        tensor = self._read(name)
-        if form is Form.BF16:
-            pack.pack_bf16(to_bf16_bits(tensor), records)
-        else:
-            pack.pack_grouped(to_grouped(tensor, 8 if form is Form.Q8_0 else 4), records)
+        pack_rows(form, _stored_as(self._read(name), form), 0, records)
         return records.ctypes.data
 
 
+def uniform_forms(weights: WeightsFormat) -> Callable[[str], Form]:
+    """The form of each matrix by its tensor's name, where a model is held in one format; embedding and head at least in 8 bits."""
+    form = {WeightsFormat.INT4: Form.Q4_1, WeightsFormat.INT8: Form.Q8_0, WeightsFormat.BF16: Form.BF16}[weights]
+    head_form = Form.Q8_0 if form is Form.Q4_1 else form
+    return lambda name: head_form if name in {EMBEDDING, HEAD} else form
+
+
 def pack_model(
-    source: WeightSource, layers: LayerRange, weights: WeightsFormat, *, edges: bool, progress: LoadProgress | None = None
+    source: WeightSource, layers: LayerRange, form_of: Callable[[str], Form], *, edges: bool, progress: LoadProgress | None = None
 ) -> PackedModel:
-    """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head."""
+    """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head.
+
+    Args:
+        form_of: the form of a matrix, by its tensor's name. A tied head is held once, as the embedding.
+    """
     spec = source.spec
-    form, head_form = FORM[weights], FORM[weights] if weights is WeightsFormat.BF16 else Form.Q8_0
     shapes = tensor_shapes(spec)
     rows = [_layer_names(spec, layer) for layer in range(layers.start, layers.stop)]
     head = EMBEDDING if spec.tied_head else HEAD
     rows.append({step.FINAL_NORM: [FINAL_NORM], step.HEAD: [head]} if edges else {})
-    # Of a matrix, its form; a tied head is held once.
-    form_of = {
-        name: head_form if place == step.HEAD else form
-        for row in rows
-        for place, names in row.items()
-        if place in MATRICES
-        for name in names
-    }
-    if edges:
-        form_of[EMBEDDING] = head_form
-    names = {name for row in rows for place in row.values() for name in place} | form_of.keys()
-    n_bytes = sum(LAYOUT[kind].packed_bytes(*_matrix(shapes[name])) + CACHE_LINE for name, kind in form_of.items())
+    matrices = {name for row in rows for place, names in row.items() if place in MATRICES for name in names} | (
+        {EMBEDDING} if edges else set()
+    )
+    forms_by_name = {name: form_of(name) for name in matrices}
+    names = {name for row in rows for place in row.values() for name in place} | matrices
+    n_bytes = sum(LAYOUT[form].packed_bytes(*_matrix(shapes[name])) + CACHE_LINE for name, form in forms_by_name.items())
     packer = _Packer(source, n_bytes, sum(map(source.nbytes, names)), progress)
     addresses = np.zeros((len(rows), step.N_WEIGHTS), np.int64)
     forms = np.full_like(addresses, -1)
-    embedding = packer.matrix(EMBEDDING, _matrix(shapes[EMBEDDING]), head_form) if edges else 0
+    embedding = packer.matrix(EMBEDDING, _matrix(shapes[EMBEDDING]), forms_by_name[EMBEDDING]) if edges else 0
     for row, row_forms, places in zip(addresses, forms, rows, strict=True):
         for place, tensors in places.items():
             if place not in MATRICES:
                 row[place] = packer.vector(tensors)
                 continue
             (name,) = tensors
-            row_forms[place] = form_of[name]
-            row[place] = embedding if name == EMBEDDING else packer.matrix(name, _matrix(shapes[name]), form_of[name])
+            row_forms[place] = forms_by_name[name]
+            row[place] = embedding if name == EMBEDDING else packer.matrix(name, _matrix(shapes[name]), forms_by_name[name])
     padded_vocab = -(-spec.vocab // LANES) * LANES
-    return PackedModel(spec, layers, addresses, forms, embedding, head_form, padded_vocab, (packer.arena, *packer.vectors))
+    return PackedModel(
+        spec, layers, addresses, forms, embedding, forms_by_name.get(EMBEDDING), padded_vocab, (packer.arena, *packer.vectors)
+    )
+
+
+def _stored_as(tensor: StoredTensor, form: Form) -> npt.NDArray[np.uint8]:
+    """A matrix as GGML stores it in a form's type, uint8 [N, row bytes]."""
+    if isinstance(tensor, BlockTensor) and tensor.type == form.name:
+        return tensor.rows_NB
+    if form is Form.BF16:
+        return np.ascontiguousarray(to_bf16_bits(tensor)).view(np.uint8)
+    return to_blocks(tensor, "Q8_0" if form is Form.Q8_0 else "Q4_1").rows_NB
 
 
 MATRICES = {

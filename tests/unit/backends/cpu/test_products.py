@@ -1,4 +1,4 @@
-"""The compiled matrix product against NumPy, for every format, tile and remainder; and its promise that rows don't see one another."""
+"""Compiled products against the written arithmetic, bit for bit, in every form; and their promise that tiles, rows and threads change no byte."""
 
 from __future__ import annotations
 
@@ -7,41 +7,28 @@ import numpy.typing as npt
 import pytest
 
 from paceline.backends import cpu
-from paceline.backends.quantize import round_to_bf16, to_bf16_bits, to_blocks, to_float32, to_grouped
-from paceline.core.weights import DenseTensor
+from paceline.backends.quantize import round_to_bf16
 
 if not cpu.runs_here():
     pytest.skip("this processor lacks AVX512-BF16 or AVX512-VNNI", allow_module_level=True)
 
 from numba import njit
+from tests.unit.backends.cpu import arithmetic
 
-from paceline.backends.cpu import pack
 from paceline.backends.cpu.aligned import aligned
 from paceline.backends.cpu.forms import LAYOUT, Form, Inputs
+from paceline.backends.cpu.pack import pack_rows
 from paceline.backends.cpu.products import bounds_of, call_product, product
 from paceline.backends.cpu.rows import quantize
 
-N_BLOCKS = 3
-"""Blocks of 16 outputs: one tile of two, and a remainder."""
-GROUPS = 19
-ROWS = 44
-
-
-@njit
-def call(
-    address: int,
-    w: int,
-    w_stride: int,
-    x: int,
-    x_stride: int,
-    scales: int,
-    scales_stride: int,
-    rows: int,
-    out: int,
-    bounds: int,
-    segments: int,
-) -> None:
-    call_product(address, w, w_stride, N_BLOCKS, x, x_stride, scales, scales_stride, rows, out, 64 * N_BLOCKS, bounds, segments)
+pytestmark = pytest.mark.timeout(300)
+SEGMENTS = {
+    "whole": [0, 24],
+    "sixteen": bounds_of(24, 1).tolist(),
+    "three heads": bounds_of(3, 8).tolist(),
+    "eleven": bounds_of(11, 2).tolist(),
+}
+"""Where segments begin and end, by what is shared; superblocks are cut anywhere."""
 
 
 @njit
@@ -54,15 +41,19 @@ def quantize_int16(x: int, n: int, out: int, scales: int) -> None:
     quantize(16, x, n, out, scales)
 
 
+@njit
+def call(
+    address: int, w: int, w_stride: int, blocks: int, x: int, x_stride: int, scales: int, scales_stride: int, rows: int, out: int, bounds: int,
+    segments: int,
+) -> None:  # fmt: skip
+    call_product(address, w, w_stride, blocks, x, x_stride, scales, scales_stride, rows, out, 64 * blocks, bounds, segments)
+
+
 QUANTIZE = {8: quantize_int8, 16: quantize_int16}
 
 
-def widen(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def quantized(x: npt.NDArray[np.uint16], bits: int) -> tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.float32]]:
-    """Codes [rows, k] and (scale, scale * sum, -32 * sums of halves as bits) [rows, G, 4] as the kernel writes them."""
+    """Codes [T, K] and (scale, scale * sum, -32 * sums of halves as bits) [T, G, 4] as the kernel writes them."""
     codes = np.zeros(x.shape, np.int8 if bits == 8 else np.int16)
     scales = np.zeros((len(x), x.shape[1] // 32, 4), np.float32)
     for row in range(len(x)):
@@ -73,20 +64,15 @@ def quantized(x: npt.NDArray[np.uint16], bits: int) -> tuple[npt.NDArray[np.sign
 @pytest.mark.parametrize("bits", [8, 16])
 def test_quantize(bits: int) -> None:
     x = round_to_bf16(
-        np.random.default_rng(bits).standard_normal((5, 96), np.float32) * np.array([[1], [1e-30], [1e30], [0], [7]], np.float32)
+        np.random.default_rng(bits).standard_normal((5, 96), np.float32) * np.array([[1], [1e-30], [1e30], [7], [0]], np.float32)
     )
     codes, scales = quantized(x, bits)
-    groups, most = widen(x).reshape(5, 3, 32), np.float32(2 ** (bits - 1) - 1)
-    peak = np.abs(groups).max(2)
-    assert np.array_equal(scales[..., 0], peak / most)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        wanted = np.rint(groups * (most / peak)[..., None])
-    found = codes.reshape(5, 3, 32)
-    live = np.array([0, 1, 2, 4])
-    assert np.array_equal(found[live], wanted[live])
-    assert np.array_equal(scales[live, :, 1], scales[live, :, 0] * found[live].sum(2, dtype=np.int32).astype(np.float32))
-    assert (scales[3, :, :2] == 0).all()
-    assert np.array_equal(scales[live, :, 2:].view(np.int32), -32 * found[live].reshape(4, 3, 2, 16).sum(3, dtype=np.int32))
+    wanted_codes, wanted_scales, wanted_sums = arithmetic.quantise(x[:4], bits)
+    assert np.array_equal(codes[:4], wanted_codes)
+    assert np.array_equal(scales[:4, :, 0], wanted_scales)
+    assert np.array_equal(scales[:4, :, 1], wanted_sums)
+    assert np.array_equal(scales[:4, :, 2:].view(np.int32), -32 * wanted_codes.reshape(4, 3, 2, 16).sum(3))
+    assert (scales[4, :, :2] == 0).all()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -98,50 +84,73 @@ def test_what_is_not_finite_is_not_hidden_by_quantising(poison: float) -> None:
     assert not np.isfinite(scales[0, 1, :2]).any()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("segments", [1, 16])
-@pytest.mark.parametrize("form", [Form.Q4_1, Form.Q8_0, Form.BF16])
-def test_product(form: Form, segments: int) -> None:
-    rng = np.random.default_rng(form)
-    n, k = 16 * N_BLOCKS, 32 * GROUPS
-    layout = LAYOUT[form]
-    dense = DenseTensor(rng.standard_normal((n, k), np.float32), "f32")
-    words = aligned(layout.packed_bytes(n, k)).view(np.uint16).reshape(N_BLOCKS, GROUPS, -1)
-    if form is Form.BF16:
-        bits = to_bf16_bits(dense)
-        pack.pack_bf16(bits, words)
-        weights = widen(bits)
-    else:
-        grouped = to_grouped(dense, 4 if form is Form.Q4_1 else 8)
-        pack.pack_grouped(grouped, words)
-        weights = to_float32(to_blocks(dense, "Q4_1" if form is Form.Q4_1 else "Q8_0"))
-    x = round_to_bf16(rng.standard_normal((ROWS, k), np.float32))
-    inputs, scales, meant = x, np.zeros((ROWS, GROUPS, 4), np.float32), widen(x).astype(np.float64)
-    if form is not Form.BF16:
-        inputs, scales = quantized(x, 8 if layout.inputs is Inputs.INT8 else 16)
-        meant = (inputs.reshape(ROWS, GROUPS, 32) * scales[..., :1].astype(np.float64)).reshape(ROWS, k)
-    bounds = bounds_of(GROUPS, 1) if segments > 1 else np.array([0, GROUPS])
+class Product:
+    """Random weights and activations of one form, and the compiled product of them."""
 
-    def multiply(first: int, rows: int) -> npt.NDArray[np.float32]:
-        out = np.full((rows, n), np.nan, np.float32)
-        x_, s_ = inputs[first:].ctypes.data, scales[first:].ctypes.data
-        call(product(form), words.ctypes.data, words.strides[0], x_, inputs.strides[0], s_, scales.strides[0], rows, out.ctypes.data,
-             bounds.ctypes.data, len(bounds) - 1)  # fmt: skip
-        return out
+    def __init__(self, form: Form, n: int, k: int, rows: int) -> None:
+        rng = np.random.default_rng(form)
+        layout = LAYOUT[form]
+        self.form, self.n, self.k = form, n, k
+        self.stored = arithmetic.random_rows(form, n, k, rng)
+        self.packed = aligned(layout.packed_bytes(n, k))
+        pack_rows(form, self.stored, 0, self.packed)
+        self.x = round_to_bf16(rng.standard_normal((rows, k), np.float32) * np.exp2(rng.integers(-20, 20, (rows, k))).astype(np.float32))
+        self._inputs, self._scales = self.x, np.zeros((rows, k // 32, 4), np.float32)
+        if form is not Form.BF16:
+            self._inputs, self._scales = quantized(self.x, 8 if layout.inputs is Inputs.INT8 else 16)
 
-    whole = multiply(0, ROWS)
-    exact = meant @ weights.T.astype(np.float64)
-    # fp32 sums of k products of order one: rounding errors add like a random walk.
-    assert np.abs(whole - exact).max() < 1e-5 * k
+    def run(self, first: int, rows: int, bounds: list[int]) -> npt.NDArray[np.float32]:
+        blocks = -(-self.n // 16)
+        out, ends = np.full((rows, 16 * blocks), np.nan, np.float32), np.array(bounds)
+        x, scales = self._inputs[first:].ctypes.data, self._scales[first:].ctypes.data
+        call(product(self.form), self.packed.ctypes.data, len(self.packed) // blocks, blocks, x, self._inputs.strides[0], scales,
+             self._scales.strides[0], rows, out.ctypes.data, ends.ctypes.data, len(ends) - 1)  # fmt: skip
+        assert not out[:, self.n :].any(), "outputs beyond the last"
+        return out[:, : self.n]
+
+    def reference(self, bounds: list[int]) -> npt.NDArray[np.float32]:
+        return arithmetic.product(self.form, self.stored, self.x, bounds)
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
+def test_a_product_is_what_the_written_arithmetic_says(form: Form, segments: str) -> None:
+    bounds = SEGMENTS[segments]
+    # Three blocks of outputs, the last one not full: a tile of two and a remainder. 34 rows: wide tiles, and two rows more.
+    case = Product(form, 41, 768, 34)
+    assert case.run(0, 34, bounds).tobytes() == case.reference(bounds)[:, :41].tobytes()
+
+
+@pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
+def test_rows_do_not_see_one_another(form: Form) -> None:
+    bounds = SEGMENTS["sixteen"]
+    case = Product(form, 48, 768, 44)
+    whole = case.run(0, 44, bounds)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 31, 32, 33, 38):
-        for first in (0, ROWS - rows):
-            assert multiply(first, rows).tobytes() == whole[first : first + rows].tobytes(), f"{rows} rows from {first}"
+        for first in (0, 44 - rows):
+            assert case.run(first, rows, bounds).tobytes() == whole[first : first + rows].tobytes(), f"{rows} rows from {first}"
 
 
-def test_outputs_that_do_not_fill_a_block_are_followed_by_zeros() -> None:
-    bits = round_to_bf16(np.ones((5, 32), np.float32))
-    words = np.zeros((1, 1, 512), np.uint16)
-    pack.pack_bf16(bits, words)
-    lanes = words.reshape(16, 16, 2)
-    assert (lanes[:, :5] == 0x3F80).all()
-    assert not lanes[:, 5:].any()
+@pytest.mark.parametrize("form", [form for form in Form if LAYOUT[form].groups == 1])
+def test_inputs_that_fill_no_superblock(form: Form) -> None:
+    case = Product(form, 16, 19 * 32, 3)
+    bounds = bounds_of(19, 1).tolist()
+    assert case.run(0, 3, bounds).tobytes() == case.reference(bounds).tobytes()
+
+
+def test_a_product_is_near_the_true_one() -> None:
+    """The reference itself: every form within what 8-bit activations lose."""
+    for form in Form:
+        case = Product(form, 16, 768, 4)
+        weights = arithmetic.widen(case.stored.view(np.uint16)) if form is Form.BF16 else arithmetic.matrix(form, case.stored).values()
+        x = arithmetic.widen(case.x)
+        true, found = x.astype(np.float64) @ weights.T.astype(np.float64), case.reference([0, 24])
+        assert np.abs(found - true).max() <= 0.01 * (np.abs(x).astype(np.float64) @ np.abs(weights.T).astype(np.float64)).max()
+
+
+def test_segments_are_the_same_for_any_number_of_ranks() -> None:
+    assert bounds_of(448, 1).tolist() == [28 * i for i in range(17)]
+    assert bounds_of(3, 6).tolist() == [0, 6, 12, 18]
+    assert bounds_of(1, 4).tolist() == [0, 4]
+    uneven = np.diff(bounds_of(19, 1))
+    assert (len(uneven), uneven.sum(), set(uneven.tolist())) == (16, 19, {1, 2})

@@ -1,0 +1,80 @@
+"""Records hold every bit of a file's rows, whoever packs which of them; and rows of an embedding come back out."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from paceline.backends import cpu
+from paceline.backends.quantize import round_to_bf16
+
+if not cpu.runs_here():
+    pytest.skip("this processor lacks AVX512-BF16 or AVX512-VNNI", allow_module_level=True)
+
+from tests.unit.backends.cpu import arithmetic
+
+from paceline.backends.cpu.aligned import aligned
+from paceline.backends.cpu.embed import embed_rows
+from paceline.backends.cpu.forms import LAYOUT, Form
+from paceline.backends.cpu.pack import pack_rows, row_bytes
+
+pytestmark = pytest.mark.timeout(300)
+N, K = 75, 512
+
+
+def packed(form: Form, rows: np.ndarray, cuts: list[int], threads: int = 1) -> np.ndarray:
+    out = aligned(LAYOUT[form].packed_bytes(len(rows), K))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda ends: pack_rows(form, rows[slice(*ends)], ends[0], out), pairwise(cuts)))
+    return out
+
+
+@pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
+def test_a_record_takes_the_bytes_of_its_rows(form: Form) -> None:
+    assert LAYOUT[form].packed_bytes(16, K) == 16 * row_bytes(form, K)
+    if form is not Form.BF16:
+        sizes = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+        assert row_bytes(form, 256) == sizes[form.name] * (1 if form.name.endswith("K") else 8)
+
+
+@pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
+def test_slabs_and_threads_change_nothing(form: Form) -> None:
+    rows = arithmetic.random_rows(form, N, K, np.random.default_rng(form))
+    whole = packed(form, rows, [0, N])
+    assert whole.any()
+    assert np.array_equal(packed(form, rows, [0, 1, 5, 16, 30, 48, 49, N], threads=2), whole)
+
+
+@pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
+def test_rows_of_an_embedding_come_back_out(form: Form) -> None:
+    rows = arithmetic.random_rows(form, N, K, np.random.default_rng(form))
+    table = packed(form, rows, [0, N])
+    ids = np.array([0, 15, 16, 74, 3, 3, 40], np.int32)
+    out = np.zeros((len(ids), K), np.uint16)
+    embed_rows(form, table.ctypes.data, ids, out)
+    if form is Form.BF16:
+        assert np.array_equal(out, rows.view(np.uint16)[ids])
+    else:
+        values = dequantize(rows, GGMLQuantizationType[form.name])
+        assert np.array_equal(arithmetic.matrix(form, rows).values(), values)
+        assert np.array_equal(out, round_to_bf16(values[ids]))
+
+
+def test_outputs_that_do_not_fill_a_block_are_followed_by_zeros() -> None:
+    table = packed(Form.BF16, np.full((5, 2 * K), 0x3F, np.uint8), [0, 5])
+    lanes = table.view(np.uint16).reshape(K // 32, 16, 16, 2)
+    assert (lanes[:, :, :5] == 0x3F3F).all()
+    assert not lanes[:, :, 5:].any()
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    out = aligned(LAYOUT[Form.Q4_K].packed_bytes(16, K))
+    with pytest.raises(ValueError, match="Q4_K"):
+        pack_rows(Form.Q4_K, np.zeros((17, row_bytes(Form.Q4_K, K)), np.uint8), 0, out)
+    with pytest.raises(ValueError, match="from row 1 "):
+        pack_rows(Form.Q4_K, np.zeros((16, row_bytes(Form.Q4_K, K)), np.uint8), 1, out)
