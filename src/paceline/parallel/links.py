@@ -37,7 +37,7 @@ class ActivationSink(Protocol):
         Args:
             batch: what the rows are.
             x_TD: may be reused by the caller afterwards.
-            deadline: on the monotonic clock.
+            deadline: on the monotonic clock, for as long as no byte is taken: each that is gives the whole time anew.
 
         Raises:
             StreamStalled: the other side takes nothing.
@@ -57,11 +57,11 @@ class ActivationSource(Protocol):
         """The next batch. The array is good until the next call.
 
         Args:
-            deadline: on the monotonic clock.
+            deadline: on the monotonic clock, for as long as no byte comes: each that does gives the whole time anew.
             rehearse: may be called while nothing comes.
 
         Raises:
-            StreamStalled: none came, or one began and did not end, until `deadline` on the monotonic clock.
+            StreamStalled: nothing came until `deadline`.
             TensorStreamError: the stream is broken, or what it carries is.
         """
         ...

@@ -175,10 +175,13 @@ class PipelineExecutor:
         now = clock.monotonic()
         times.own_s += now - began
         try:
-            route.sink.send(stage_batch, bits_TD, now + self._allowed_s())
+            # Whoever takes it has those before it to compute, and then maybe this one: it need not be read in one go.
+            route.sink.send(stage_batch, bits_TD, now + self._allowed_s(stage_batch))
         except TensorStreamError as error:
             raise self._lost(error) from error
-        times.sending_s += clock.monotonic() - now
+        took = clock.monotonic() - now
+        times.sending_s += took
+        self._patience.carried(bits_TD.nbytes, took)
         self._pending.append(_InFlight(stage_batch, rows_R, now))
 
     def collect(self, deadline: float) -> StepOutput:
@@ -254,9 +257,11 @@ class PipelineExecutor:
         self.depth = 1 if self._search.is_alone else len(route.stages) + bool(own)
         self._received = 0
 
-    def _allowed_s(self) -> float:
-        """How long nothing may come, or be taken: what is on its way has to be computed first."""
-        return self._limits.stall_s + sum(self._patience.of(waiting.batch.n_rows) for waiting in self._pending)
+    def _allowed_s(self, *more: StageBatch) -> float:
+        """How long nothing may come, or be taken: what is on its way has to be computed and carried first, and `more` batches with it."""
+        hops = len(self.stages) + 1
+        batches = (*(waiting.batch for waiting in self._pending), *more)
+        return self._limits.stall_s + sum(self._patience.of(batch.n_rows, hops * 2 * self._width * batch.n_rows) for batch in batches)
 
     def _in_use(self) -> Route:
         """The route, unless something was heard of it that ends it.

@@ -19,6 +19,13 @@ def test_a_long_prefill_is_waited_for_as_single_rows_take_until_one_was_seen() -
     assert patience.of(1) == MARGIN * 0.02
 
 
+def test_a_batch_is_given_the_time_that_its_way_takes_over_a_slow_link() -> None:
+    patience = Patience(0.01)
+    patience.carried(8 << 20, 2.0)
+    patience.carried(1000, 0.5)  # which says nothing of the link
+    assert patience.of(512, 3 * (8 << 20)) == MARGIN * (5.12 + 6.0)
+
+
 def test_a_machine_that_turns_slow_is_not_taken_for_an_ordinary_one() -> None:
     patience = Patience()
     for _ in range(50):

@@ -519,6 +519,18 @@ def test_without_a_route_there_is_no_pipeline(runners: dict[str, LayerRunner[Any
     assert caught.value.code == "shard_unavailable"
 
 
+def test_a_batch_is_given_its_own_time_while_it_is_sent(runners: dict[str, LayerRunner[Any]]) -> None:
+    router = MemoryRouter(machines(runners, "one"), [LayerRange(2, 6)])
+    limits = PipelineLimits(row_s=1e6)
+    executor = PipelineExecutor(runners["head2"], SPEC.n_layers, router, limits, SystemClock())
+    stage, bounds = router.routes[0], list[float]()
+    send = stage.sink.send
+    stage.sink.send = lambda batch, x_TD, deadline: (bounds.append(deadline), send(batch, x_TD, deadline))[1]  # type: ignore[method-assign]
+    Run(executor).all(requests(1, max_tokens=1))
+    router.close()
+    assert bounds[0] - SystemClock().monotonic() > 1e6
+
+
 def test_activations_are_no_tokens(runners: dict[str, LayerRunner[Any]]) -> None:
     """What stages are sent: bf16 rows, and no ids."""
     with Bench(runners, "head", ["one"], [(0, 6)]) as bench:

@@ -93,6 +93,11 @@ class Incoming:
         self._array: Array = self._store
 
     @property
+    def tensor_bytes(self) -> int:
+        """Of the tensor that is coming; 0 where none has begun to."""
+        return self._array.nbytes if self._parts or self._conversation.state is State.INSIDE else 0
+
+    @property
     def empty(self) -> bool:
         """Nothing has come that was not told of."""
         return self._start == self._end and not self._parts

@@ -1,4 +1,5 @@
-"""A TLS socket with deadlines. One thread reads and writes it, inside `with`; any thread may close it, which wakes that one.
+"""A TLS socket whose waits are bounded: a deadline holds for as long as nothing moves, and each byte that does gives the whole time anew, so that
+a slow link is no stall. One thread reads and writes it, inside `with`; any thread may close it, which wakes that one.
 
 The socket never blocks: a read or a write is tried, and only what can't be done yet is waited for, so that a message costs no system call
 beyond its own.
@@ -35,6 +36,9 @@ NOT_WANTED_S = 1.0
 
 FIRST_PAUSE_S = 100e-6
 """Between the first two rehearsals; each pause is twice the one before."""
+
+LEAST_BYTES_PER_S = 64 << 10
+"""Of what moves all the time. Raising it: links that are slower count as stalled, and a peer that sends a byte now and then is found sooner."""
 
 _OPTIONS = (
     # Linux
@@ -76,6 +80,33 @@ def _ready(sock: socket.socket, seconds: float, *, writing: bool) -> bool:
     return bool(poll.poll(math.ceil(1000 * seconds)))
 
 
+class Silence:
+    """Until when something has to move: a deadline that each byte moves on, by as long as it was away at first.
+
+    Args:
+        deadline: on the monotonic clock.
+        now: the clock.
+        n_bytes: that are to move, at `LEAST_BYTES_PER_S` or faster; 0: not known yet.
+    """
+
+    __slots__ = ("_end", "_now", "_seconds", "deadline")
+
+    def __init__(self, deadline: float, now: Callable[[], float], n_bytes: int = 0) -> None:
+        self.deadline, self._now, self._seconds = deadline, now, deadline - now()
+        self._end = deadline + n_bytes / LEAST_BYTES_PER_S if n_bytes else math.inf
+
+    def moved(self, n_bytes: int = 0) -> None:
+        """Something did.
+
+        Args:
+            n_bytes: that are to move, where that is known by now.
+        """
+        self.deadline = self._now() + self._seconds
+        if n_bytes and self._end == math.inf:
+            self._end = self.deadline + n_bytes / LEAST_BYTES_PER_S
+        self.deadline = min(self.deadline, self._end)
+
+
 class Pipe:
     """One connection, its handshake done.
 
@@ -86,6 +117,8 @@ class Pipe:
 
     def __init__(self, sock: ssl.SSLSocket, peer: NodeId) -> None:
         self.peer = peer
+        self.now = time.perf_counter
+        """The monotonic clock of all deadlines."""
         sock.setblocking(False)
         self._sock = sock
         self._using = threading.Lock()
@@ -113,7 +146,7 @@ class Pipe:
 
         Args:
             data: what to send.
-            deadline: None: soon.
+            deadline: for as long as nothing is taken; None: soon.
 
         Raises:
             StreamStalled: the other side takes nothing, or too little.
@@ -122,15 +155,16 @@ class Pipe:
         at, n = self._write(data), len(data)
         if at == n:
             return
-        if deadline is None:
-            deadline = time.perf_counter() + CLOSE_WAIT_S
+        silence = Silence(self.now() + CLOSE_WAIT_S if deadline is None else deadline, self.now, n)
         view = memoryview(data)
         while at < n:
             # What was taken of it so far is some records, so this looks at the clock every 16 KB.
             sent = self._write(view[at:])
             at += sent
-            if at < n and (not sent or time.perf_counter() >= deadline):
-                self._wait(deadline, "takes nothing", writing=True)
+            if sent:
+                silence.moved()
+            if at < n and (not sent or self.now() >= silence.deadline):
+                self._wait(silence.deadline, "takes nothing", writing=True)
 
     def receive(self, into: memoryview, deadline: float, rehearse: Callable[[], None] | None = None) -> int:
         """At least a byte; as many as there are, up to a record.
@@ -168,7 +202,7 @@ class Pipe:
 
     def _look(self, into: memoryview, deadline: float, rehearse: Callable[[], None] | None) -> int:
         """Read until something comes, for a while, if the core is this thread's."""
-        n, now = self.receive_now(into), time.perf_counter()
+        n, now = self.receive_now(into), self.now()
         if n or now < self._looks_from:
             return n
         began, computed, pause, again = now, time.thread_time(), FIRST_PAUSE_S, now
@@ -176,8 +210,8 @@ class Pipe:
         while not n and now < until:
             if rehearse is not None and now >= again:
                 rehearse()
-                again, pause = time.perf_counter() + pause, 2 * pause
-            n, now = self.receive_now(into), time.perf_counter()
+                again, pause = self.now() + pause, 2 * pause
+            n, now = self.receive_now(into), self.now()
         took = now - began
         if took > NOTICEABLE_S and time.thread_time() - computed < 0.7 * took:
             self._looks_from = now + NOT_WANTED_S
@@ -193,8 +227,8 @@ class Pipe:
 
     def _wait(self, deadline: float, what: str, *, writing: bool) -> None:
         """Until more can be sent, or there may be something to read."""
-        remaining = deadline - time.perf_counter()
-        if remaining <= 0 or not _ready(self._sock, remaining, writing=writing):
+        # Once even where the deadline has passed: this machine may have slept, and the other side not.
+        if not _ready(self._sock, max(0.0, deadline - self.now()), writing=writing):
             raise StreamStalled(f"{self.peer} {what} on a tensor stream")
 
     def close(self, last_words: bytes = b"") -> None:

@@ -9,7 +9,7 @@ from paceline.transport.tensor.conversation import Conversation
 from paceline.transport.tensor.end import HALF, End
 from paceline.transport.tensor.frames import ack, error_of
 from paceline.transport.tensor.incoming import Closed, Incoming, Message
-from paceline.transport.tensor.pipe import Pipe
+from paceline.transport.tensor.pipe import Pipe, Silence
 from paceline.transport.tensor.rehearsal import Rehearsal
 
 
@@ -24,7 +24,7 @@ class TensorReceiver(End):
         """The next tensor. Its array is good until the next call.
 
         Args:
-            deadline: on the monotonic clock.
+            deadline: on the monotonic clock, for as long as nothing comes (`pipe.Silence`).
             rehearse: called now and then while this looks, with a message like the last one, of zeros.
 
         Raises:
@@ -87,14 +87,16 @@ class TensorReceiver(End):
         if conversation.unacknowledged > HALF + HALF // 2:
             # Nobody acknowledges; but asking for more says as much.
             self._ack(deadline)
+        silence = Silence(deadline, pipe.now)
         while True:
             event = incoming.next()
             if event is None:
-                incoming.filled(pipe.receive(incoming.space(), deadline, rehearse))
+                incoming.filled(pipe.receive(incoming.space(), silence.deadline, rehearse))
+                silence.moved(incoming.tensor_bytes)
             elif isinstance(event, Message | Closed):
                 return event
             elif conversation.unacknowledged >= HALF:
-                self._ack(deadline)
+                self._ack(silence.deadline)
 
     def _ack(self, deadline: float | None) -> None:
         """For every chunk that has come. It is a few bytes: who can't take them takes nothing any more."""

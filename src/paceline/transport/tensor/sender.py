@@ -24,7 +24,7 @@ from paceline.transport.tensor.frames import (
     tensor_start,
 )
 from paceline.transport.tensor.incoming import FROM_RECEIVER, Array, Closed, Incoming
-from paceline.transport.tensor.pipe import Pipe
+from paceline.transport.tensor.pipe import Pipe, Silence
 
 JOINED_BYTES = 48 << 10
 """Frames up to here are put together, so that each is one write."""
@@ -101,7 +101,7 @@ class TensorSender(End):
         Args:
             header: at most 512 KiB.
             array: uint16 (bf16 bits), float16 or float32, of at most four dimensions and 64 MiB.
-            deadline: on the monotonic clock.
+            deadline: on the monotonic clock, for as long as nothing is taken (`pipe.Silence`).
 
         Raises:
             TensorTooLarge: beyond these bounds. The stream is good for another.
@@ -119,24 +119,25 @@ class TensorSender(End):
             )
         self._ready_for = None
         data = (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B") if total else memoryview(b"")
-        conversation = self._conversation
+        conversation, silence = self._conversation, Silence(deadline, self._pipe.now, total)
         try:
             with self._pipe:
-                self._make_way(deadline)
+                self._make_way(silence)
                 seq, at = conversation.next_seq, min(total, MAX_CHUNK_BYTES - n_header)
                 conversation.tensor(seq, total, at)
-                self._put(tensor_start(seq, n_header, total, code, array.shape, at) + header, data[:at], deadline)
+                self._put(tensor_start(seq, n_header, total, code, array.shape, at) + header, data[:at], silence)
                 while at < total:
-                    self._make_way(deadline)
+                    self._make_way(silence)
                     seq, n = conversation.next_seq, min(total - at, MAX_CHUNK_BYTES)
                     conversation.chunk(seq, n)
-                    self._put(chunk_start(seq, n), data[at : at + n], deadline)
+                    self._put(chunk_start(seq, n), data[at : at + n], silence)
                     at += n
         except TensorStreamError as error:
             raise self._broken(error) from error
 
-    def _put(self, start: bytes, data: memoryview, deadline: float) -> None:
+    def _put(self, start: bytes, data: memoryview, silence: Silence) -> None:
         """A frame: its start and its data, in one write where that is cheap."""
+        deadline = silence.deadline
         at, n = len(start), len(data)
         if at + n <= JOINED_BYTES:
             joined = self._joined
@@ -146,15 +147,17 @@ class TensorSender(End):
         else:
             self._pipe.send(start, deadline)
             self._pipe.send(data, deadline)
+        silence.moved()
 
-    def _make_way(self, deadline: float) -> None:
+    def _make_way(self, silence: Silence) -> None:
         """Have room for a chunk in the window."""
         conversation = self._conversation
         if conversation.unacknowledged >= HALF:
             while self._hear_now():
                 pass
             while conversation.unacknowledged >= WINDOW:
-                self._hear(deadline)
+                self._hear(silence.deadline)
+                silence.moved()
 
     def _hear(self, deadline: float) -> None:
         """One thing that the other side says."""

@@ -13,7 +13,10 @@ import pytest
 from tests.unit.transport.tensor.meeting import Meeting, soon, until_it_breaks
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
+from paceline.testing.clock import FakeClock
+from paceline.transport.tensor import pipe
 from paceline.transport.tensor.frames import MAX_TENSOR_BYTES, WINDOW, chunk_start, tensor_start
+from paceline.transport.tensor.pipe import LEAST_BYTES_PER_S, Silence
 
 SHORT_S = 0.2
 
@@ -134,6 +137,67 @@ def test_a_reader_that_stops_within_a_large_tensor_stalls_its_sender(met: Meetin
     sender, _receiver = met.stream()
     with pytest.raises(StreamStalled, match="far"):
         sender.send(b"", np.zeros(MAX_TENSOR_BYTES // 4, np.uint16), soon(SHORT_S))
+
+
+SLOW_BYTES, WAIT_S = 2 << 20, 100.0
+
+
+def test_a_link_that_takes_little_at_a_time_is_no_stall(met: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record takes nearly as long as nothing may move, and all of them take many times as long."""
+    monkeypatch.setattr(pipe, "LEAST_BYTES_PER_S", 100)
+    sender, receiver = met.stream()
+    clock, write = FakeClock(), sender._pipe._write
+
+    def write_slowly(data: memoryview) -> int:
+        n = write(data[: 16 << 10])
+        clock.advance(0.9 * WAIT_S if n else 0.0)
+        return n
+
+    sender._pipe.now, sender._pipe._write = clock.monotonic, write_slowly
+    large = np.ones(SLOW_BYTES // 2, np.uint16)
+    sending = InThread(lambda: sender.send(b"h", large, WAIT_S))
+    np.testing.assert_array_equal(receiver.receive(soon()).array, large)
+    sending.result()
+    assert clock.monotonic() > 60 * WAIT_S
+
+
+def test_a_link_that_gives_little_at_a_time_is_no_stall(met: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe, "LEAST_BYTES_PER_S", 100)
+    sender, receiver = met.stream()
+    data = bits(64).tobytes()
+    whole = tensor_start(0, 1, len(data), 1, (64, 576), len(data)) + b"h" + data
+    pieces = [whole[at : at + 1000] for at in range(0, len(whole), 1000)]
+    clock, read = FakeClock(), receiver._pipe.receive_now
+
+    def read_slowly(into: memoryview) -> int:
+        n = read(into)
+        if not n and pieces:
+            clock.advance(0.9 * WAIT_S)
+            sender._pipe.send(pieces.pop(0), soon())
+        return n
+
+    receiver._pipe.now, receiver._pipe.receive_now = clock.monotonic, read_slowly
+    np.testing.assert_array_equal(receiver.receive(WAIT_S).array, bits(64))
+    assert clock.monotonic() > 60 * WAIT_S
+
+
+def test_silence_is_counted_from_the_last_byte_and_bytes_that_only_trickle_are_no_life_sign() -> None:
+    clock = FakeClock()
+    silence = Silence(2.0, clock.monotonic, 10 * LEAST_BYTES_PER_S)
+    ends: list[float] = []
+    for _ in range(8):
+        clock.advance(1.9)
+        silence.moved()
+        ends.append(silence.deadline)
+    assert ends == pytest.approx([3.9, 5.8, 7.7, 9.6, 11.5, 12.0, 12.0, 12.0])
+    unknown = Silence(clock.monotonic() + 2.0, clock.monotonic)
+    clock.advance(1.9)
+    unknown.moved()
+    assert unknown.deadline == pytest.approx(clock.monotonic() + 2.0)
+    unknown.moved(10 * LEAST_BYTES_PER_S)
+    clock.advance(11.5)
+    unknown.moved(10 * LEAST_BYTES_PER_S)
+    assert unknown.deadline == pytest.approx(clock.monotonic() + 0.5)
 
 
 def test_a_sender_that_sends_nothing_is_waited_for_again(met: Meeting) -> None:
