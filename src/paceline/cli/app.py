@@ -76,6 +76,9 @@ def up(
     local_nodes: Annotated[
         int, typer.Option("--local-nodes", min=1, max=16, help="Try it: a fleet of so many nodes on this machine, with a pipeline.")
     ] = 1,
+    beside: Annotated[
+        list[str] | None, typer.Option("--beside", hidden=True, help="A model that lies elsewhere, to run layers of for others.")
+    ] = None,
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Stop when standard input ends.")] = False,
 ) -> None:
     """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
@@ -91,6 +94,7 @@ def up(
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
+        tuple(beside or ()),
     )
     run_shared(settings, sharing, host=host, port=port, api_key=api_key, greet=greet)
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from paceline.cli.bench_report import counts, note_load, print_report, table_of, telling
+from paceline.cli.bring import lies_elsewhere
 from paceline.cli.membership import fleet_settings
-from paceline.cli.terminal import counted
+from paceline.cli.terminal import Terminal, counted
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.plan import Objective, Pin
@@ -23,6 +24,7 @@ from paceline.node.pipeline_settings import PipelineSettings, read_pipeline_sett
 from paceline.node.pipelines.build import PipelineOrder
 from paceline.node.planning import parse_pin
 from paceline.node.settings import NodeSettings
+from paceline.store.catalog import resolve
 from paceline.store.home import Home
 
 
@@ -55,7 +57,7 @@ def bench_pipeline(
             with closing(BenchNode(fleet, Home.from_environment(), clock)) as node:
                 report = run_pipeline_bench(node, settings, PipelineOrder(_allowed(), asked, own_layers), plan, clock, tell)
         else:
-            with _local(local_nodes, settings.threads) as (local, node):
+            with _local(local_nodes, settings) as (local, node):
                 settings = replace(settings, threads=local.threads)
                 order = PipelineOrder(
                     _allowed(), asked or tuple(Pin(NodeId(name)) for name in local.names), own_layers, Objective.THROUGHPUT
@@ -74,7 +76,7 @@ def bench_fault(
     """
     plan = FaultPlan(kill, at, *lengths, counts("--streams", streams), spare)
     plan.check(local_nodes)
-    with telling() as tell, _local(local_nodes, settings.threads) as (local, node):
+    with telling() as tell, _local(local_nodes, settings) as (local, node):
         settings = replace(settings, threads=local.threads)
         report = run_fault_bench(node, local, settings, _allowed(), plan, SystemClock(), tell)
     print_report(report, show_fault, as_json=as_json)
@@ -86,13 +88,16 @@ def _allowed() -> PipelineSettings:
 
 
 @contextmanager
-def _local(count: int, threads: int | None) -> Generator[tuple[LocalFleet, BenchNode]]:
+def _local(count: int, settings: NodeSettings) -> Generator[tuple[LocalFleet, BenchNode]]:
     """A fleet on this machine, whose first node this process is."""
-    local = LocalFleet(count, threads)
+    path = lies_elsewhere(settings.model, Terminal())
+    local = LocalFleet(count, settings.threads, model=path)
     try:
         become_first(local)
-        settings = FleetSettings(local.port, local.host, mdns=False, preset=parse_preset(local.preset))
-        with closing(BenchNode(settings, Home.from_environment(), SystemClock())) as node:
+        at = FleetSettings(local.port, local.host, mdns=False, preset=parse_preset(local.preset))
+        home = Home.from_environment()
+        beside = () if path is None else (resolve(str(path), home),)
+        with closing(BenchNode(at, home, SystemClock(), beside)) as node:
             node.wait_for(local.names[1:])
             yield local, node
     finally:

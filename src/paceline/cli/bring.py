@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -54,3 +55,24 @@ def ensure(ref: str, console: Console) -> None:
     home = Home.from_environment()
     if not is_here(ref, home):
         from_fleet(ref, home, console)
+
+
+def lies_elsewhere(ref: str, console: Console) -> Path | None:
+    """Where a model lies that is not among this home's, once its digest is known to all that share this home's caches. None for any other.
+
+    Raises:
+        UserError: it can't be read, or run.
+    """
+    from paceline.node.offers import learn_digest
+    from paceline.store.catalog import locations, resolve
+
+    home = Home.from_environment()
+    try:
+        location = resolve(ref, home)
+    except ModelNotFound:
+        return None  # the fleet may have it; if not, whoever opens it says so
+    if location in locations(home):
+        return None
+    with byte_bar(console, f"Reading {ref} for its digest, once", "Starting nodes") as progress:
+        learn_digest(location, home, progress)
+    return location.path

@@ -64,19 +64,27 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
 
 
 @contextmanager
-def opening_bar(console: Console) -> Generator[tuple[Callable[[int, int], None], Callable[[Opening], None]]]:
+def opening_bar(
+    console: Console, model: str
+) -> Generator[tuple[Callable[[int, int], None], Callable[[int, int], None], Callable[[Opening], None]]]:
     """Show how far the machines of a pipeline are with their layers while the block runs: bars, or lines where none can be drawn.
 
     Args:
         console: where.
+        model: its name.
 
     Yields:
-        What is told of this machine's part, in bytes done and bytes in all, and what is told of the others'; from any thread.
+        What is told of reading the model to learn its digest and of loading this machine's part, each in bytes done and bytes in all, and what
+        is told of the others' loading; from any thread.
     """
     with _bars(console) as progress:
+        reads = progress.add_task(f"Reading {model} for its digest, once", total=None, visible=False)
         here = progress.add_task("Loading layers here", total=None, visible=False)
         there = progress.add_task("", total=None, visible=False)
         said = ""
+
+        def reading(done: int, total: int) -> None:
+            progress.update(reads, completed=done, total=total or None, visible=done < total)
 
         def own(done: int, total: int) -> None:
             progress.update(here, completed=done, total=total or None, visible=done < total)
@@ -92,7 +100,7 @@ def opening_bar(console: Console) -> Generator[tuple[Callable[[int, int], None],
                 console.print(f"{label}, {opening}", markup=False, soft_wrap=True)
             said = line
 
-        yield own, others
+        yield reading, own, others
 
 
 def _bars(console: Console) -> Progress:

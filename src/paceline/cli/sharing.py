@@ -32,6 +32,7 @@ class Sharing:
     propose: tuple[str, ...]
     local_nodes: int
     tied: bool
+    beside: tuple[str, ...] = ()
 
 
 def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, port: int, api_key: str | None, greet: bool) -> NoReturn:
@@ -58,12 +59,14 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
         raise ConfigError(
             "--local-nodes is a pipeline over nodes of this machine alone", "Leave out --no-pipeline, --no-serve-shards and --peer."
         )
+    from paceline.cli.bring import lies_elsewhere
+    from paceline.cli.terminal import Terminal
     from paceline.node.local_fleet import LocalFleet, become_first
     from paceline.node.pipeline_settings import read_pipeline_settings
     from paceline.store.home import Home
 
     read_pipeline_settings(Home.from_environment())  # what is wrong there is said before anything starts
-    local = LocalFleet(sharing.local_nodes, settings.threads)
+    local = LocalFleet(sharing.local_nodes, settings.threads, model=lies_elsewhere(settings.model, Terminal()))
     become_first(local)
     others = ", ".join(f"{name} (process {pid})" for name, pid in local.pids.items())
     if others:
@@ -98,6 +101,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.planning import parse_pin
     from paceline.node.shards.hosting import hosting_of
+    from paceline.store.catalog import resolve
 
     pipelines = configured.overridden(
         enabled=sharing.pipeline, serve_shards=sharing.serve_shards, fallback_to_local=sharing.fallback_to_local
@@ -107,7 +111,9 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     in_need = order if pipelines.enabled else None
     order = order if asked else None
     hosting = hosting_of(pipelines, None if settings is None else settings.threads)
-    shared = partial(run_up, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose)
+    home = Home.from_environment()
+    beside = tuple(resolve(path, home) for path in sharing.beside)
+    shared = partial(run_up, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose, beside=beside)
     shared(settings, host=host, port=port, api_key=api_key, greet=greet)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.serving import FleetServing
     from paceline.node.shards.serving import Hosting
+    from paceline.store.catalog import ModelLocation
 
 ORDERLY_S = 1.8
 """Longest an orderly stop may take; after it the process ends as it does at a second Ctrl-C."""
@@ -58,6 +59,7 @@ def run_up(
     in_need: PipelineOrder | None = None,
     hosting: Hosting | None = None,
     propose: Sequence[str] = (),
+    beside: Sequence[ModelLocation] = (),
 ) -> NoReturn:
     """Serve until interrupted: this machine alone, or, where it is a member of a fleet, as one node of it.
 
@@ -72,6 +74,7 @@ def run_up(
         in_need: the same, where this machine can't run it alone; None: it is an error then.
         hosting: how layers are run for others; None: they are not.
         propose: models to draft with.
+        beside: models that lie elsewhere than in this home, for others to fetch and for layers that run here.
 
     Raises:
         UserError: an address, a model or a setting that can't be used.
@@ -107,7 +110,7 @@ def run_up(
                     if proposers:
                         service_of(app).metrics.add(await stack.enter_async_context(_alone(node, proposers)))
                 else:
-                    whole = await stack.enter_async_context(_in_fleet(node, fleet, stop, console, hosting, proposers))
+                    whole = await stack.enter_async_context(_in_fleet(node, fleet, stop, console, hosting, proposers, beside))
                     if order is not None and settings is not None:
                         node = await _spread(whole, settings, order, stop, console)
                         if node is None:
@@ -154,12 +157,13 @@ async def _in_fleet(
     console: Console,
     hosting: Hosting | None,
     proposers: Sequence[LoadedProposer],
+    beside: Sequence[ModelLocation],
 ) -> AsyncGenerator[FleetServing]:
     from paceline.core.clock import SystemClock
     from paceline.node.serving import serving
     from paceline.store.home import Home
 
-    async with serving(node, settings, Home.from_environment(), SystemClock(), stop, hosting, proposers) as whole:
+    async with serving(node, settings, Home.from_environment(), SystemClock(), stop, hosting, proposers, beside) as whole:
         console.print(f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}", markup=False, soft_wrap=True)
         yield whole
 
@@ -182,8 +186,9 @@ async def _spread(
     began_s = time.perf_counter()
     console.print(f"Looking for machines to share {settings.model} with", markup=False, soft_wrap=True)
     note_compiling(console)
-    with opening_bar(console) as (own, others):
-        opening = asyncio.create_task(orchestrate(whole, settings, order, SystemClock(), progress=own, on_opening=others))
+    with opening_bar(console, settings.model) as (reading, own, others):
+        asked = orchestrate(whole, settings, order, SystemClock(), reading=reading, progress=own, on_opening=others)
+        opening = asyncio.create_task(asked)
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not opening.done():

@@ -26,6 +26,7 @@ from paceline.node.serving import FleetServing
 from paceline.node.settings import NodeSettings
 from paceline.node.shards.tensor_ends import tensor_ends
 from paceline.parallel.sessions import SESSION_ID_BYTES, StageRequest
+from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.transport.shard_client import open_stage
 
@@ -42,13 +43,14 @@ class BenchNode:
         settings: its part in the fleet.
         home: with an identity.
         clock: all time.
+        beside: models that lie elsewhere than in the home.
 
     Raises:
         UserError: it can't be one.
     """
 
-    def __init__(self, settings: FleetSettings, home: Home, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, settings: FleetSettings, home: Home, clock: Clock, beside: Sequence[ModelLocation] = ()) -> None:
+        self._clock, self._beside = clock, beside
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._loop = LoopThread("paceline-node")
         self._whole: FleetServing | None = None
@@ -137,6 +139,6 @@ class BenchNode:
                 self._loop.close()
 
     async def _start(self, settings: FleetSettings, home: Home) -> tuple[FleetServing, FleetEyes]:
-        whole = FleetServing(None, settings, home, self._clock)
+        whole = FleetServing(None, settings, home, self._clock, beside=self._beside)
         await whole.start()
         return whole, FleetEyes(whole.fleet, PipelineSettings().shard_age_s)

@@ -120,25 +120,44 @@ def learn_digests(home: Home, stopped: Callable[[], bool]) -> int:
     Returns:
         How many models gained one.
     """
-    cache, learned = DigestCache(home), 0
+    learned = 0
 
-    def read(_: int) -> None:
+    def read(done: int, total: int) -> None:
+        del done, total
         if stopped():
             raise _Stopped
 
     for location in locations(home):
         try:
-            weights = open_weights(location.path, cache)
-            if weights.known_digest is not None:
-                continue
-            for file in weights.files:
-                file_sums(file, home, read)  # which remembers the file's digest too
-            learned += weights.known_digest is not None
+            learned += learn_digest(location, home, read)
         except _Stopped:
             break
         except (PacelineError, OSError) as error:
             logger.warning("the digest of %s can't be had: %s", location.name, error)
     return learned
+
+
+def learn_digest(location: ModelLocation, home: Home, progress: Callable[[int, int], None]) -> bool:
+    """Compute the digest of one model, and what other nodes check its pieces by. Takes as long as reading it.
+
+    Args:
+        location: of the model.
+        home: keeps them.
+        progress: told (bytes read, bytes to read).
+
+    Returns:
+        False where it was known.
+
+    Raises:
+        ModelFileError, UnsupportedModel: it can't be read, or run.
+    """
+    weights = open_weights(location.path, DigestCache(home))
+    if weights.known_digest is not None:
+        return False
+    total, before = sum(file.stat().st_size for file in weights.files), 0
+    for file in weights.files:
+        before += file_sums(file, home, lambda read, before=before: progress(before + read, total)).size
+    return weights.known_digest is not None
 
 
 class _Stopped(Exception):

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 from prometheus_client.registry import Collector
 
+from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.node.build import BuiltNode
@@ -25,11 +26,12 @@ from paceline.node.fleet_local import LocalModels
 from paceline.node.fleet_metrics import FleetMetrics
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_tokenizers import TokenizerStore
-from paceline.node.offers import WarmModel, learn_digests
+from paceline.node.offers import WarmModel, learn_digest, learn_digests
 from paceline.node.pipelines.meter import PipelineMeter, PipelineMetrics
 from paceline.node.pipelines.slots import PipelineSlots
 from paceline.node.shards.serving import Hosting, ShardServing
 from paceline.node.weights import weights_service
+from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.transport.generate_service import GenerateServicer, LoadedModel
 from paceline.transport.trust.folder import FleetFolder
@@ -43,10 +45,17 @@ class Portrait:
         portrait: looks.
         warm: loaded models.
         drafts: what this node proposes tokens with.
+        beside: models that lie elsewhere than in the home. More may be added while this lives.
     """
 
-    def __init__(self, portrait: SelfPortrait, warm: tuple[WarmModel, ...], drafts: tuple[ModelOffer, ...] = (LOOKUP,)) -> None:
-        self._portrait, self._warm, self._drafts = portrait, warm, drafts
+    def __init__(
+        self,
+        portrait: SelfPortrait,
+        warm: tuple[WarmModel, ...],
+        drafts: tuple[ModelOffer, ...] = (LOOKUP,),
+        beside: Sequence[ModelLocation] = (),
+    ) -> None:
+        self._portrait, self._warm, self._drafts, self._beside = portrait, warm, drafts, beside
 
     def add(self, warm: WarmModel) -> None:
         """A model was loaded; the next look says so."""
@@ -54,7 +63,7 @@ class Portrait:
 
     def look(self) -> bool:
         """Measure."""
-        return self._portrait.look(self._warm, self._drafts)
+        return self._portrait.look(self._warm, self._drafts, tuple(self._beside))
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool:
         """Say from now on which layers are loaded for others."""
@@ -76,6 +85,7 @@ class FleetServing:
         clock: Clock,
         hosting: Hosting | None = None,
         proposers: Sequence[LoadedProposer] = (),
+        beside: Sequence[ModelLocation] = (),
     ) -> None:
         """Put together; nothing runs yet. On the event loop.
 
@@ -86,6 +96,7 @@ class FleetServing:
             clock: all time.
             hosting: how layers are run for other members; None: they are not.
             proposers: models to draft with, for others and for this node itself; closed with it.
+            beside: models that lie elsewhere than in the home, for others to fetch and for layers that run here.
 
         Raises:
             MembershipError, IdentityError: this machine is in no fleet, or not any more.
@@ -94,19 +105,19 @@ class FleetServing:
         warm = () if node is None or node.warm is None else (node.warm,)
         everybody = (lookup(clock), *proposers)
         offers = tuple(one.offer for one in everybody)
-        portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm, offers)
+        self._beside = [*beside, *([] if node is None or node.location is None else [node.location])]
+        portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm, offers, self._beside)
         self.fleet = FleetNode(settings, folder, portrait, clock)
         self.drafting = DraftService(self.fleet, everybody)
         loaded = () if node is None else tuple(_loaded(node, model) for model in warm)
         self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)
         self.metrics = FleetMetrics(self.fleet)
-        self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock)
+        self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self._pipeline_metrics = PipelineMetrics(self.pipelines, None if self.shards is None else self.shards.meter)
-        self._home, self._node = home, node
-        self._beside = () if node is None or node.location is None else (node.location,)
+        self.home, self._node = home, node
         self._ending = threading.Event()
         self._learning: asyncio.Task[None] | None = None
 
@@ -127,7 +138,7 @@ class FleetServing:
         def register(server: grpc.aio.Server) -> None:
             add_GenerateServiceServicer_to_server(generate, server)
 
-        weights = weights_service(self._home, self._beside)
+        weights = weights_service(self.home, self._beside)
         shards = [] if self.shards is None else [self.shards.service]
         await self.fleet.start(lambda _: register, lambda _: weights, *shards)
         if self.shards is not None:
@@ -135,6 +146,21 @@ class FleetServing:
         if self._node is not None:
             self.drafting.attach(self._node)
         self._learning = asyncio.create_task(self._learn())
+
+    async def offer(self, location: ModelLocation, progress: LoadProgress) -> None:
+        """Have other nodes see, and fetch, a model that is about to be served, wherever it lies. Its digest is computed if it is not known.
+
+        Args:
+            location: of the model.
+            progress: of computing it, told from a thread.
+
+        Raises:
+            UserError: it can't be read, or run.
+        """
+        await asyncio.to_thread(learn_digest, location, self.home, progress)
+        self._beside.append(location)
+        await asyncio.to_thread(self._portrait.look)
+        self.fleet.look_again()
 
     async def attach(self, node: BuiltNode) -> None:
         """Serve a model that was built while this node ran already: a pipeline's."""
@@ -148,7 +174,7 @@ class FleetServing:
 
     async def _learn(self) -> None:
         """Only a model whose digest is known can be fetched from here: a new one is announced at once."""
-        if await asyncio.to_thread(learn_digests, self._home, self._ending.is_set):
+        if await asyncio.to_thread(learn_digests, self.home, self._ending.is_set):
             await asyncio.to_thread(self._portrait.look)
 
     async def stop(self) -> None:
@@ -174,13 +200,14 @@ async def serving(
     stop: asyncio.Event,
     hosting: Hosting | None = None,
     proposers: Sequence[LoadedProposer] = (),
+    beside: Sequence[ModelLocation] = (),
 ) -> AsyncGenerator[FleetServing]:
     """A node of the fleet, for as long as the block runs; it says goodbye as soon as `stop` is set.
 
     Raises:
         UserError: it can't be one.
     """
-    whole = FleetServing(node, settings, home, clock, hosting, proposers)
+    whole = FleetServing(node, settings, home, clock, hosting, proposers, beside)
     await whole.start()
 
     async def leave() -> None:

@@ -37,12 +37,12 @@ class Library:
 
     Args:
         home: whose catalog is served.
-        beside: models that run here and lie elsewhere: a file that a person named.
+        beside: models that lie elsewhere: files that a person named. More may be added while this lives.
     """
 
     def __init__(self, home: Home, beside: Sequence[ModelLocation] = ()) -> None:
         self._home: Final = home
-        self._beside: Final = tuple(beside)
+        self._beside: Final = beside
         self._described: Final[dict[str, _Described]] = {}
 
     def describe(self, digest: str, examined: Examined) -> ModelManifest:

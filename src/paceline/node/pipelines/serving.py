@@ -16,6 +16,7 @@ from paceline.node.serving import FleetServing
 from paceline.node.settings import NodeSettings
 from paceline.node.shards.tensor_ends import tensor_ends
 from paceline.parallel.route import Opening
+from paceline.store.catalog import resolve
 
 
 async def orchestrate(
@@ -24,6 +25,7 @@ async def orchestrate(
     order: PipelineOrder,
     clock: Clock,
     *,
+    reading: LoadProgress | None = None,
     progress: LoadProgress | None = None,
     on_opening: Callable[[Opening], None] | None = None,
 ) -> BuiltNode:
@@ -34,7 +36,8 @@ async def orchestrate(
         settings: the model.
         order: the pipeline.
         clock: all time.
-        progress: of this machine's part, from a thread.
+        reading: of computing the model's digest, where it is not known, from a thread.
+        progress: of loading this machine's part, from a thread.
         on_opening: of the others', from a thread.
 
     Raises:
@@ -44,6 +47,9 @@ async def orchestrate(
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
+            # What others are to run layers of, they must be able to see, and to fetch.
+            location = await asyncio.to_thread(resolve, settings.model, whole.home)
+            await whole.offer(location, reading or _say_nothing)
             eyes, loop = FleetEyes(whole.fleet, order.settings.shard_age_s), asyncio.get_running_loop()
             node = await asyncio.to_thread(partial(build, on_end=give_back), settings, order, eyes, tensor_ends(whole.fleet), loop, clock)
         except BaseException:
@@ -59,3 +65,7 @@ async def orchestrate(
         node.close()
         raise
     return node
+
+
+def _say_nothing(done: int, total: int) -> None:
+    del done, total

@@ -6,7 +6,7 @@ Law: weights are never taken by name. What can't be had is said in a pipeline's 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from paceline.node import accelerator
 from paceline.node.fetch import Dial, Fetch, fetch_part, in_thread
 from paceline.node.setup import load_runner
 from paceline.parallel.sessions import StageRequest
-from paceline.store.catalog import find_whole, list_models
+from paceline.store.catalog import ModelLocation, find_whole, list_models
 from paceline.store.home import Home
 from paceline.store.partial import open_part, read_note
 
@@ -58,7 +58,7 @@ class FleetWeights:
         home: where models are, and where layers that are fetched go.
         cards: the fleet as it is now.
         dial: reaches its members.
-        opened: by digest, models that this node has open from elsewhere than `home`.
+        beside: models that lie elsewhere than in `home`. More may be added while this lives.
     """
 
     def __init__(
@@ -67,15 +67,12 @@ class FleetWeights:
         home: Home,
         cards: Callable[[], Iterable[NodeCard]],
         dial: Dial,
-        opened: Mapping[str, FoundWeights] | None = None,
+        beside: Sequence[ModelLocation] = (),
     ) -> None:
-        self._own, self._home, self._cards, self._dial = own, home, cards, dial
-        self._opened = dict(opened or {})
+        self._own, self._home, self._cards, self._dial, self._beside = own, home, cards, dial, beside
 
     async def find(self, request: StageRequest, progress: LoadProgress) -> FoundWeights:
         """As `FindsWeights`; layers that are not here are fetched, and stay on disk."""
-        if request.digest in self._opened:
-            return self._opened[request.digest]
         part = ModelPart(request.layers, edges=False)
         try:
             return await in_thread(partial(self._here, request.digest, part))
@@ -84,7 +81,7 @@ class FleetWeights:
         return await in_thread(partial(self._here, request.digest, part))
 
     def _here(self, digest: str, part: ModelPart) -> FoundWeights:
-        whole = find_whole(digest, self._home)
+        whole = find_whole(digest, self._home, self._beside)
         if whole is not None:
             return FoundWeights(whole[0].name, whole[1])
         source = open_part(digest, part, self._home)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,13 +17,14 @@ from paceline.node.cores import usable_cores
 from paceline.node.fleet import FleetNode, Service
 from paceline.node.shards.host import NodeShardHost
 from paceline.node.shards.limits import HostLimits
-from paceline.node.shards.loading import FleetWeights, FoundWeights, load_layers
+from paceline.node.shards.loading import FleetWeights, load_layers
 from paceline.node.shards.meter import ShardMeter
 from paceline.node.shards.metrics import ShardMetrics
 from paceline.node.shards.offers import ShardOffers
 from paceline.node.shards.tensor_ends import tensor_ends
 from paceline.node.shards.warm import WarmShards
 from paceline.node.weights import dial_through
+from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.transport.shard_service import shard_service
 from paceline.transport.trust.certificates import Member
@@ -47,8 +48,6 @@ class Hosting:
     """None: one a core."""
     check_caller: Callable[[Member], None] = anybody
     """Raises NotTrusted for members that are not served."""
-    opened: Mapping[str, FoundWeights] = field(default_factory=dict[str, FoundWeights])
-    """By digest, models that this node has open from elsewhere than its home."""
 
 
 class ShowsShards(Protocol):
@@ -66,14 +65,23 @@ class ShardServing:
         hosting: as the person asked.
         home: models, and the caches of kernels and speeds.
         clock: all time.
+        beside: models that lie elsewhere than in the home. More may be added while this lives.
     """
 
-    def __init__(self, fleet: FleetNode, portrait: ShowsShards, hosting: Hosting, home: Home, clock: Clock) -> None:
+    def __init__(
+        self,
+        fleet: FleetNode,
+        portrait: ShowsShards,
+        hosting: Hosting,
+        home: Home,
+        clock: Clock,
+        beside: Sequence[ModelLocation] = (),
+    ) -> None:
         self._fleet, self._portrait = fleet, portrait
         threads = hosting.threads or usable_cores()
         self.meter = ShardMeter()
         self._offers = ShardOffers(home, threads)
-        weights = FleetWeights(fleet.node_id, home, lambda: fleet.view().cards, dial_through(fleet.pool), hosting.opened)
+        weights = FleetWeights(fleet.node_id, home, lambda: fleet.view().cards, dial_through(fleet.pool), beside)
         free = accelerator.free_cuda_bytes if accelerator.has_cuda() else available_bytes
         self._changed = asyncio.Event()
         warm = WarmShards(

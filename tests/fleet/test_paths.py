@@ -1,0 +1,45 @@
+"""A model that a person names by its path, and that no machine ever pulled, runs over several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.fleet.machines import free_port, machines
+from tests.fleet.test_forwarding import client_of
+from tests.fleet.test_pipeline import found_fleet
+
+from paceline.core.model import ModelSpec, RopeSpec
+from paceline.store.home import Home
+from paceline.testing.seeded_models import write_gguf
+
+SPEC = ModelSpec(
+    model_type="llama", n_layers=6, hidden=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn=96, vocab=512, max_context=1024, rms_eps=1e-5,
+    rope=RopeSpec(10_000.0), tied_head=True,
+)  # fmt: skip
+SMALL = ("--context", "128", "--kv-tokens", "1024", "--threads", "1")
+
+
+def test_a_model_named_by_its_path_runs_over_a_machine_that_has_never_seen_it(tmp_path: Path) -> None:
+    path, port = write_gguf(tmp_path / "seeded.gguf", SPEC, "Q8_0"), free_port()
+    with machines(tmp_path, Home.from_environment().kernels, "o", "h") as (o, h):
+        found_fleet(o, h)
+        h.up("--no-model", "--serve-shards", "--threads", "1", "--fleet-port", "0", "--peer", f"127.0.0.1:{port}")
+        o.up("--model", str(path), "--pipeline", "--own-layers", "2", "--fleet-port", str(port), *SMALL)
+        asked = client_of(o).completions.create(model="seeded", prompt="abc", max_tokens=4, temperature=0)
+        assert asked.usage is not None
+        assert asked.usage.completion_tokens > 0
+        assert "2 to 5 on h" in "".join(o.node.said)
+        fetched = list((h.home / "partial").glob("*/seeded.gguf"))
+        assert fetched, "h has fetched its layers"
+        assert path.stat().st_size > 0
+
+
+def test_nodes_of_one_machine_run_a_model_named_by_its_path(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "seeded.gguf", SPEC, "Q8_0")
+    with machines(tmp_path, Home.from_environment().kernels, "o") as (o,):
+        o.options = ()
+        o.up("--model", str(path), "--local-nodes", "3", *SMALL)
+        asked = client_of(o).completions.create(model="seeded", prompt="abc", max_tokens=4, temperature=0)
+        assert asked.usage is not None
+        assert " on local-2" in "".join(o.node.said)
+        assert " on local-3" in "".join(o.node.said)
