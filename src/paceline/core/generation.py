@@ -47,7 +47,8 @@ class GenerationRequest:
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
-    max_tokens: int
+    max_tokens: int | None
+    """None: as many as the context leaves."""
     sampling: SamplingParams = SamplingParams()
     n: int = 1
     stop: tuple[str, ...] = ()

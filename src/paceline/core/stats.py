@@ -11,6 +11,8 @@ class EngineStats:
 
     waiting: int = 0
     running: int = 0
+    max_context: int | None = None
+    """Tokens of prompt and answer that one sequence may have with the KV memory there is now; None: as the model is served."""
     blocks_total: int = 0
     blocks_in_use: int = 0
     """Held by live sequences; a block that only the prefix cache keeps is not in use."""

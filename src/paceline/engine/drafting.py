@@ -85,7 +85,7 @@ class Drafting:
     def begin(self, seq: SequenceState) -> None:
         """A sequence will be generated."""
         chosen = seq.request.draft or self._config.default
-        if self._never or chosen == OFF or seq.request.max_tokens < 2:
+        if self._never or chosen == OFF or seq.guesses_left < 1:
             return
         makers = self._makers if chosen == AUTO else (chosen,)
         index = NGramIndex() if NGRAM in makers else None

@@ -24,7 +24,7 @@ from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.draw_state import DrawState
 from paceline.engine.executor import Executor, StepOutput
 from paceline.engine.gains import draw
-from paceline.engine.intake import check_draft, check_request, check_room
+from paceline.engine.intake import check_draft, check_request, check_room, context_of
 from paceline.engine.sampling import Draws, Sampler
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
@@ -174,6 +174,7 @@ class Engine:
         return EngineStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
+            max_context=context_of(self._config, self._executor),
             blocks_total=pool.n_blocks,
             blocks_in_use=pool.used,
             blocks_cached=len(pool.cache),

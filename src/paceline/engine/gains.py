@@ -56,7 +56,7 @@ def _say(seq: SequenceState, token: int) -> tuple[str, FinishReason | None]:
     text = seq.text.push(token)
     if seq.text.stopped:
         return text, FinishReason.STOP
-    if seq.n_generated == seq.request.max_tokens:
+    if len(seq.tokens) >= seq.most_tokens:
         text += seq.text.flush()
         return text, FinishReason.STOP if seq.text.stopped else FinishReason.LENGTH
     return text, None

@@ -9,7 +9,6 @@ from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.generation import GenerationRequest
 from paceline.core.sampling_ranges import check_sampling
 from paceline.core.shown import printable
-from paceline.engine.block_tables import blocks_for
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import DRAFTS
 from paceline.engine.executor import Executor
@@ -28,7 +27,7 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
     n_prompt = len(request.prompt_ids)
     if n_prompt == 0:
         raise InvalidRequest("The prompt is empty", "Send at least one token.", field="prompt")
-    if request.max_tokens < 1:
+    if request.max_tokens is not None and request.max_tokens < 1:
         raise InvalidRequest(f"max_tokens is {request.max_tokens}", "Ask for at least one token.", field="max_tokens")
     most = config.max_running + config.max_waiting
     if not 1 <= request.n <= most:
@@ -38,21 +37,20 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
     check_sampling(request.sampling)
     if not all(0 <= token < vocab for token in request.sampling.logit_bias):
         raise InvalidRequest(f"logit_bias names token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="logit_bias")
-    tokens = n_prompt + request.max_tokens
-    if tokens > config.max_context:
+    context = context_of(config, executor)
+    if n_prompt + (request.max_tokens or 1) > context:
+        what = f"the context of {context}" if context == config.max_context else f"what the KV memory holds, {context}"
+        answer = "" if request.max_tokens is None else f" and {request.max_tokens} of answer"
         raise ContextOverflow(
-            f"{n_prompt} tokens of prompt and {request.max_tokens} of answer exceed the context of {config.max_context}",
-            "Shorten the prompt, or ask for fewer tokens.",
-            field="max_tokens",
-        )
-    # The last token drawn is never run.
-    if blocks_for(tokens - 1, executor.block_size) > executor.n_blocks:
-        raise ContextOverflow(
-            f"{n_prompt} tokens of prompt and {request.max_tokens} of answer exceed the KV memory of "
-            f"{executor.n_blocks * executor.block_size} tokens",
+            f"{n_prompt} tokens of prompt{answer} exceed {what}",
             "Shorten the prompt, ask for fewer tokens, or give the server more KV memory.",
-            field="max_tokens",
+            field="prompt" if n_prompt >= context else "max_tokens",
         )
+
+
+def context_of(config: EngineConfig, executor: Executor) -> int:
+    """Tokens of prompt and answer that one sequence may have, with the KV memory that the executor has now. The last one drawn is never run."""
+    return min(config.max_context, executor.n_blocks * executor.block_size + 1)
 
 
 def check_draft(draft: str | None, models: Collection[str]) -> None:

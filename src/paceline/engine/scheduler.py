@@ -26,6 +26,7 @@ from paceline.engine.chunking import PromptLeft, rows_of_prompts
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, Path, SequenceStep, StepBatch
+from paceline.engine.intake import context_of
 from paceline.engine.prefixes import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
 from paceline.engine.step_costs import Load, StepCosts
@@ -55,6 +56,7 @@ class Scheduler:
         self.preemptions = 0
         self._depth = executor.depth
         self._block_size = executor.block_size
+        self._config = config
         self._max_running = config.max_running
         self._chunk, self._budget_s = config.prefill_chunk, config.step_budget_s
         self._batch_ids = count()
@@ -69,6 +71,7 @@ class Scheduler:
     def add(self, seq: SequenceState) -> None:
         """A new sequence waits its turn."""
         self.prefixes.name(seq)
+        seq.most_tokens = self._most_tokens(seq)
         self.waiting.append(seq)
         self._most_blocks = max(self._most_blocks, self._blocks_of(seq))
 
@@ -135,17 +138,24 @@ class Scheduler:
         self.pool.forget_cached()
 
     def resume(self) -> list[SequenceState]:
-        """The executor runs again, with the sizes it has now. Returns the sequences that don't fit it any more; they are to be ended."""
+        """The executor runs again, with the sizes it has now. Returns the sequences that can't gain a token there; they are to be ended."""
         executor = self._executor
         self.pool = BlockPool(executor.n_blocks)
         self._depth = executor.depth
-        self._released.clear()  # nobody is left who knows them
-        most = executor.n_blocks
-        return [seq for seq in self.waiting if self._blocks_of(seq) > most]
+        self._released.clear()  # no table names them any more
+        for seq in self.waiting:
+            seq.most_tokens = self._most_tokens(seq)
+        self._most_blocks = max(map(self._blocks_of, self.waiting), default=0)
+        return [seq for seq in self.waiting if len(seq.tokens) >= seq.most_tokens]
+
+    def _most_tokens(self, seq: SequenceState) -> int:
+        """Of prompt and answer that a sequence may have now."""
+        context, asked = context_of(self._config, self._executor), seq.request.max_tokens
+        return context if asked is None else min(context, seq.n_prompt + asked)
 
     def _blocks_of(self, seq: SequenceState) -> int:
         """That it may come to need."""
-        return blocks_for(seq.n_prompt + seq.request.max_tokens - 1, self._block_size)
+        return blocks_for(seq.most_tokens - 1, self._block_size)
 
     # --------------------------------------------------------------------------------------------------------------- inside: rows
 

@@ -38,6 +38,8 @@ class SequenceState:
     tokens: list[int] = field(init=False)
     """Prompt and answer."""
     n_prompt: int = field(init=False)
+    most_tokens: int = 0
+    """Of prompt and answer, by the request and by the KV memory there is now."""
     phase: Phase = Phase.WAITING
     passed: int = 0
     """Later ones that were let in before it."""
@@ -97,7 +99,7 @@ class SequenceState:
     @property
     def guesses_left(self) -> int:
         """Rows that may still be guessed: the last token of an answer needs none, as nothing is drawn from it."""
-        return self.n_prompt + self.request.max_tokens - 1 - len(self.tokens) - len(self.guess)
+        return self.most_tokens - 1 - len(self.tokens) - len(self.guess)
 
     def take(self, token: int) -> bool:
         """A token was drawn. Whether it is what was guessed for its place; if it is not, what was computed behind it is void."""

@@ -91,7 +91,9 @@ class StepCosts:
         return self._answers.seconds(rows)
 
     def of(self, load: Load) -> float:
-        """A step's expected time; relative to others even where none was measured."""
+        """A step's expected time; relative to others even where none was measured. One without rows takes none."""
+        if not load.rows:
+            return 0.0
         if not load.prompt_rows and self._answers.level:
             return self.seconds(load.rows)
         return self._rows_with_prompts(load.rows) + load.keys * (self._key_s or ASSUMED_KEY * (self._answers.level or 1.0))

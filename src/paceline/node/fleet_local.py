@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import replace
 
 from paceline.core.errors import UnknownModel
 from paceline.core.generation import GenerationRequest
@@ -40,7 +41,8 @@ class LocalModels:
 
     def find(self, name: str) -> LoadedModel | None:
         """What is loaded under a name."""
-        return self._loaded.get(name)
+        loaded, served = self._loaded.get(name), self.served(name)
+        return loaded if loaded is None or served is None else replace(loaded, max_context=served.max_context)
 
     def served(self, name: str) -> ServedModel | None:
         """The same, as the API shows it."""

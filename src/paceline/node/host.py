@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest, PacelineError, UnknownModel
@@ -48,6 +49,7 @@ class EngineHost:
         self._taken = 0
         self._has_work = False
         self._stats = engine.stats()
+        self._follow_context()
         self._progressed_s = clock.monotonic()
         self._died: str | None = None
         self._closed = False
@@ -56,6 +58,7 @@ class EngineHost:
     # ------------------------------------------------------------------------------------------------------ for the server
 
     def models(self) -> Sequence[ServedModel]:
+        """What the engine serves, with the context that its KV memory allows now."""
         return (self._model,)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
@@ -147,6 +150,7 @@ class EngineHost:
         self._taken = news.taken
         self._has_work = news.has_work
         self._stats = news.stats
+        self._follow_context()
         live = self._live
         woken: list[_Stream] = []
         for chunk in news.chunks:
@@ -159,6 +163,12 @@ class EngineHost:
             stream = live.get(request_id)
             if stream is not None:
                 stream.refuse(error)
+
+    def _follow_context(self) -> None:
+        """KV memory changes where other machines lease it."""
+        context = self._stats.max_context
+        if context is not None and context != self._model.max_context:
+            self._model = replace(self._model, max_context=context)
 
     def _fail_all(self, reason: str) -> None:
         for stream in list(self._live.values()):

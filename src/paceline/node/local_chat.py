@@ -36,13 +36,12 @@ class LocalChat:
             PacelineError: the engine failed.
         """
         prompt = tuple(self._model.tokenizer.render_chat(messages))
-        room = self._model.max_context - len(prompt)
-        if room < 1:
+        if len(prompt) >= self._model.max_context:
             raise ContextOverflow(
                 f"The conversation has outgrown the context of {self._model.max_context} tokens", "Shorten it, or begin anew with /reset."
             )
         sampling = SamplingParams(temperature=temperature, seed=seed)
-        request = GenerationRequest(RequestId(f"chat-{uuid4().hex}"), prompt, room, sampling)
+        request = GenerationRequest(RequestId(f"chat-{uuid4().hex}"), prompt, None, sampling)
         stream = self._inference.generate(self._model.name, request)
         try:
             while (chunks := self._runner.run(_next(stream))) is not None:

@@ -188,7 +188,7 @@ def unknown_model(name: str, served: list[str]) -> UnknownModel:
     return UnknownModel(f"The model {name!r} is not served here", f"Served: {', '.join(served) or 'none'}.")
 
 
-def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int:
+def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int | None:
     room = model.max_context - prompt
     if room >= 1 and most is not None:
         field = "max_tokens"  # the prompt alone would fit
@@ -199,7 +199,7 @@ def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -
             "Shorten the prompt or lower max_tokens.",
             field=field,
         )
-    return room if most is None else most
+    return most
 
 
 def _sampling(asked: Sampling, logprobs: int | None, vocabulary: int) -> SamplingParams:

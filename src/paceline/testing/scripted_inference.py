@@ -121,14 +121,15 @@ class ScriptedInference:
         check_draft(request.draft, ())
         if len(self._live) >= self._max_requests:
             raise Overloaded(f"{self._max_requests} requests are running", "Come back later.", retry_after_s=3)
-        blocks = request.n * math.ceil((len(request.prompt_ids) + request.max_tokens) / BLOCK_TOKENS)
+        most = self._model.max_context - len(request.prompt_ids) if request.max_tokens is None else request.max_tokens
+        blocks = request.n * math.ceil((len(request.prompt_ids) + most) / BLOCK_TOKENS)
         self._live[request.request_id] = _Live(blocks, request.n)
         self._changed.set()
         self._counts.prompt += len(request.prompt_ids)
         ending = FinishReason.ABORT
         try:
             done = 0
-            while done < request.max_tokens:
+            while done < most:
                 if done in self._notices:
                     yield [GenerationChunk(request.request_id, 0, (), "", notices=(self._notices[done],))]
                 if self._hold_after is not None and done >= self._hold_after:
@@ -140,8 +141,8 @@ class ScriptedInference:
                     error, code = "The script says: fail", self._fail_code
                     yield [GenerationChunk(request.request_id, 0, (), "", finish_reason=ending, error=error, code=code)]
                     return
-                count = min(self._tokens_per_item, request.max_tokens - done)
-                item = self._step(request, done, count)
+                count = min(self._tokens_per_item, most - done)
+                item = self._step(request, done, count, most)
                 done += count
                 self._counts.steps += 1
                 self._counts.generated += request.n * count
@@ -155,12 +156,12 @@ class ScriptedInference:
             self._changed.set()
             self._counts.finished[ending] = self._counts.finished.get(ending, 0) + request.n
 
-    def _step(self, request: GenerationRequest, done: int, count: int) -> list[GenerationChunk]:
+    def _step(self, request: GenerationRequest, done: int, count: int, most: int) -> list[GenerationChunk]:
         chunks: list[GenerationChunk] = []
         for place in range(done, done + count):
             token = request.prompt_ids[place % len(request.prompt_ids)]
             stopped = token in request.stop_ids or (token == EOS and not request.ignore_eos)
-            finish = FinishReason.STOP if stopped else FinishReason.LENGTH if place + 1 == request.max_tokens else None
+            finish = FinishReason.STOP if stopped else FinishReason.LENGTH if place + 1 == most else None
             text = "" if stopped else chr(token) if token < 128 else "?"
             logprobs = () if request.sampling.logprobs is None else (_logprob(token, request.sampling.logprobs),)
             chunks.extend(

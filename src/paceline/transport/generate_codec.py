@@ -41,7 +41,7 @@ def write_request(model: str, digest: str, weights: str, numerics_id: str, reque
         numerics_id=numerics_id,
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
-        max_tokens=request.max_tokens,
+        max_tokens=request.max_tokens or 0,
         sampling=wire.Sampling(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -71,7 +71,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
     sampling = message.sampling
     for field, value, least, most in (
         ("n", message.n, 1, MAX_N),
-        ("max_tokens", message.max_tokens, 1, 1 << 31),
+        ("max_tokens", message.max_tokens, 0, 1 << 31),
         ("prompt", len(message.prompt_ids), 1, 1 << 31),
         ("stop", len(message.stop), 0, MAX_STOPS),
         ("stop", max(map(len, message.stop), default=0), 0, MAX_STOP_LETTERS),
@@ -98,7 +98,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
     return GenerationRequest(
         request_id=request_id,
         prompt_ids=tuple(message.prompt_ids),
-        max_tokens=message.max_tokens,
+        max_tokens=message.max_tokens or None,
         sampling=params,
         n=message.n,
         stop=tuple(message.stop),

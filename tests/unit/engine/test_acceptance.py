@@ -93,6 +93,13 @@ class TestStepCosts:
         costs.took(Load(1), 0.004)
         assert costs.seconds(4) < 1.2 * costs.seconds(1)
 
+    def test_a_step_without_rows_takes_no_time_whatever_was_measured(self) -> None:
+        costs = StepCosts()
+        for load in (Load(0).more(32, 0), Load(2).more(8, 64)):
+            costs.took(load, 0.05)
+        assert costs.of(Load(0)) == 0.0
+        assert costs.of(Load(0).more(1, 0)) > 0
+
     def test_old_news_is_forgotten(self) -> None:
         costs = StepCosts()
         for rows in [1, 4] * 30:

@@ -26,7 +26,7 @@ from paceline.testing.engines import EngineBench, answer_alone
 GREEDY = SamplingParams(temperature=0)
 
 
-def request(name: str = "r", n_prompt: int = 6, max_tokens: int = 8, *, salt: int = 0, **fields: object) -> GenerationRequest:
+def request(name: str = "r", n_prompt: int = 6, max_tokens: int | None = 8, *, salt: int = 0, **fields: object) -> GenerationRequest:
     prompt = tuple(1 + (i * i + salt) % 31 for i in range(n_prompt))
     fields = {"sampling": GREEDY, "ignore_eos": True, **fields}
     return GenerationRequest(RequestId(name), prompt, max_tokens, **fields)  # type: ignore[arg-type]
@@ -38,6 +38,13 @@ class TestEndings:
             (answer,) = EngineBench().run(request(salt=salt, max_tokens=30)).values()
             assert (len(answer.token_ids), answer.finish, answer.chunks) == (30, FinishReason.LENGTH, 30)
             assert 0 not in answer.token_ids
+
+    @pytest.mark.parametrize(("sizes", "most"), [({"n_blocks": 32}, 64), ({"n_blocks": 5}, 21), ({"max_context": 9}, 9)])
+    def test_without_a_number_of_tokens_an_answer_takes_what_the_context_leaves(self, sizes: dict[str, int], most: int) -> None:
+        bench = EngineBench(**sizes)  # type: ignore[arg-type]
+        assert bench.engine.stats().max_context == most
+        (answer,) = bench.run(request(max_tokens=None)).values()
+        assert (len(answer.token_ids), answer.finish) == (most - 6, FinishReason.LENGTH)
 
     def test_eos_ends_with_its_token_but_without_text(self) -> None:
         ended = [EngineBench().run(request(salt=salt, max_tokens=50, ignore_eos=False))["r", 0] for salt in range(8)]
@@ -132,8 +139,11 @@ class TestRefusals:
 
     def test_what_can_never_fit_the_pool(self) -> None:
         bench = EngineBench(n_blocks=4)
-        with pytest.raises(ContextOverflow, match="KV memory of 16 tokens"):
+        with pytest.raises(ContextOverflow, match="the KV memory holds, 17"):
             bench.add(request(max_tokens=12))
+        with pytest.raises(ContextOverflow, match="17 tokens of prompt exceed") as caught:
+            bench.add(request(n_prompt=17, max_tokens=None))
+        assert caught.value.field == "prompt"
         (answer,) = bench.run(request(max_tokens=11)).values()
         assert len(answer.token_ids) == 11, "the last token needs no room: it is never run"
 
@@ -289,7 +299,7 @@ class TestFailures:
         bench = EngineBench(lose={3}, n_blocks=64)
         Search(bench, answers=[True], n_blocks=8)
         small = request("small", n_prompt=9, max_tokens=10)
-        answers = bench.run(small, request("large", n_prompt=30, max_tokens=10))
+        answers = bench.run(small, request("large", n_prompt=40, max_tokens=10))
         assert answers[RequestId("small"), 0].token_ids == answer_alone(small).token_ids
         assert "has not the memory" in (answers[RequestId("large"), 0].error or "")
         assert answers[RequestId("large"), 0].code == "shard_unavailable"

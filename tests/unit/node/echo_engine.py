@@ -46,6 +46,7 @@ class EchoEngine:
         self.rested = threading.Event()
         self.aborted: list[RequestId] = []
         self.closed = threading.Event()
+        self.max_context = 100
         self._refuse = refuse
         self._crash_at = crash_at
         self._steps = 0
@@ -83,7 +84,7 @@ class EchoEngine:
         return chunks
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self._live), blocks_total=4, steps=self._steps)
+        return EngineStats(max_context=self.max_context, running=len(self._live), blocks_total=4, steps=self._steps)
 
     def check_invariants(self) -> None:
         assert not self._live

@@ -53,6 +53,22 @@ def test_the_engines_numbers_are_known_before_its_first_step() -> None:
         assert host.stats().blocks_total == 4
 
 
+def test_the_model_has_the_context_that_its_engine_has_room_for_now() -> None:
+    engine = EchoEngine()
+    with closing(host_of(engine)) as host:
+        assert host.models()[0].max_context == 100
+
+        async def work() -> None:
+            engine.max_context = 40
+            await drain(host.generate("echo", request()))
+            assert host.models()[0].max_context == 40
+            engine.max_context = 70
+            await drain(host.generate("echo", request()))
+
+        run(work())
+        assert host.models()[0].max_context == 70
+
+
 def test_every_sequence_gets_its_tokens_in_order_and_the_stream_ends() -> None:
     with closing(host_of(EchoEngine())) as host:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, Self
 
@@ -64,7 +65,7 @@ def runners() -> Iterator[dict[str, LayerRunner[Any]]]:
         runner.close()
 
 
-def requests(n: int = 5, max_tokens: int = 12) -> list[GenerationRequest]:
+def requests(n: int = 5, max_tokens: int | None = 12) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             RequestId(f"r{i}"),
@@ -509,6 +510,34 @@ def test_less_memory_after_a_loss_is_lived_with(runners: dict[str, LayerRunner[A
         bench.machines["two"].n_blocks = 12
         assert bench.run.all(requests()) == expected
         assert bench.executor.n_blocks == 12
+
+
+@pytest.mark.parametrize("asked", [97, None])
+def test_an_answer_that_began_goes_on_over_less_memory_until_that_is_full(runners: dict[str, LayerRunner[Any]], asked: int | None) -> None:
+    short, long = requests(2, max_tokens=None if asked is None else asked)
+    whole = Run(LocalExecutor(runners["whole"]), prefix_cache=False).all([replace(each, max_tokens=97) for each in (short, long)])
+    with Bench(runners, "head2", ["one", "two"], [(2, 6)]) as bench:
+        bench.machines["one"].dies_at = 6
+        bench.machines["two"].n_blocks = 5
+        run = bench.run
+        found = run.all([short, long])
+        most = 5 * bench.executor.block_size + 1
+        assert run.engine.stats().max_context == most
+    for each in (short, long):
+        name = each.request_id
+        assert found[name] == whole[name][: most - len(each.prompt_ids)], "no byte differs"
+        assert run.ends[name] == (FinishReason.LENGTH, None)
+
+
+def test_who_does_not_fit_any_more_ends_with_an_error_and_no_other(runners: dict[str, LayerRunner[Any]]) -> None:
+    short, _, _, _, long = requests(5, max_tokens=40)
+    with Bench(runners, "head2", ["one", "two"], [(2, 6)]) as bench:
+        bench.machines["one"].dies_at = 12
+        bench.machines["two"].n_blocks = 5
+        bench.run.all([short, long])
+        assert bench.run.ends[long.request_id] == (FinishReason.ERROR, "shard_unavailable")
+        assert bench.run.ends[short.request_id] == (FinishReason.LENGTH, None)
+        assert len(bench.run.tokens[short.request_id]) == 40
 
 
 def test_without_a_route_there_is_no_pipeline(runners: dict[str, LayerRunner[Any]]) -> None:

@@ -23,7 +23,7 @@ def complete(**fields: object) -> Call:
 def test_defaults_are_openais() -> None:
     request = complete().requests[0]
     assert request.sampling == SamplingParams()
-    assert (request.n, request.stop, request.stop_ids, request.ignore_eos, request.max_tokens) == (1, (), frozenset(), False, 126)
+    assert (request.n, request.stop, request.stop_ids, request.ignore_eos, request.max_tokens) == (1, (), frozenset(), False, None)
     assert request.prompt_ids == (97, 98)
 
 

@@ -38,7 +38,7 @@ requests = st.builds(
     GenerationRequest,
     st.just(ID),
     st.lists(tokens, min_size=1, max_size=20).map(tuple),
-    st.integers(1, 1 << 31),
+    st.none() | st.integers(1, 1 << 31),
     samplings,
     st.integers(1, MAX_N),
     st.lists(texts.filter(bool), max_size=4).map(tuple),
@@ -97,7 +97,7 @@ def test_what_a_peer_says_beside_an_answer_can_break_nobody_s_stream() -> None:
     [
         ("n", {"n": 0}),
         ("n", {"n": MAX_N + 1}),
-        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": (1 << 31) + 1}),
         ("prompt", {"prompt_ids": []}),
         ("stop", {"stop": [""]}),
         ("stop", {"stop": ["x"] * 65}),

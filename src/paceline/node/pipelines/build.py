@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigError, PipelineDisabled, PlacementError
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
+from paceline.engine.intake import context_of
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, Objective, Pin, PlanRequest, Way
 from paceline.node.build import BuiltNode
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 TYPICAL_PROMPT = 512
 """Tokens of the prompt that plans are made for."""
+LEAST_TOKENS = 256
+"""Of KV, for which machines are worth asking where no context was asked for. Raising it leaves out machines that are nearly full."""
 LOOK_S = 0.5
 """Between two looks at a view in which nobody can take part yet."""
 
@@ -170,7 +173,7 @@ def build_engine_over(
         weights,
         LayerRange(len(own), spec.n_layers),
         n_blocks=kv.n_blocks,
-        least_blocks=-(-min(kv.context, 256) // BLOCK_SIZE),
+        least_blocks=-(-(settings.context or min(kv.context, LEAST_TOKENS)) // BLOCK_SIZE),
         max_rows=max_rows,
         dtype=asked.activation_dtype,
         report_s=asked.report_ms / 1000,
@@ -201,15 +204,18 @@ def build_engine_over(
         router.close()
         head.close()
         raise
+    # An answer that began goes on with less, where machines that take over have less.
+    opener.least_blocks = min(request.least_blocks, LEAST_TOKENS // BLOCK_SIZE)
     model = setup.served(head, kv, clock)
     speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
     stages = ", ".join(map(str, executor.stages))
     here = f"layers {own.words} here" if own else "no layers here"
-    summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {kv.context}, {here}, {stages}"
+    context = context_of(config, executor)
+    summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}"
     # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
     drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
     engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head, drafts))
-    return BuiltPipeline(engine, executor, router, model, config, setup.warm(kv, speed), summary, drafts)
+    return BuiltPipeline(engine, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts)
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:

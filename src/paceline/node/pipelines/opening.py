@@ -77,19 +77,21 @@ class Opener:
     ) -> None:
         self._fleet, self._ends, self._request = fleet, ends, request
         self._width, self.block_size, self._loop = width, block_size, loop
+        self.least_blocks = request.least_blocks
+        """Fewer KV blocks than these are of no use, at present."""
 
-    async def open(self, parts: Sequence[Part], *, least_blocks: int | None = None, loads: StageLoads | None = None) -> FleetRoute:
+    async def open(self, parts: Sequence[Part], *, blocks: int | None = None, loads: StageLoads | None = None) -> FleetRoute:
         """A route over these machines. Those that load are not waited for once another refuses: what they load stays with them for a while.
 
         Args:
             parts: in the order of their layers.
-            least_blocks: of KV that are of use, where fewer than usual are.
+            blocks: of KV to lease from each, no more and no fewer; None: as many as are to be had, up to the request's.
             loads: told how far each is.
 
         Raises:
             NotOpened: a machine is in the way.
         """
-        opening = [asyncio.create_task(self._open(part, least_blocks, loads), name=f"open-{part.node_id}") for part in parts]
+        opening = [asyncio.create_task(self._open(part, blocks, loads), name=f"open-{part.node_id}") for part in parts]
         try:
             await asyncio.wait(opening, return_when=asyncio.FIRST_EXCEPTION)
             refusals: dict[NodeId, FleetError] = {}
@@ -110,10 +112,14 @@ class Opener:
             await asyncio.gather(*(each.close() for each in ended if isinstance(each, RemoteStage)), return_exceptions=True)
             raise
 
-    async def _open(self, part: Part, least_blocks: int | None, loads: StageLoads | None) -> RemoteStage:
+    async def _open(self, part: Part, blocks: int | None, loads: StageLoads | None) -> RemoteStage:
         asked = self._request
         request = replace(
-            asked, session_id=os.urandom(SESSION_ID_BYTES), layers=part.layers, least_blocks=least_blocks or asked.least_blocks
+            asked,
+            session_id=os.urandom(SESSION_ID_BYTES),
+            layers=part.layers,
+            n_blocks=blocks or asked.n_blocks,
+            least_blocks=blocks or self.least_blocks,
         )
 
         def loading(news: StageLoading) -> None:

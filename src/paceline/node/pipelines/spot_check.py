@@ -48,7 +48,7 @@ class OpensRoutes(Protocol):
 
     @property
     def block_size(self) -> int: ...
-    async def open(self, parts: Sequence[Part], *, least_blocks: int | None = None) -> FleetRoute: ...
+    async def open(self, parts: Sequence[Part], *, blocks: int | None = None) -> FleetRoute: ...
 
 
 class FindsHolders(Protocol):
@@ -217,7 +217,7 @@ class SpotCheck:
         """
         n_rows, block_size = len(x_TD), self._opener.block_size
         blocks = list(range(-(-n_rows // block_size)))
-        route = await self._opener.open(parts, least_blocks=len(blocks))
+        route = await self._opener.open(parts, blocks=len(blocks))
         batch = StageBatch(BatchId(1), [SequenceId(1)], [n_rows], [0], [int(Path.PROMPT)], [len(blocks)], blocks)
 
         def there_and_back() -> WireBits:

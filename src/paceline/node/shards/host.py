@@ -163,6 +163,7 @@ class NodeShardHost:
             async with aclosing(self._loading(shard, request.report_s)) as loading:
                 async for progress in loading:
                     yield progress
+            await self.warm.await_ending(shard)
             session = self._begin(shard, claim, request, mine)
         except BaseException:
             self.warm.release(shard, claim)

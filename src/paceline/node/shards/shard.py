@@ -118,8 +118,8 @@ class Shard:
         assert loaded is not None, "a shard with a claim is not evicted"
         if not self.suits(request):
             raise ShardUnavailable(f"{self.shard_id} was loaded with less room than is asked for")
-        sharers = max(1, self.max_streams - sum(claim.session is not None for claim in self.claims))
-        lease = self.leases.take(request.n_blocks, request.least_blocks, sharers)
+        later = max(0, self.max_streams - 1 - sum(claim.session is not None for claim in self.claims))
+        lease = self.leases.take(request.n_blocks, request.least_blocks, later)
         if lease is None:
             raise ShardUnavailable(f"{self.shard_id} has fewer than {request.least_blocks} KV blocks free")
         stage = Stage(

@@ -109,6 +109,11 @@ class WarmShards:
                 raise ShardUnavailable(f"All {shard.max_streams} streams of {shard.shard_id} are in use")
         raise ShardUnavailable("This machine is stopping")
 
+    async def await_ending(self, shard: Shard) -> None:
+        """Let sessions that are about to end give their KV back first: whoever opens a new one after a loss wants what its old one had."""
+        while shard.is_ending and await _changed(shard):
+            pass
+
     def release(self, shard: Shard, claim: Claim) -> None:
         """A stream is free again."""
         shard.claims.discard(claim)

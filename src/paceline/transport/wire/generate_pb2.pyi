@@ -144,6 +144,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Of the caller; only for logs."""
     max_tokens: _builtins.int
+    """0: as many as the context leaves."""
     n: _builtins.int
     ignore_eos: _builtins.bool
     draft: _builtins.str

@@ -213,13 +213,13 @@ async def test_memory_is_budgeted() -> None:
 
 
 @in_loop
-async def test_kv_is_shared_out_so_that_later_callers_find_some() -> None:
+async def test_a_session_leases_what_it_asks_for_and_later_ones_the_rest() -> None:
     net = Net()
     async with hosting(net, "a") as a, User(net) as user:
         first = await user.open(a)
         n = a.runner.n_blocks
         second = await user.open(a, wanted(n_blocks=n, least_blocks=1))
-        assert (first.opened.n_blocks, second.opened.n_blocks) == (8, (n - 8) // 3)
+        assert (first.opened.n_blocks, second.opened.n_blocks) == (8, (n - 8) // 2)
         with pytest.raises(ShardUnavailable, match="KV blocks free"):
             await user.open(a, wanted(n_blocks=n, least_blocks=n))
         third = await user.open(a)
