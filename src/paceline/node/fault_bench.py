@@ -258,7 +258,7 @@ def answer(
             seen.replayed = [
                 (*request.prompt_ids, *seen.tokens[request.request_id])
                 for request in asked
-                if len(seen.tokens[request.request_id]) < request.max_tokens
+                if request.max_tokens is None or len(seen.tokens[request.request_id]) < request.max_tokens
             ]
         for chunk in chunks:
             if chunk.finish_reason not in {None, FinishReason.LENGTH}:

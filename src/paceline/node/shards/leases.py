@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 KEPT_BACK = 16
 """Blocks for a session that comes later, where the first would take all: a short answer, or the prompt rows of a spot check. Raising it shortens the
 context of a session that is alone."""
