@@ -188,7 +188,7 @@ class _Curve:
             return self._seen[rows].factor
         place = bisect_left(self._order, rows)
         fewer, below = (self._order[place - 1], self._seen[self._order[place - 1]].factor) if place else (1, one_row)
-        if place == len(self._order) or rows == fewer:
+        if place == len(self._order) or rows <= fewer:
             return below
         more = self._order[place]
         part = log(rows / fewer) / log(more / fewer)

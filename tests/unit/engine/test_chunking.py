@@ -97,6 +97,13 @@ def test_a_context_grows_dear() -> None:
     assert near > 1.5 * far > 20
 
 
+def test_a_step_without_rows_is_estimated_where_only_prompts_were_measured() -> None:
+    """As beside a pipeline's answers, all of whose rows are on their way."""
+    costs = StepCosts()
+    costs.took(Load(0).more(64, 0), 0.1)
+    assert 0 <= costs.of(Load(0)) < costs.of(Load(0).more(64, 0))
+
+
 class TimedExecutor:
     """Lets each batch take what a machine with such costs would."""
 
