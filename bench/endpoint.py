@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from quiet import prefer
@@ -21,20 +22,43 @@ ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 class Endpoint:
     """A serving process, in a process group of its own."""
 
-    def __init__(self, *arguments: str, log: Path, nice: int = 0) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        log: Path,
+        nice: int = 0,
+        environment: Mapping[str, str] = os.environ,
+        prefix: Sequence[str] = (),
+        start_s: float = START_S,
+        on_started: Callable[[int], None] | None = None,
+    ) -> None:
+        """Start it, and wait until it serves.
+
+        Args:
+            arguments: of `paceline up`.
+            log: what it prints on stderr goes here.
+            nice: its priority.
+            environment: which tree, which home.
+            prefix: put before the command: what limits it.
+            start_s: longest it may take.
+            on_started: told its process id at once.
+        """
         self.began_s = time.perf_counter()
         self._log = log
+        self.said: list[str] = []
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", "up", "--port", "0", *arguments],
+                [*prefix, sys.executable, "-m", "paceline", "up", "--port", "0", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**os.environ, "COLUMNS": "200"},
+                env={**environment, "COLUMNS": "200"},
                 start_new_session=True,
             )
         prefer(self._process.pid, nice)
-        watchdog = threading.Timer(START_S, self._process.kill)
+        if on_started is not None:
+            on_started(self.pid)
+        watchdog = threading.Timer(start_s, self._process.kill)
         watchdog.start()
         try:
             self.port = self._find_port()
@@ -50,6 +74,11 @@ class Endpoint:
 
     def resume(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As a power cut does."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def close(self) -> None:
         """End it: politely, then not."""
@@ -67,8 +96,9 @@ class Endpoint:
     def _find_port(self) -> int:
         assert self._process.stdout is not None
         for line in self._process.stdout:
+            self.said.append(line)
             if match := ADDRESS.search(line):
                 # What it prints from here on must not fill the pipe.
-                threading.Thread(target=self._process.stdout.read, daemon=True).start()
+                threading.Thread(target=self.said.extend, args=(self._process.stdout,), daemon=True).start()
                 return int(match[1])
         raise RuntimeError(f"paceline up ended with code {self._process.wait()} before it was ready; see {self._log}")

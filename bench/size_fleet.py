@@ -1,0 +1,237 @@
+"""A model too large for any one node, over three: each under a memory limit that bites, layers fetched from the first over loopback; then a kill.
+
+Law: the fleet is what a person would have: `paceline up` with homes of their own, that share compiled kernels and nothing else. Bytes are compared with
+those of one unlimited node that starts in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from endpoint import Endpoint
+from paceline.store.home import Home
+from paceline.testing.fleets import TestFleet
+from paceline.testing.memory_limit import MemoryLimit, NoMemoryLimitsError
+from paceline.transport.trust.folder import FleetFolder
+from size_builds import Build, fresh_home, read_into_cache
+from size_rows import Row
+
+GIB = 1 << 30
+LIMIT_BYTES = int(2.5 * GIB)
+NAMES = ("one", "two", "three", "four")
+PROMPT = "The history of bicycle racing begins with"
+ANSWER = 48
+KILL_AT = 16
+OPEN_S = 1200.0
+MODEL_OPTIONS = ("--context", "2048", "--kv-tokens", "4096", "--draft", "off")
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got, and when."""
+
+    text: str = ""
+    arrivals_s: list[float] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two pieces of text."""
+        return max(later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
+
+
+def ask(port: int, tokens: int = ANSWER, at: tuple[int, threading.Event] | None = None, prompt: str = PROMPT) -> Answer:
+    """A greedy completion, streamed; `at` so many pieces an event is set."""
+    answer, url = Answer(), f"http://127.0.0.1:{port}/v1"
+    with httpx.Client(timeout=OPEN_S, trust_env=False) as client:
+        name = client.get(f"{url}/models").json()["data"][0]["id"]
+        body: dict[str, Any] = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+        with client.stream("POST", f"{url}/completions", json={**body, "stream_options": {"include_events": True}}) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("event: "):
+                    answer.events.append(line.removeprefix("event: "))
+                elif line.startswith("data: {"):
+                    piece = json.loads(line[6:])
+                    if "error" in piece:
+                        raise RuntimeError(f"the answer broke off: {piece['error']}")
+                    if piece.get("choices") and piece["choices"][0].get("text"):
+                        answer.text += piece["choices"][0]["text"]
+                        answer.arrivals_s.append(time.perf_counter())
+                        if at is not None and len(answer.arrivals_s) == at[0]:
+                            at[1].set()
+    return answer
+
+
+class Nodes:
+    """Nodes of one fleet on this machine, each limited."""
+
+    def __init__(self, build: Build, scratch: Path, threads: int, limit_bytes: int, stack: ExitStack) -> None:
+        fleet = TestFleet()
+        self.homes: dict[str, Path] = {}
+        self.limits: dict[str, MemoryLimit] = {}
+        self.running: dict[str, Endpoint] = {}
+        self._build, self._scratch, self._threads, self._stack = build, scratch, threads, stack
+        for name in NAMES:
+            home = self.homes[name] = stack.enter_context(fresh_home(scratch, name))
+            folder = FleetFolder(Home(home).fleet)
+            folder.write_secret(folder.identity_file, fleet.member(name).to_pem())
+            self.limits[name] = stack.enter_context(MemoryLimit(name, limit_bytes))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = int(free.getsockname()[1])
+
+    def start(self, name: str, *options: str) -> Endpoint:
+        """Start a node; returns once it serves."""
+        first = name == NAMES[0]
+        fleet = ["--fleet-host", "127.0.0.1", "--no-mdns", "--fleet-preset", "desk,exchange_s=0.5,restamp_s=2,ttl_s=10"]
+        fleet += ["--fleet-port", str(self._port)] if first else ["--fleet-port", "0", "--peer", f"127.0.0.1:{self._port}"]
+        self.running[name] = self._stack.enter_context(
+            _ended(
+                Endpoint(
+                    *options,
+                    *fleet,
+                    "--threads",
+                    str(self._threads),
+                    log=self.log(name),
+                    prefix=self.limits[name].prefix,
+                    environment=self._build.environment(self.homes[name]),
+                    start_s=OPEN_S,
+                )
+            )
+        )
+        return self.running[name]
+
+    def host(self, name: str) -> Endpoint:
+        return self.start(name, "--no-model", "--serve-shards")
+
+    def log(self, name: str) -> Path:
+        return self._scratch / f"{name}.log"
+
+    @property
+    def kills(self) -> int:
+        return sum(limit.kills for limit in self.limits.values())
+
+
+@contextmanager
+def _ended(endpoint: Endpoint) -> Iterator[Endpoint]:
+    try:
+        yield endpoint
+    finally:
+        endpoint.close()
+
+
+def stages(endpoint: Endpoint, log: Path) -> dict[str, str]:
+    """Node and layers of the route that was opened last, as the orchestrator says."""
+    said = "".join(endpoint.said) + log.read_text(errors="replace")
+    routes = re.findall(r"(?:goes on over|Loaded in [^\n]*: )([^\n]*layers?[^\n]*)", said)
+    found = re.findall(r"layers? (\d+(?: to \d+)?) on (\w+)", routes[-1]) if routes else []
+    return {node: layers for layers, node in found}
+
+
+def measure(build: Build, model: Path, scratch: Path, *, threads: int, limit_bytes: int = LIMIT_BYTES) -> Iterator[Row]:
+    """Start, answer, lose a stage twice: once with a spare that has no layers yet, once with one that has."""
+    read_into_cache(model)
+    with fresh_home(scratch, "alone") as home:
+        alone = Endpoint(
+            "--model",
+            str(model),
+            "--threads",
+            str(threads),
+            *MODEL_OPTIONS,
+            log=scratch / "alone.log",
+            environment=build.environment(home),
+            start_s=OPEN_S,
+        )
+        try:
+            right = ask(alone.port)
+            alone_s = right.arrivals_s[0] - alone.began_s
+        finally:
+            alone.close()
+    size = model.stat().st_size
+    with ExitStack() as stack:
+        try:
+            nodes = Nodes(build, scratch, threads, limit_bytes, stack)
+        except NoMemoryLimitsError as error:
+            yield Row("three limited nodes", f"not measured: {error}", "2.5x", "1.5x", None, "needs root, or a control group of one's own")
+            return
+        for name in NAMES[1:3]:
+            nodes.host(name)
+        first = nodes.start(NAMES[0], "--model", str(model), "--pipeline", *MODEL_OPTIONS)
+        opened = ask(first.port)
+        opened_s = opened.arrivals_s[0] - first.began_s
+        shown = sorted(set(re.findall(r"\d+ %", "".join(first.said))), key=lambda each: int(each.split()[0]))
+        route = stages(first, nodes.log(NAMES[0]))
+        yield Row(
+            f"{model.name} ({size / GIB:.1f} GiB) over three nodes of {limit_bytes / GIB:.1f} GiB, cold: from command to first answer",
+            f"{opened_s:.1f} s, one unlimited node {alone_s:.1f} s: {opened_s / alone_s:.2f}x; bytes {'equal' if opened.text == right.text else 'DIFFER'}",
+            "2.5x, with progress shown",
+            "1.5x",
+            opened_s <= 2.5 * alone_s and bool(shown) and opened.text == right.text and not nodes.kills,
+            f"route {route or 'not found'}; progress shown: {', '.join(shown) or 'none'}; killed for memory: {nodes.kills}",
+            {"opened_s": opened_s, "alone_s": alone_s, "route": route},
+        )
+        load_s = opened_s  # what a spare's load can cost at most
+        for loaded in (False, True):
+            yield _kill(nodes, first, right, load_s, loaded=loaded)
+
+
+def _kill(nodes: Nodes, first: Endpoint, right: Answer, load_s: float, *, loaded: bool) -> Row:
+    """SIGKILL to a stage in the middle of an answer, beside a spare."""
+    route = stages(first, nodes.log(NAMES[0]))
+    victim = next((name for name in nodes.running if name in route and name != NAMES[0]), NAMES[1])
+    spare = next(name for name in NAMES[1:] if name not in route and name != victim)
+    if spare not in nodes.running:
+        nodes.host(spare)
+    if loaded:
+        _wait_loaded(nodes, spare)
+    began_s = time.perf_counter()
+    prefill = ask(first.port, 1, prompt=PROMPT + right.text[: len(right.text) * KILL_AT // ANSWER])
+    prefill_s = prefill.arrivals_s[0] - began_s
+    reached = threading.Event()
+
+    def kill() -> None:
+        reached.wait(OPEN_S)
+        nodes.running[victim].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        seen = ask(first.port, at=(KILL_AT, reached))
+    finally:
+        reached.set()
+        killer.join()
+    nodes.running.pop(victim)
+    beyond_s = seen.longest_gap_s - prefill_s
+    most_s, reach_s = (2.0, 0.5) if loaded else (load_s + 3.0, load_s + 1.0)
+    asked, reach = ("2 s", "0.5 s") if loaded else ("its load time + 3 s", "+ 1 s")
+    return Row(
+        f"kill -9 of a stage ({victim}), with a spare ({spare}) that has {'loaded' if loaded else 'not loaded'} its layers: gap beyond prefill",
+        f"{beyond_s:.2f} s ({seen.longest_gap_s:.2f} s of which a prefill {prefill_s:.2f}); bytes {'equal' if seen.text == right.text else 'DIFFER'}",
+        asked,
+        reach,
+        beyond_s <= most_s and seen.text == right.text,
+        f"token {KILL_AT} of {ANSWER}; load time taken as at most {load_s:.1f} s, the whole opening's; events {', '.join(seen.events) or 'none'}",
+        {"gap_s": seen.longest_gap_s, "prefill_s": prefill_s, "reach_s": reach_s},
+    )
+
+
+def _wait_loaded(nodes: Nodes, spare: str) -> None:
+    """Until a spare has layers: its anonymous memory no longer grows, and is more than a node without any takes."""
+    before, until = -1, time.monotonic() + 300
+    while time.monotonic() < until:
+        now = nodes.limits[spare].used_bytes
+        if now > GIB and now - before < 1 << 24:
+            return
+        before = now
+        time.sleep(3)
