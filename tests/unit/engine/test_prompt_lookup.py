@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.prompt_lookup import MAX_NGRAM, REMEMBERED, NGramIndex
+from paceline.engine.prompt_lookup import MAX_NGRAM, MOST, REMEMBERED, NGramIndex
 
 
 @pytest.mark.parametrize(
@@ -69,10 +71,48 @@ def test_a_text_may_be_cut_by_more_than_is_remembered() -> None:
 
 def test_tokens_told_many_at_a_time_are_taken_back_without_a_look_at_the_rest() -> None:
     index = NGramIndex(range(5 * REMEMBERED))
-    tables = index._follows
+    tables = index._tables
     for told in range(2, 60, 7):
         index.extend(range(told))
         index.cut(len(index.ids) - told + 1)
-        assert index._follows is tables
+        assert index._tables is tables
     index.cut(4 * REMEMBERED)
-    assert index.ids == list(range(4 * REMEMBERED))
+    assert list(index.ids) == list(range(4 * REMEMBERED))
+
+
+def test_an_index_is_bounded_and_knows_what_was_said_lately() -> None:
+    """In every way that a text may grow, and when it is cut where the older half was dropped."""
+    text = list(range(MOST // 4)) * 6
+    tracemalloc.start()
+    try:
+        index = NGramIndex(text)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 40 * MOST
+    for token in range(MOST):
+        assert index.propose(2) == (token % (MOST // 4), (token + 1) % (MOST // 4))  # from one round earlier
+        index.append(token % (MOST // 4))
+    told = len(index.ids)
+    index.extend([7, 3, 5])
+    index.cut(told)
+    assert index.propose(2) == (0, 1)
+    index.cut(MOST)
+    assert index.propose(2) == (0, 1)
+    index.cut(5)
+    assert index.propose(2) == ()
+
+
+@given(st.data())
+def test_tables_that_grow_forget_nothing_that_was_not_taken_back(data: st.DataObject) -> None:
+    """Many suffixes, so that tables grow between a token and its being taken back."""
+    index, text = NGramIndex(), list[int]()
+    for _ in range(data.draw(st.integers(1, 12))):
+        more = data.draw(st.lists(st.integers(0, 40), max_size=60))
+        index.extend(more)
+        text += more
+        kept = max(0, len(text) - data.draw(st.integers(0, 40)))
+        index.cut(kept)
+        del text[kept:]
+    assert list(index.ids) == text
+    assert index.propose(8) == NGramIndex(text).propose(8)

@@ -5,6 +5,7 @@ Law: as prompt lookup's, every guess here is a piece of the text itself; those w
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 from paceline.engine.drafts import Branch
@@ -28,7 +29,7 @@ class Occurrences:
     __slots__ = ("_before", "_last")
 
     def __init__(self) -> None:
-        self._before: list[int] = []
+        self._before = array("i")
         """By position: where the same token stands before; -1: nowhere."""
         self._last: dict[int, int] = {}
 
