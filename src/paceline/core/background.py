@@ -1,17 +1,28 @@
-"""Tasks that go on beside everything else: what ends one is logged, since nobody waits for it."""
+"""Tasks that go on beside everything else: what ends one is logged, since nothing waits for it, and work that must go on is started again.
+
+Law: work that fails is started again for as long as its owner wants it, after a pause that doubles. What fails again and again is named.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
+
+from paceline.core.clock import Clock
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before work that failed is started again: doubled with each failure. Raising them: a fault that passes is felt for longer."""
+STEADY_S = 120.0
+"""Work that went on for so long since its last failure counts as sound."""
+
 
 def in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run work on this event loop until it ends, or its owner, who keeps the task, cancels it.
+    """Run work on this event loop once, until it ends, or its owner, who keeps the task, cancels it.
 
     Args:
         work: what to do.
@@ -20,6 +31,78 @@ def in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[No
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_failure)
     return task
+
+
+@dataclass(slots=True)
+class _Trouble:
+    failures: int
+    at_s: float
+
+
+class Background:
+    """Work of one node that is started again where it fails.
+
+    Args:
+        clock: for how long work went on.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._troubles: dict[str, _Trouble] = {}
+
+    @property
+    def failing(self) -> tuple[str, ...]:
+        """Names of work that failed more than once, and has not gone on for long since."""
+        now = self._clock.monotonic()
+        return tuple(
+            name for name, trouble in sorted(self._troubles.items()) if trouble.failures > 1 and now - trouble.at_s < self._steady_s(trouble)
+        )
+
+    def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
+        """Run work on this event loop until it ends without an error, or its owner, who keeps the task, cancels it.
+
+        Args:
+            work: begins it, each time.
+            name: of the task.
+        """
+        return in_background(self._kept(work, name), name)
+
+    async def _kept(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        task = asyncio.current_task()
+        try:
+            while True:
+                try:
+                    await work()
+                except asyncio.CancelledError:
+                    if task is None or task.cancelling():
+                        raise
+                    logger.error("%s was ended by something it waited for", name)
+                except Exception:
+                    logger.exception("%s failed", name)
+                else:
+                    return
+                await self._sleep(self._pause_s(name))
+        finally:
+            self._troubles.pop(name, None)
+
+    def _pause_s(self, name: str) -> float:
+        """After another failure."""
+        now = self._clock.monotonic()
+        trouble = self._troubles.setdefault(name, _Trouble(0, now))
+        if now - trouble.at_s >= self._steady_s(trouble):
+            trouble.failures = 0
+        trouble.failures += 1
+        trouble.at_s = now
+        return _pause_s(trouble.failures)
+
+    def _steady_s(self, trouble: _Trouble) -> float:
+        """Since its last failure, the pause after it included."""
+        return STEADY_S + _pause_s(trouble.failures)
+
+
+def _pause_s(failures: int) -> float:
+    return min(PAUSE_S * 2.0 ** (failures - 1), LONGEST_PAUSE_S) if failures else 0.0
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

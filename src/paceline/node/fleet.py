@@ -15,6 +15,7 @@ from typing import IO
 
 import grpc.aio
 
+from paceline.core.background import Background
 from paceline.core.clock import Clock
 from paceline.core.errors import MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
@@ -80,6 +81,8 @@ class FleetNode:
         self._settings, self._folder, self._portrait, self._clock = settings, folder, portrait, clock
         self.identity = folder.identity()
         revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
+        self.background = Background(clock)
+        """What goes on as long as the node does."""
         self.meter = FleetMeter()
         self.rpcs = RpcMeter()
         self.desk = ProposerDesk({NGRAM: NGramProposer()})
@@ -94,6 +97,7 @@ class FleetNode:
             self.refusals,
             self.meter,
             clock,
+            self.background,
             seeds=(*settings.peers, *folder.peers()),
             revocations=revocations,
         )
@@ -108,9 +112,9 @@ class FleetNode:
                 "this node's certificate ends in %d days: revoke it then, remove %s, and join again", left_s // 86400, folder.root
             )
         self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused)
-        self._links = LinkDriver(self.pool, self.gossip.opener, clock, self._measured)
+        self._links = LinkDriver(self.pool, self.gossip.opener, clock, self.background, self._measured)
         self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
-        self._upkeep = Upkeep(settings.host, folder, portrait, self.gossip, self.refusals, clock, self._discovery.moved)
+        self._upkeep = Upkeep(settings.host, folder, portrait, self.gossip, self.refusals, clock, self.background, self._discovery.moved)
         self._server: NodeServer | None = None
         self._tensors: TensorListener | None = None
         self._lock: IO[bytes] | None = None

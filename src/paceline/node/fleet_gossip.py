@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol
 
-from paceline.core.background import in_background
+from paceline.core.background import Background, in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, PacelineError
 from paceline.core.ids import NodeId
@@ -67,6 +67,7 @@ class GossipDriver:
         refusals: the log of what is not believed.
         meter: counts.
         clock: all time.
+        background: runs it.
         seeds: addresses to call at the start.
         revocations: known before.
     """
@@ -80,11 +81,12 @@ class GossipDriver:
         refusals: Refusals,
         meter: FleetMeter,
         clock: Clock,
+        background: Background,
         seeds: tuple[str, ...],
         revocations: tuple[SealedRevocation, ...],
     ) -> None:
         self._identity, self._folder, self._preset, self._hooks = identity, folder, preset, hooks
-        self._refusals, self._meter, self._clock = refusals, meter, clock
+        self._refusals, self._meter, self._clock, self._background = refusals, meter, clock, background
         self._gossip = Gossip(identity.node_id, preset, random.Random(secrets.randbits(64)), seeds, revocations)
         self.opener = MemberOpener(identity.root, self._gossip.voids, self._gossip.lacks_certificate, clock)
         self._exchanger: Exchanger | None = None
@@ -103,7 +105,7 @@ class GossipDriver:
         """Announce this node, and go on until `close`."""
         self._exchanger = exchanger
         await self.refresh()
-        self._ticker = in_background(self._tick(), "fleet-gossip")
+        self._ticker = self._background.keep(self._tick, "fleet-gossip")
 
     async def refresh(self) -> None:
         """Announce this node's card again if what it says has changed."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from paceline.core.background import in_background
+from paceline.core.background import Background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError
 from paceline.fleet.card import Link, NodeCard
@@ -35,11 +35,12 @@ class LinkDriver:
         pool: of this node's channels.
         opener: knows whom to meet.
         clock: measures.
+        background: runs it.
         changed: told the links whenever they show something new.
     """
 
-    def __init__(self, pool: ChannelPool, opener: MemberOpener, clock: Clock, changed: Callable[[tuple[Link, ...]], None]) -> None:
-        self._pool, self._opener, self._clock, self._changed = pool, opener, clock, changed
+    def __init__(self, pool: ChannelPool, opener: MemberOpener, clock: Clock, background: Background, changed: Callable[[tuple[Link, ...]], None]) -> None:
+        self._pool, self._opener, self._clock, self._background, self._changed = pool, opener, clock, background, changed
         self._watch = LinkWatch(random.Random(secrets.randbits(64)))
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -51,7 +52,7 @@ class LinkDriver:
 
     def start(self) -> None:
         """Begin."""
-        self._task = in_background(self._run(), "fleet-links")
+        self._task = self._background.keep(self._run, "fleet-links")
 
     def see(self, own: NodeCard, cards: Sequence[NodeCard]) -> None:
         """The fleet changed."""

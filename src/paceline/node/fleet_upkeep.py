@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from paceline.core.background import in_background
+from paceline.core.background import Background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, UserError
 from paceline.fleet.card import Link, NodeCard
@@ -55,6 +55,7 @@ class Upkeep:
         gossip: its part in its fleet.
         refusals: the log.
         clock: all time.
+        background: runs it.
         moved: told its addresses when they change.
     """
 
@@ -66,10 +67,11 @@ class Upkeep:
         gossip: GossipDriver,
         refusals: Refusals,
         clock: Clock,
+        background: Background,
         moved: Callable[[tuple[str, ...]], None],
     ) -> None:
         self._host, self._folder, self._portrait, self._gossip = host, folder, portrait, gossip
-        self._refusals, self._clock, self._moved = refusals, clock, moved
+        self._refusals, self._clock, self._background, self._moved = refusals, clock, background, moved
         self.addresses: tuple[str, ...] = ()
         """Where this node can be reached."""
         self._port = 0
@@ -88,7 +90,7 @@ class Upkeep:
 
     def start(self) -> None:
         """Look again and again."""
-        self._spawn(self._watch(), "fleet-watch")
+        self._spawn(self._watch, "fleet-watch")
 
     def look_again(self) -> None:
         """Now rather than in a second."""
@@ -148,7 +150,7 @@ class Upkeep:
             on_revocations=self._gossip.learn,
             here=lambda: self._gossip.view().ids,
         )
-        self._spawn(port.run(), "fleet-join-port")
+        self._spawn(port.run, "fleet-join-port")
 
     async def _look_around(self) -> None:
         if self._clock.monotonic() - self._looked >= PORTRAIT_S:
@@ -167,5 +169,5 @@ class Upkeep:
             self._moved(addresses)
         self.addresses = addresses
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self._tasks.append(in_background(work, name))
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        self._tasks.append(self._background.keep(work, name))

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from tests.unit.node.fleet.nodes import in_loop
 
-from paceline.core.background import in_background
+from paceline.core.background import STEADY_S, Background, in_background
+from paceline.testing.clock import FakeClock
 
 
 @in_loop
@@ -31,3 +32,71 @@ async def test_what_ends_a_task_is_logged_unless_its_owner_did(caplog: pytest.Lo
         "fails failed",
         "waits_for_what_is_cancelled was ended by something it waited for",
     ]
+
+
+class Pauses:
+    """Waits no time, moves the clock, and remembers."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.seconds: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.clock.advance(seconds)
+        await asyncio.sleep(0)
+
+
+@in_loop
+async def test_what_fails_is_started_again_after_longer_and_longer_and_named_meanwhile() -> None:
+    pauses = Pauses()
+    background = Background(pauses.clock, pauses.sleep)
+    named: list[tuple[str, ...]] = []
+
+    async def fails_nine_times() -> None:
+        named.append(background.failing)
+        if len(named) <= 9:
+            raise OSError("the disk is full")
+
+    await background.keep(fails_nine_times, "fleet-watch")
+    assert pauses.seconds == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert named == [(), (), *[("fleet-watch",)] * 8]
+    assert background.failing == ()
+
+
+@in_loop
+async def test_what_went_on_for_long_begins_anew() -> None:
+    pauses = Pauses()
+    background = Background(pauses.clock, pauses.sleep)
+    runs = 0
+
+    async def fails_now_and_then() -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 4:
+            pauses.clock.advance(STEADY_S + 4)
+            assert background.failing == ()
+        if runs < 6:
+            raise asyncio.CancelledError  # by something it waited for
+
+    await background.keep(fails_now_and_then, "fleet-links")
+    assert pauses.seconds == [1, 2, 4, 1, 2]
+
+
+@in_loop
+async def test_its_owner_ends_it_at_work_and_in_a_pause() -> None:
+    async def fails() -> None:
+        raise OSError("no")
+
+    async def waits() -> None:
+        await asyncio.Event().wait()
+
+    background = Background(FakeClock(), lambda _: asyncio.Event().wait())  # type: ignore[arg-type, return-value]
+    for work in (fails, waits):
+        task = background.keep(work, "work")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert background.failing == ()

@@ -14,7 +14,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from paceline.core.background import in_background
+from paceline.core.background import Background
 from paceline.core.clock import Clock
 from paceline.core.errors import (
     BadPipelineRequest,
@@ -97,9 +97,9 @@ class NodeShardHost:
 
     # -------------------------------------------------------------------------------------------------------------- for its owner
 
-    def start(self) -> None:
+    def start(self, background: Background) -> None:
         """Begin to evict what is idle."""
-        self._reaper = in_background(self._reap(), "shard-reaper")
+        self._reaper = background.keep(self._reap, "shard-reaper")
 
     async def close(self) -> None:
         """End every session and free every shard. Bounded; idempotent."""

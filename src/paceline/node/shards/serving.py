@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.backends.memory import available_bytes
-from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.effects import Effect, Revoked
@@ -106,8 +105,8 @@ class ShardServing:
 
     def start(self) -> None:
         """Say on the card that shards are served, and go on saying which."""
-        self.host.start()
-        self._showing = in_background(self._show(), "shard-offers")
+        self.host.start(self._fleet.background)
+        self._showing = self._fleet.background.keep(self._show, "shard-offers")
 
     async def stop(self) -> None:
         """End every session and free everything. Bounded; idempotent."""

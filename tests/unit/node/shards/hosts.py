@@ -18,6 +18,7 @@ from tests.unit.node.fleet.nodes import BOUND_S, Given
 
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.core.background import Background
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BadPipelineRequest, NotTrusted
 from paceline.core.ids import BatchId, NodeId, SequenceId
@@ -210,7 +211,7 @@ async def hosting(
     server = NodeServer(identity, guard, watch, RpcMeter())
     server.add(shard_service(host, guard.peer))
     port = await server.start("127.0.0.1", 0)
-    host.start()
+    host.start(Background(SystemClock()))
     try:
         yield Hosting(identity.node_id, identity.member, f"127.0.0.1:{port}", host, warm, meter, guard, listener, server, loads)
     finally:
