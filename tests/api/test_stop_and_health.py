@@ -27,14 +27,18 @@ BODY = {"model": "echo", "prompt": "ab", "stream": True}
         (Progress(busy=False, seconds_since_step=900.0), 200, "ok"),
         (Progress(busy=True, seconds_since_step=29.0), 200, "ok"),
         (Progress(busy=True, seconds_since_step=31.0), 503, "stalled"),
+        (Progress(busy=True, seconds_since_step=99.0, step_expected_s=20.0), 200, "ok"),
+        (Progress(busy=True, seconds_since_step=101.0, step_expected_s=20.0), 503, "stalled"),
         (Progress(busy=False, seconds_since_step=0.0, error="the engine died"), 503, "failed"),
+        (Progress(busy=False, seconds_since_step=0.0, failing=("fleet-links",)), 200, "ok"),
     ],
 )
 def test_health(serve_with: Serve, progress: Progress, status: int, word: str) -> None:
     served = serve_with()
     served.inference.reported = progress
     answer = served.http.get("/health")
-    assert (answer.status_code, answer.json()["status"], answer.json()["error"]) == (status, word, progress.error)
+    said = answer.json()
+    assert (answer.status_code, said["status"], said["error"], tuple(said["failing"])) == (status, word, progress.error, progress.failing)
 
 
 def test_metrics_count(serve_with: Serve) -> None:

@@ -207,7 +207,7 @@ class _Crowded:
         self._generating.append({step.sequence for step in batch.steps if step.path is Path.GENERATED})
         self.crowd = max(self.crowd, len(set().union(*self._generating)))
 
-    def collect(self, deadline: float) -> StepOutput:
+    def collect(self, deadline: float) -> StepOutput | None:
         output = super().collect(deadline)
         self._generating.popleft()
         return output

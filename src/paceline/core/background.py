@@ -56,7 +56,9 @@ class Background:
         """Names of work that failed more than once, and has not gone on for long since."""
         now = self._clock.monotonic()
         return tuple(
-            name for name, trouble in sorted(self._troubles.items()) if trouble.failures > 1 and now - trouble.at_s < self._steady_s(trouble)
+            name
+            for name, trouble in sorted(self._troubles.items())
+            if trouble.failures > 1 and now - trouble.at_s < self._steady_s(trouble)
         )
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
@@ -77,7 +79,7 @@ class Background:
                 except asyncio.CancelledError:
                     if task is None or task.cancelling():
                         raise
-                    logger.error("%s was ended by something it waited for", name)
+                    logger.error("%s was ended by something it waited for", name)  # noqa: TRY400  its traceback is of nothing
                 except Exception:
                     logger.exception("%s failed", name)
                 else:

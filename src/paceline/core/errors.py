@@ -48,6 +48,7 @@ PacelineError
 |       |-- MalformedMessage  bytes that are not the message they should be
 |       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
 |-- ExecutorUnavailable       nothing can run the model for now; `code` is what clients are told
+|   `-- EngineGone            `engine_gone`: the model's engine failed; it is built anew, or stays down
 `-- ExecutorLost              spans of the model can't be reached any more
 """
 
@@ -241,12 +242,23 @@ class LostSpan:
     holder: str
 
 
+ENGINE_GONE = "engine_gone"
+"""What clients are told, and what an answer that was cut short ends with."""
+
+
 class ExecutorUnavailable(PacelineError):
     """Nothing can run the model for now: what is under way ends with an error, and a later request may find it running again."""
 
     def __init__(self, message: str, hint: str = "", *, code: str) -> None:
         super().__init__(message, hint)
         self.code = code
+
+
+class EngineGone(ExecutorUnavailable):
+    """The model's engine failed. What it ran has ended with an error."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint, code=ENGINE_GONE)
 
 
 class ExecutorLost(PacelineError):

@@ -25,6 +25,8 @@ class EngineStats:
     preemptions: int = 0
     steps: int = 0
     steps_in_flight: int = 0
+    steps_expected_s: float = 0.0
+    """What those in flight take, by how long steps took; 0: not known."""
     drafted_tokens: dict[str, int] = field(default_factory=dict[str, int])
     """Guessed tokens that were verified, by what guessed them ("ngram", or the draft model's id)."""
     accepted_tokens: dict[str, int] = field(default_factory=dict[str, int])

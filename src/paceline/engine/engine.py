@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import count
 
 from paceline.core.clock import Clock
@@ -32,6 +32,9 @@ from paceline.engine.step_costs import StepCosts
 from paceline.engine.step_times import StepTimes
 from paceline.engine.stops import TextStream
 
+SHORTER = 4
+"""How many times more rows a step of prompts must have than a prompt that comes, to be given up for it. Raising it: less is run twice, and a
+prompt of some length waits longer."""
 _NO_ROOM = "What is left of the machines has not the memory for this sequence"
 
 
@@ -74,6 +77,8 @@ class Engine:
         self._live: dict[RequestId, list[SequenceState]] = {}
         self._n_live = 0
         self._in_flight: deque[PlannedBatch] = deque()
+        self._recallable: PlannedBatch | None = None
+        """What is in flight, where it may end early."""
         self._outbox: list[GenerationChunk] = []
         """Endings that happened outside a step; the next one delivers them."""
         self._sequence_ids = count()
@@ -125,6 +130,29 @@ class Engine:
         for seq in tuple(self._live.get(request_id, ())):
             self._outbox.append(self._end(seq, FinishReason.ABORT))
 
+    @property
+    def advanced(self) -> int:
+        """Grows with every step, and with every part of one. Any thread may look."""
+        return self._steps + self._executor.advanced
+
+    def recall(self, gone: Collection[RequestId], shortest: int | None, *, stops: bool = False) -> None:
+        """End the step in flight early, if those who wait are better served so: what it was to run is run again, if it is still wanted.
+
+        Any thread may say so; it is no more than a hint.
+
+        Args:
+            gone: requests that are to be aborted.
+            shortest: tokens of the shortest prompt that came since; None: none did.
+            stops: all are to be.
+        """
+        planned = self._recallable
+        if planned is None:
+            return
+        room = len(self._scheduler.running) < self._config.max_running
+        overtaken = shortest is not None and room and SHORTER * shortest <= planned.load.rows
+        if stops or overtaken or all(seq.request.request_id in gone for seq in planned.sequences):
+            self._executor.recall(planned.batch.batch_id)
+
     def step(self) -> list[GenerationChunk]:
         """Keep the executor full, take one batch's output, and say what each sequence gained. Raises as `collect` does."""
         self.submit()
@@ -137,6 +165,7 @@ class Engine:
         while len(self._in_flight) < self._executor.depth and (planned := self._scheduler.next_batch()) is not None:
             self._in_flight.append(planned)
             self._times.submitted(planned.load)
+            self._recallable = planned if planned.may_recall else None
             try:
                 self._executor.submit(planned.batch)
             except ExecutorLost as lost:
@@ -156,8 +185,12 @@ class Engine:
         try:
             if self._in_flight:
                 output = self._executor.collect(self._clock.monotonic() + self._config.step_timeout_s)
-                self._times.collected()
-                self._read(self._in_flight.popleft(), output, chunks)
+                self._times.collected(whole=output is not None)
+                self._recallable = None
+                if output is not None:
+                    self._read(self._in_flight.popleft(), output, chunks)
+                else:
+                    self._scheduler.recalled(self._in_flight.popleft())
             elif self._live and not self._lost:
                 raise RuntimeError(f"{self._n_live} sequences are live and none can run")
         except ExecutorLost as lost:
@@ -185,6 +218,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=self._steps,
             steps_in_flight=len(self._in_flight),
+            steps_expected_s=self._times.expected_s,
             drafted_tokens=dict(self._drafting.drafted),
             accepted_tokens=dict(self._drafting.accepted),
             draft_blocks=dict(self._drafting.blocks),

@@ -119,12 +119,28 @@ class Executor(Protocol):
         """
         ...
 
-    def collect(self, deadline: float) -> StepOutput:
+    def recall(self, batch_id: BatchId) -> None:
+        """Have a batch in flight end early, where that is possible; it then has no output. Any thread may ask, whatever became of the batch."""
+        ...
+
+    @property
+    def advanced(self) -> int:
+        """Grows with every part of a batch that was run: a layer here, a batch of others. Any thread may look."""
+        ...
+
+    def collect(self, deadline: float) -> StepOutput | None:
         """Wait for the oldest batch in flight, until `deadline` on the monotonic clock.
+
+        Returns:
+            None where it was recalled: the KV of its rows is void, and all before them stands.
 
         Raises:
             ExecutorLost: spans of the model can't be reached; what was in flight is gone.
         """
+        ...
+
+    def reset(self) -> None:
+        """Forget all sequences and what is in flight, for an engine that begins anew: the one before failed. Weights stay."""
         ...
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from paceline.core.ids import BatchId
 from paceline.core.model import LayerRange
 from paceline.engine.block_tables import BlockTables
 from paceline.engine.executor import StepBatch, StepOutput
+from paceline.engine.step_watch import StepWatch
 
 Int32 = npt.NDArray[np.int32]
 WireBits = npt.NDArray[np.uint16]
@@ -36,9 +37,13 @@ class RowPlan:
     """`Path` of each sequence's rows."""
     tables_SB: Int32
     """Block ids, padded with -1. Entry b holds positions [b * block_size, (b + 1) * block_size)."""
+    watch: StepWatch | None = None
+    """Told of layers as they are run, and looked at between them: a runner ends early where it gives up."""
 
 
-def row_plan(n_rows: Sequence[int], first_positions: Sequence[int], paths: Sequence[int], tables_SB: Int32) -> RowPlan:
+def row_plan(
+    n_rows: Sequence[int], first_positions: Sequence[int], paths: Sequence[int], tables_SB: Int32, watch: StepWatch | None = None
+) -> RowPlan:
     """The plan of rows that lie one sequence after the other.
 
     Args:
@@ -46,10 +51,11 @@ def row_plan(n_rows: Sequence[int], first_positions: Sequence[int], paths: Seque
         first_positions: of each sequence's first row.
         paths: `Path` of each sequence's rows.
         tables_SB: as `RowPlan` has them.
+        watch: likewise.
     """
     # One array for four: making a small array costs as much as a row of it.
     columns = np.array([[0, *accumulate(n_rows)][:-1], n_rows, first_positions, paths], np.int32)
-    return RowPlan(columns[0], columns[1], columns[2], columns[3], tables_SB)
+    return RowPlan(columns[0], columns[1], columns[2], columns[3], tables_SB, watch)
 
 
 class LayerRunner(Protocol[Activations]):
@@ -141,6 +147,7 @@ class _Prepared:
     plan: RowPlan
     rows_R: Int32
     """Rows of T whose logits are wanted."""
+    watch: StepWatch
 
 
 class LocalExecutor(Generic[Activations]):
@@ -154,6 +161,12 @@ class LocalExecutor(Generic[Activations]):
         self._runner = runner
         self._tables = BlockTables()
         self._pending: deque[_Prepared] = deque()
+        self._layers_done = 0
+        """Of batches that are over."""
+
+    @property
+    def advanced(self) -> int:
+        return self._layers_done + sum(batch.watch.layers_done for batch in tuple(self._pending))
 
     def ready(self) -> bool:
         return True
@@ -167,17 +180,36 @@ class LocalExecutor(Generic[Activations]):
         self._tables.update(batch, self.block_size)
         steps = batch.steps
         tables_SB = self._tables.of([step.sequence for step in steps])
+        watch = StepWatch()
         plan = row_plan(
-            [len(step.token_ids) for step in steps], [step.first_position for step in steps], [step.path for step in steps], tables_SB
+            [len(step.token_ids) for step in steps],
+            [step.first_position for step in steps],
+            [step.path for step in steps],
+            tables_SB,
+            watch,
         )
-        self._pending.append(_Prepared(batch.batch_id, token_ids(batch), plan, logits_rows(batch)))
+        self._pending.append(_Prepared(batch.batch_id, token_ids(batch), plan, logits_rows(batch), watch))
 
-    def collect(self, deadline: float) -> StepOutput:  # noqa: ARG002  kernels in this thread can't be given up half way
-        batch = self._pending.popleft()
-        x = self._runner.run_layers(self._runner.embed(batch.token_ids_T), batch.plan)
-        return StepOutput(batch.batch_id, self._runner.logits(x, batch.rows_R))
+    def recall(self, batch_id: BatchId) -> None:
+        for batch in tuple(self._pending):
+            if batch.batch_id == batch_id:
+                batch.watch.give_up()
 
-    def close(self) -> None:
+    def collect(self, deadline: float) -> StepOutput | None:  # noqa: ARG002  the caller's own thread computes
+        batch = self._pending[0]
+        try:
+            x = self._runner.run_layers(self._runner.embed(batch.token_ids_T), batch.plan)
+            if batch.watch.gives_up:
+                return None
+            return StepOutput(batch.batch_id, self._runner.logits(x, batch.rows_R))
+        finally:
+            self._layers_done += batch.watch.layers_done
+            self._pending.popleft()
+
+    def reset(self) -> None:
         self._tables = BlockTables()
         self._pending.clear()
+
+    def close(self) -> None:
+        self.reset()
         self._runner.close()

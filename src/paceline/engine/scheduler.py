@@ -31,6 +31,8 @@ from paceline.engine.prefixes import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
 from paceline.engine.step_costs import Load, StepCosts
 
+LEAST_ROWS = 32
+"""Of prompts in the step after one that was recalled; the next has twice as many. Raising it: more is lost where requests keep coming."""
 PASSED = 16
 """Sequences that are let in before one that came earlier, at most. Raising it: short requests wait less behind long ones, and these longer."""
 
@@ -42,6 +44,8 @@ class PlannedBatch:
     batch: StepBatch
     sequences: list[SequenceState]
     load: Load
+    may_recall: bool = False
+    """It is of prompts alone, on this machine, and the one before it ran to its end."""
 
 
 class Scheduler:
@@ -59,6 +63,9 @@ class Scheduler:
         self._config = config
         self._max_running = config.max_running
         self._chunk, self._budget_s = config.prefill_chunk, config.step_budget_s
+        self._most = self._chunk
+        """Rows of prompts in a step. Few after one was recalled, and soon as many as ever: that others come again and again costs little."""
+        self._may_recall = True
         self._batch_ids = count()
         self._most_blocks = 0
         """That a sequence may come to need."""
@@ -104,10 +111,14 @@ class Scheduler:
         if not steps:
             return None
         released, self._released = tuple(self._released), []
-        return PlannedBatch(StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released, self._most_blocks), sequences, load)
+        batch = StepBatch(BatchId(next(self._batch_ids)), tuple(steps), released, self._most_blocks)
+        return PlannedBatch(batch, sequences, load, may_recall=self._may_recall and load.prompt_rows == load.rows and self._depth == 1)
 
     def collected(self, planned: PlannedBatch) -> None:
         """A batch's KV is written, and its draws are taken: full blocks may be shared now, and what was held back for it is let go."""
+        self._may_recall = True
+        if planned.load.prompt_rows:
+            self._most = min(2 * self._most, self._chunk)
         for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
             seq.flights -= 1
             seq.void = max(0, seq.void - 1)
@@ -125,6 +136,21 @@ class Scheduler:
                     self._preempt(seq)
                 else:
                     self._trim(seq)
+
+    def recalled(self, planned: PlannedBatch) -> None:
+        """A batch of prompts alone was given up: what it was to run is run again, and less of it at a time for a while."""
+        for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
+            seq.flights -= 1
+            if seq.phase is Phase.ENDED:
+                self._draining.remove(seq)
+                self._release(seq)
+            elif seq.preempt_when_collected:
+                self._draining.remove(seq)
+                self._preempt(seq)
+            else:
+                seq.computed = step.first_position
+                self._most = LEAST_ROWS
+        self._may_recall = False
 
     def lost(self, in_flight: Iterable[PlannedBatch]) -> None:
         """The executor lost KV, and with it every batch in flight: all sequences start over from their ids."""
@@ -172,15 +198,15 @@ class Scheduler:
                 decoding.append(seq)
         # A prompt's last row has another path than what is guessed behind it.
         rooms = [self._room(seq, seq.computed + 1) if seq.computed >= seq.n_prompt else 0 for seq in decoding]
-        most, answers = self._chunk, 0
+        left, answers = self._chunk, 0
         # Drafts leave prompts half of it.
-        for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, most // 2 if prefilling else most), strict=True):
+        for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, left // 2 if prefilling else left), strict=True):
             guess = self._cut(seq, seq.computed + 1, draft)
-            most -= len(guess)
+            left -= len(guess)
             answers += 1 + len(guess)
             yield seq, 1, guess
         idle = not decoding
-        for seq, rows in self._prompts(most, answers) if prefilling else ():
+        for seq, rows in self._prompts(left, answers) if prefilling else ():
             idle = False
             yield seq, rows, ()
         if idle and self._depth > 1:
@@ -189,6 +215,8 @@ class Scheduler:
     def _prompts(self, most: int, answers: int) -> Iterator[tuple[SequenceState, int]]:
         """Prompts to run, and sequences that are run again, and how many rows of each, beside so many rows of answers."""
         prompts = [seq for seq in self.running if not seq.flights and seq.left > 1]
+        if all(seq.left > most for seq in prompts):  # else what ends bounds the step
+            most = min(most, self._most)
         # Where nothing waits for its next token, a step may take its time.
         budget_s = self._budget_s if any(seq.left <= 1 for seq in self.running) else inf
         shares = rows_of_prompts(

@@ -26,12 +26,18 @@ class StepTimes:
         """A batch is about to be run."""
         self._flying.append((load, self._clock.monotonic()))
 
-    def collected(self) -> None:
-        """The oldest batch was run."""
+    @property
+    def expected_s(self) -> float:
+        """Of all batches in flight; 0 where no step was measured."""
+        return sum(self._costs.of(load) for load, _ in self._flying) if self._costs.any_known else 0.0
+
+    def collected(self, *, whole: bool) -> None:
+        """The oldest batch was run, or given up."""
         now = self._clock.monotonic()
         load, submitted_at = self._flying.popleft()
-        # In a pipeline that is kept busy, a batch costs what it adds.
-        self._costs.took(load, now - max(submitted_at, self._collected_at))
+        if whole:
+            # In a pipeline that is kept busy, a batch costs what it adds.
+            self._costs.took(load, now - max(submitted_at, self._collected_at))
         self._collected_at = now
 
     def lost(self) -> None:

@@ -5,6 +5,7 @@ Law: what a person asked for is built, or an error says why not; `notes` says wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ class BuiltEngine:
 
     engine: Engine
     executor: LocalExecutor[Any]
+    rebuild: Callable[[], Engine]
+    """Makes another engine on the executor, in place of one that failed."""
     model: ServedModel
     config: EngineConfig
     kv: KvPlan
@@ -107,9 +110,19 @@ def build_engine(
             f"{setup.kernels} gives other bytes for other batches here: an answer may depend on what runs beside it, so nothing is drafted"
         )
         drafts = None
+    drafting = setup.drafting(runner, drafts)
+
+    def make() -> Engine:
+        return Engine(executor, setup.opened.tokenizer, config, clock, drafting=drafting)
+
+    def rebuild() -> Engine:
+        executor.reset()
+        return make()
+
     return BuiltEngine(
-        engine=Engine(executor, setup.opened.tokenizer, config, clock, drafting=setup.drafting(runner, drafts)),
+        engine=make(),
         executor=executor,
+        rebuild=rebuild,
         model=setup.served(runner, kv, clock),
         config=config,
         kv=kv,
@@ -131,7 +144,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     in_fleet = FleetFolder(home.fleet).is_member
     built = build_engine(settings, progress, clock, NodeDrafts(settings.draft, clock, in_fleet=in_fleet))
     warm = introduced(built, home, clock) if in_fleet else None
-    host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock)
+    host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock, built.rebuild)
     return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.drafts)
 
 

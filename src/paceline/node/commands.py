@@ -49,6 +49,13 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The engine ended by an error; nothing follows."""
+    """The engine ended by an error. What it ran is lost."""
 
     reason: str
+    for_good: bool
+    """Nothing follows; else another takes its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """Another engine took its place."""

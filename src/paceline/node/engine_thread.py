@@ -1,7 +1,7 @@
 """The engine in a thread of this process: its kernels run without the interpreter lock, so the event loop goes on beside it.
 
 It takes commands, steps and reports; it sleeps when there is nothing to do, and checks itself before it does.
-Law: whatever ends the loop, the last thing said is why.
+Law: whatever ends the loop, the last thing said is why. An engine that fails is replaced by a new one, if its owner has one.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from paceline.core.errors import PacelineError
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
-from paceline.node.commands import Abort, Add, Command, Died, Report, Stop
+from paceline.node.commands import Abort, Add, Command, Died, Rebuilt, Report, Stop
 
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter from another that waits for it. Python's 5 ms is a whole decode step of a small model."""
+
+
+News = Report | Died | Rebuilt
 
 
 class StepEngine(Protocol):
@@ -31,6 +34,9 @@ class StepEngine(Protocol):
     def has_work(self) -> bool: ...
     def add(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: RequestId) -> None: ...
+    def recall(self, gone: Collection[RequestId], shortest: int | None, *, stops: bool) -> None: ...
+    @property
+    def advanced(self) -> int: ...
     def submit(self) -> None: ...
     def collect(self) -> list[GenerationChunk]: ...
     def stats(self) -> EngineStats: ...
@@ -38,19 +44,30 @@ class StepEngine(Protocol):
 
 
 class EngineThread:
-    """Owns an engine until `close`."""
+    """Owns an engine until `close`, and the one that takes its place when it fails."""
 
-    def __init__(self, engine: StepEngine, release: Callable[[], None], tell: Callable[[Report | Died], None]) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        release: Callable[[], None],
+        tell: Callable[[News], None],
+        rebuild: Callable[[], StepEngine | None],
+    ) -> None:
         """Take over an engine, and start.
 
         Args:
-            engine: nobody else may touch it any more.
+            engine: nobody else may touch it any more, but for what any thread may.
             release: frees what the engine ran on; called in the engine's thread, last.
             tell: called in that thread once a step, when the next one is under way, and whenever the engine comes to rest; must not wait.
+            rebuild: makes another, once one failed; None: it stays down. Called in that thread.
         """
         self._engine = engine
         self._release = release
         self._tell = tell
+        self._rebuild = rebuild
+        self._taken = 0
+        """Commands, since the start."""
+        self._stops = False
         self._commands: list[Command] = []
         self._arrived = threading.Condition()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -58,11 +75,17 @@ class EngineThread:
         self._thread = threading.Thread(target=self._live, name="paceline-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def advanced(self) -> int:
+        """Grows with every part of a step, as long as the engine is the same."""
+        return self._engine.advanced
+
     def send(self, command: Command) -> None:
         """Hand over a command. Never waits for the engine: the lock is held for an append."""
         with self._arrived:
             self._commands.append(command)
             self._arrived.notify()
+            self._recall()
 
     def close(self, timeout_s: float) -> bool:
         """Stop after the step in progress. False if that took longer than `timeout_s`."""
@@ -72,33 +95,60 @@ class EngineThread:
 
     def _live(self) -> None:
         try:
-            self._run()
-        except BaseException as error:
-            logger.exception("the engine failed")
-            self._tell(Died(f"{type(error).__name__}: {error}"))
+            while self._fails() and not self._stops:
+                pass
         finally:
             self._release()
 
+    def _fails(self) -> bool:
+        """Run an engine until it is stopped; or fails, and another was put in its place."""
+        try:
+            self._run()
+        except BaseException as error:
+            logger.exception("the engine failed")
+            reason = f"{type(error).__name__}: {error}"
+            try:
+                engine = self._rebuild() if isinstance(error, Exception) else None
+            except Exception as again:
+                logger.exception("the engine could not be built anew")
+                reason, engine = f"{reason}; and not built anew: {type(again).__name__}: {again}", None
+            self._tell(Died(reason, for_good=engine is None))
+            if engine is None:
+                return False
+            self._engine = engine
+            self._tell(Rebuilt())
+            return True
+        return False
+
     def _run(self) -> None:
-        engine, taken = self._engine, 0
+        engine = self._engine
         chunks = list[GenerationChunk]()
         while True:
             if not engine.has_work:
                 engine.check_invariants()
-                self._tell(Report(taken, engine.has_work, chunks, [], engine.stats()))
+                self._tell(Report(self._taken, engine.has_work, chunks, [], engine.stats()))
                 chunks = []
             commands = self._take(wait=not engine.has_work)
-            taken += len(commands)
+            self._taken += len(commands)
             refused = self._apply(commands)
             try:
                 engine.submit()
             finally:
                 # Said now, so that the event loop hands it out while kernels run without the interpreter lock, and not while
                 # this thread wants it to plan the next batch.
-                self._tell(Report(taken, engine.has_work, chunks, refused, engine.stats()))
-            if Stop() in commands:
+                self._tell(Report(self._taken, engine.has_work, chunks, refused, engine.stats()))
+            if self._stops:
                 return
+            if self._commands:
+                with self._arrived:
+                    self._recall()  # for those that came since they were last taken
             chunks = engine.collect() if engine.has_work else []
+
+    def _recall(self) -> None:
+        """End the step in progress early, if those who wait to be heard are better served so. With the lock."""
+        gone = {command.request_id for command in self._commands if isinstance(command, Abort)}
+        came = [len(command.request.prompt_ids) for command in self._commands if isinstance(command, Add)]
+        self._engine.recall(gone, min(came, default=None), stops=Stop() in self._commands)
 
     def _take(self, *, wait: bool) -> list[Command]:
         """All commands that are there; with `wait`, sleep until there is one."""
@@ -122,5 +172,5 @@ class EngineThread:
                 case Abort(request_id):
                     self._engine.abort(request_id)
                 case Stop():
-                    pass
+                    self._stops = True
         return refused

@@ -76,7 +76,8 @@ class FleetInference:
         return EngineStats() if self._local.inference is None else self._local.inference.stats()
 
     def progress(self) -> Progress:
-        return Progress(busy=False, seconds_since_step=0.0) if self._local.inference is None else self._local.inference.progress()
+        own = Progress(busy=False, seconds_since_step=0.0) if self._local.inference is None else self._local.inference.progress()
+        return replace(own, failing=self._fleet.background.failing)
 
     # ------------------------------------------------------------------------------------------------------------- for its owner
 

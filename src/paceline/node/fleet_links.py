@@ -39,7 +39,9 @@ class LinkDriver:
         changed: told the links whenever they show something new.
     """
 
-    def __init__(self, pool: ChannelPool, opener: MemberOpener, clock: Clock, background: Background, changed: Callable[[tuple[Link, ...]], None]) -> None:
+    def __init__(
+        self, pool: ChannelPool, opener: MemberOpener, clock: Clock, background: Background, changed: Callable[[tuple[Link, ...]], None]
+    ) -> None:
         self._pool, self._opener, self._clock, self._background, self._changed = pool, opener, clock, background, changed
         self._watch = LinkWatch(random.Random(secrets.randbits(64)))
         self._wake = asyncio.Event()

@@ -28,6 +28,8 @@ class LocalModels:
         self.inference = inference
         self._loaded = {model.name: model for model in loaded}
         self._meter = meter
+        self.is_up = True
+        """The engine takes requests: what it has loaded is offered."""
         self._packed: dict[str, asyncio.Task[tuple[str, bytes]]] = {}
 
     def attach(self, inference: Inference, loaded: LoadedModel) -> None:
@@ -37,7 +39,8 @@ class LocalModels:
 
     @property
     def all(self) -> tuple[LoadedModel, ...]:
-        return tuple(self._loaded.values())
+        """What is offered now."""
+        return tuple(self._loaded.values()) if self.is_up else ()
 
     def find(self, name: str) -> LoadedModel | None:
         """What is loaded under a name."""

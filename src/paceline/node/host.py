@@ -2,26 +2,34 @@
 
 Everything here happens on one event loop; the engine's reports come in through one `call_soon_threadsafe` a step, for all requests
 together. A stream that is closed or cancelled aborts its request at once; whoever opens one closes it. When the engine dies, every stream ends with an
-error, and so does every later call.
+error; another engine takes its place over the same weights, within a bound on how often, and beyond it every later call ends with an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.core.clock import Clock
-from paceline.core.errors import InvalidRequest, PacelineError, UnknownModel
+from paceline.core.errors import ENGINE_GONE, EngineGone, InvalidRequest, PacelineError, UnknownModel
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
 from paceline.engine.config import EngineConfig
 from paceline.engine.intake import check_room
-from paceline.node.commands import Abort, Add, Command, Died, Report
-from paceline.node.engine_thread import EngineThread, StepEngine
+from paceline.node.commands import Abort, Add, Command, Died, Rebuilt, Report
+from paceline.node.engine_thread import EngineThread, News, StepEngine
 from paceline.server.inference import ChunkStream, Progress, ServedModel
 
+logger = logging.getLogger(__name__)
+
+COMES_BACK = "Another takes its place: ask again"
+STAYS_DOWN = "It stays down: restart paceline"
+REBUILDS, WITHIN_S = 3, 600.0
+"""How often an engine is built anew in so many seconds. Raising it: one that fails at every request goes on failing them for longer."""
 CLOSE_TIMEOUT_S = 1.0
 """How long a step in progress may hold up a stop. Raising it delays Ctrl-C; lowering it abandons more steps."""
 
@@ -29,7 +37,15 @@ CLOSE_TIMEOUT_S = 1.0
 class EngineHost:
     """One engine, one model, many streams."""
 
-    def __init__(self, engine: StepEngine, release: Callable[[], None], model: ServedModel, config: EngineConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        release: Callable[[], None],
+        model: ServedModel,
+        config: EngineConfig,
+        clock: Clock,
+        rebuild: Callable[[], StepEngine] | None = None,
+    ) -> None:
         """Start the engine.
 
         Args:
@@ -38,6 +54,7 @@ class EngineHost:
             model: what the engine serves.
             config: the engine's bounds. Held here too: a full queue is said at once, whatever the step in progress takes.
             clock: for progress.
+            rebuild: makes another engine over the same weights, in the engine's thread, once one failed; None: there is none.
         """
         self._model = model
         self._config = config
@@ -51,9 +68,13 @@ class EngineHost:
         self._stats = engine.stats()
         self._follow_context()
         self._progressed_s = clock.monotonic()
+        self._advanced = engine.advanced
         self._died: str | None = None
         self._closed = False
-        self._thread = EngineThread(engine, release, self._tell)
+        self._rebuild = rebuild
+        self._rebuilt_at: deque[float] = deque(maxlen=REBUILDS)
+        self._on_change: list[Callable[[], None]] = []
+        self._thread = EngineThread(engine, release, self._tell, self._another)
 
     # ------------------------------------------------------------------------------------------------------ for the server
 
@@ -70,9 +91,23 @@ class EngineHost:
 
     def progress(self) -> Progress:
         busy = self._died is None and self._is_busy()
-        return Progress(busy, self._clock.monotonic() - self._progressed_s if busy else 0.0, self._died)
+        advanced = self._thread.advanced
+        if advanced != self._advanced:  # a part of a step counts too
+            self._advanced, self._progressed_s = advanced, self._clock.monotonic()
+        since_s = self._clock.monotonic() - self._progressed_s if busy else 0.0
+        return Progress(busy, since_s, self._died, self._stats.steps_expected_s if busy else 0.0)
 
     # -------------------------------------------------------------------------------------------------------- for its owner
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._died is None
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called on this event loop whenever the engine goes down, and when another is up."""
+        self._bind_loop()
+        self._on_change.append(changed)
 
     def close(self) -> bool:
         """End every stream with an error and stop the engine. Idempotent. False if a step outlasted the wait."""
@@ -90,12 +125,15 @@ class EngineHost:
         Raises:
             UnknownModel, Overloaded: it can't be served.
             InvalidRequest: its id is in use.
-            PacelineError: the engine is gone.
+            EngineGone: it failed, and there is no other yet, or for good.
+            PacelineError: this was closed.
         """
         if model != self._model.name:
             raise UnknownModel(f"The model {model!r} is not served here", f"Served here: {self._model.name}.")
-        if self._died is not None or self._closed:
-            raise PacelineError(f"The engine stopped: {self._died or 'it was closed'}", "Restart paceline.")
+        if self._closed:
+            raise PacelineError("The engine was closed")
+        if self._died is not None:
+            raise EngineGone(f"The engine of {model} failed: {self._died}", "Restart paceline if this lasts.")
         if request.request_id in self._live:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
         check_room(self._live_sequences, request.n, self._config)
@@ -130,7 +168,15 @@ class EngineHost:
         self._sent += 1
         self._thread.send(command)
 
-    def _tell(self, news: Report | Died) -> None:
+    def _another(self) -> StepEngine | None:
+        """Called in the engine's thread: an engine in place of one that failed, if that did not happen too often."""
+        now, times = self._clock.monotonic(), self._rebuilt_at
+        if self._rebuild is None or self._closed or (len(times) == REBUILDS and now - times[0] < WITHIN_S):
+            return None
+        times.append(now)
+        return self._rebuild()
+
+    def _tell(self, news: News) -> None:
         """Called in the engine's thread."""
         loop = self._loop
         if loop is None or loop.is_closed():
@@ -141,12 +187,26 @@ class EngineHost:
         except RuntimeError:
             self._receive(news)  # closed between the two lines: as above
 
-    def _receive(self, news: Report | Died) -> None:
-        self._progressed_s = self._clock.monotonic()
-        if isinstance(news, Died):
-            self._died = news.reason
-            self._fail_all(f"The engine stopped: {news.reason}")
-            return
+    def _receive(self, news: News) -> None:
+        match news:
+            case Died(reason, for_good):
+                self._died = reason
+                self._fail_all(f"The engine failed: {reason}. {STAYS_DOWN if for_good else COMES_BACK}", ENGINE_GONE)
+                self._changed()
+            case Rebuilt():
+                logger.warning("the engine was built anew")
+                self._died, self._progressed_s = None, self._clock.monotonic()
+                self._changed()
+            case Report():
+                self._read(news)
+
+    def _changed(self) -> None:
+        for changed in self._on_change:
+            changed()
+
+    def _read(self, news: Report) -> None:
+        if news.stats.steps != self._stats.steps:
+            self._progressed_s = self._clock.monotonic()
         self._taken = news.taken
         self._has_work = news.has_work
         self._stats = news.stats
@@ -170,9 +230,11 @@ class EngineHost:
         if context is not None and context != self._model.max_context:
             self._model = replace(self._model, max_context=context)
 
-    def _fail_all(self, reason: str) -> None:
-        for stream in list(self._live.values()):
-            stream.fail(reason)
+    def _fail_all(self, reason: str, code: str | None = None) -> None:
+        for request_id, stream in list(self._live.items()):
+            stream.fail(reason, code)
+            if code is not None:  # it may not have reached the engine that failed
+                self._send(Abort(request_id))
 
 
 class _Stream:
@@ -221,7 +283,9 @@ class _Stream:
     # ---------------------------------------------------------------------------------------------------------- for the host
 
     def push(self, chunk: GenerationChunk) -> bool:
-        """Keep a chunk. True for the first since the reader last took some."""
+        """Keep a chunk. True for the first since the reader last took some. What comes after the end is nothing to it."""
+        if chunk.index not in self._running:
+            return False
         if chunk.finish_reason is not None:
             self._running.discard(chunk.index)
         self._items.append(chunk)
@@ -236,10 +300,10 @@ class _Stream:
         self._error = error
         self.wake()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, code: str | None = None) -> None:
         """End what still runs with an error chunk."""
         for index in sorted(self._running):
-            self.push(GenerationChunk(self._request.request_id, index, (), "", finish_reason=FinishReason.ERROR, error=reason))
+            self.push(GenerationChunk(self._request.request_id, index, (), "", finish_reason=FinishReason.ERROR, error=reason, code=code))
         self.wake()
 
     def _finish(self, *, ended: bool) -> None:

@@ -9,11 +9,13 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc.aio
 from prometheus_client.registry import Collector
 
 from paceline.backends.options import LoadProgress
+from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.node.build import BuiltNode
@@ -56,14 +58,19 @@ class Portrait:
         beside: Sequence[ModelLocation] = (),
     ) -> None:
         self._portrait, self._warm, self._drafts, self._beside = portrait, warm, drafts, beside
+        self._offers_warm = True
 
     def add(self, warm: WarmModel) -> None:
         """A model was loaded; the next look says so."""
         self._warm = (*self._warm, warm)
 
+    def offer(self, *, warm: bool) -> None:
+        """Whether what is loaded can be had; the next look says so."""
+        self._offers_warm = warm
+
     def look(self) -> bool:
         """Measure."""
-        return self._portrait.look(self._warm, self._drafts, tuple(self._beside))
+        return self._portrait.look(self._warm if self._offers_warm else (), self._drafts, tuple(self._beside))
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool:
         """Say from now on which layers are loaded for others."""
@@ -120,6 +127,7 @@ class FleetServing:
         self.home, self._node = home, node
         self._ending = threading.Event()
         self._learning: asyncio.Task[None] | None = None
+        self._showing: asyncio.Task[None] | None = None
 
     @property
     def collectors(self) -> tuple[Collector, ...]:
@@ -145,6 +153,7 @@ class FleetServing:
             self.shards.start()
         if self._node is not None:
             self.drafting.attach(self._node)
+            self._node.host.listen(partial(self._engine_changed, self._node))
         self._learning = asyncio.create_task(self._learn())
 
     async def offer(self, location: ModelLocation, progress: LoadProgress) -> None:
@@ -171,6 +180,21 @@ class FleetServing:
         self.inference.look_again()
         self.fleet.look_again()
         self.drafting.attach(node)
+        node.host.listen(partial(self._engine_changed, node))
+
+    def _engine_changed(self, node: BuiltNode) -> None:
+        """What an engine that failed had loaded is offered to no one until there is another."""
+        is_up = node.host.is_up
+        self._local.is_up = is_up
+        self._portrait.offer(warm=is_up)
+        self.inference.look_again()
+        self._showing = in_background(self._show_offers(self._showing), "engine-offer")
+
+    async def _show_offers(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])  # one after the other, the latest last
+        await asyncio.to_thread(self._portrait.look)
+        self.fleet.look_again()
 
     async def _learn(self) -> None:
         """Only a model whose digest is known can be fetched from here: a new one is announced at once."""
@@ -183,8 +207,7 @@ class FleetServing:
         await self.drafting.stop()
         await asyncio.gather(self.fleet.stop(), *([] if self.shards is None else [self.shards.stop()]))
         await self.inference.close()
-        if self._learning is not None:
-            await asyncio.gather(self._learning, return_exceptions=True)
+        await asyncio.gather(*(task for task in (self._learning, self._showing) if task is not None), return_exceptions=True)
 
 
 def _loaded(node: BuiltNode, model: WarmModel) -> LoadedModel:

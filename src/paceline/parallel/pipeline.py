@@ -153,6 +153,20 @@ class PipelineExecutor:
         self._take(route)
         return True
 
+    def recall(self, batch_id: BatchId) -> None:
+        """Nothing: what is on its way through others comes back."""
+
+    @property
+    def advanced(self) -> int:
+        return self.times.batches
+
+    def reset(self) -> None:
+        # Others hold tables of sequences that are gone: a new route begins with none.
+        self._pending.clear()
+        route, self._route = self._route, None
+        if route is not None:
+            route.close()
+
     def notices(self) -> Sequence[Notice]:
         return self._news.take()
 

@@ -27,6 +27,8 @@ from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.openapi import body_of, document
 from paceline.server.settings import ServerSettings
 
+STALLED_TIMES = 5.0
+"""By what factor a step may take longer than steps like it took, before it counts as stalled."""
 INLINE_BODY_BYTES = 4 << 10
 """Longer bodies are parsed and tokenized in a thread, so that one long prompt does not hold up everyone's tokens."""
 
@@ -113,13 +115,15 @@ class Service:
     def health(self) -> tuple[int, dict[str, object]]:
         """Status and body of /health: whether work advances."""
         progress = self.inference.progress()
-        stalled = progress.busy and progress.seconds_since_step > self.settings.stall_after_s
+        bound_s = max(self.settings.stall_after_s, STALLED_TIMES * progress.step_expected_s)
+        stalled = progress.busy and progress.seconds_since_step > bound_s
         status = "failed" if progress.error is not None else "stalled" if stalled else "stopping" if self.is_stopping else "ok"
         body: dict[str, object] = {
             "status": status,
             "busy": progress.busy,
             "seconds_since_step": round(progress.seconds_since_step, 3),
             "error": progress.error,
+            "failing": list(progress.failing),
         }
         return (200 if status == "ok" else 503), body
 

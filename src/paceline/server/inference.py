@@ -37,9 +37,13 @@ class Progress:
     busy: bool
     """There is work to do."""
     seconds_since_step: float
-    """Since the engine last finished a step (or was last idle)."""
+    """Since the engine last finished a step, or a part of one (or was last idle)."""
     error: str | None = None
     """The engine died of this."""
+    step_expected_s: float = 0.0
+    """What the steps under way take, by how long steps took; 0: not known."""
+    failing: tuple[str, ...] = ()
+    """Work in the background that fails again and again."""
 
 
 class ChunkStream(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 FinishedBy = Literal["stop", "length"]
 
@@ -111,3 +111,4 @@ class Health(BaseModel):
     busy: bool
     seconds_since_step: float
     error: str | None
+    failing: list[str] = Field(description="Work in the background that fails again and again")

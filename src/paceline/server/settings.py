@@ -34,7 +34,7 @@ class ServerSettings:
     slow_reader_timeout_s: float = 30.0
     """For a client that stopped reading its stream. Raising it holds that client's KV blocks longer."""
     stall_after_s: float = 30.0
-    """Busy without a finished step for so long is unhealthy. Must exceed the longest honest step."""
+    """Busy without a finished step, or a part of one, for so long is unhealthy, or for several times as long as steps take here."""
 
 
 def is_loopback(host: str) -> bool:

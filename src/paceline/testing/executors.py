@@ -36,6 +36,7 @@ class InOrderExecutor:
         self._lose = frozenset(lose)
         self._break_at = break_at
         self._collects = 0
+        self._recalled: set[BatchId] = set()
         self._tables: dict[SequenceId, list[BlockId]] = {}
         self._pending: dict[BatchId, StepBatch] = {}
         self._named: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
@@ -71,7 +72,14 @@ class InOrderExecutor:
         self._named[batch.batch_id] = named
         self._written[batch.batch_id] = written
 
-    def collect(self, deadline: float) -> StepOutput:
+    def recall(self, batch_id: BatchId) -> None:
+        self._recalled.add(batch_id)
+
+    @property
+    def advanced(self) -> int:
+        return self._inner.advanced
+
+    def collect(self, deadline: float) -> StepOutput | None:
         self._collects += 1
         if self._collects - 1 == self._break_at:
             raise ZeroDivisionError("the executor broke")
@@ -84,7 +92,15 @@ class InOrderExecutor:
             raise ExecutorLost("stage 0 went away", (LostSpan(0, 1, "elsewhere"),))
         batch_id = next(iter(self._pending))
         self._inner.submit(self._drop(batch_id))
+        if batch_id in self._recalled:
+            self._inner.recall(batch_id)
         return self._inner.collect(deadline)
+
+    def reset(self) -> None:
+        for batch_id in tuple(self._pending):
+            self._drop(batch_id)
+        self._tables.clear()
+        self._inner.reset()
 
     def close(self) -> None:
         self._inner.close()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.core.model import LayerRange
 from paceline.engine.local import Int32, RowPlan, WireBits
 
-_EMPTY = -1
+_EMPTY, _GARBAGE = -1, 999_999
 UInt64 = npt.NDArray[np.uint64]
 
 
@@ -49,6 +49,9 @@ class NullRunner:
                 raise IndexError(f"sequence {s} of the batch has no block for position {len(table) * self.block_size}")
             blocks = table[positions // self.block_size]
             slots = positions % self.block_size
+            if plan.watch is not None and plan.watch.gives_up:  # half way: what stands there then is no row's
+                self._kv[blocks[first:], slots[first:]] = _GARBAGE
+                continue
             self._kv[blocks[first:], slots[first:]] = x_TD[start : start + n].astype(np.int64) * 2 + path
             history = self._kv[blocks, slots]
             if history.min() < 0:

@@ -18,6 +18,7 @@ from paceline.core.errors import (
     BadPipelineRequest,
     ConfigError,
     ContextOverflow,
+    EngineGone,
     FleetError,
     GossipRefused,
     InvalidRequest,
@@ -63,6 +64,7 @@ _STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (WeightsMismatch, grpc.StatusCode.FAILED_PRECONDITION),
     (PipelineError, grpc.StatusCode.FAILED_PRECONDITION),
     (NotTrusted, grpc.StatusCode.PERMISSION_DENIED),
+    (EngineGone, grpc.StatusCode.UNAVAILABLE),
 )
 _KINDS = {kind.__name__: kind for kind, _ in _STATUS} | {"PacelineError": PacelineError}
 """What a peer may make us raise."""

@@ -239,7 +239,7 @@ class Search:
         bench.executor.collect = self.collect  # type: ignore[method-assign]
         bench.executor.ready = self.ready  # type: ignore[method-assign]
 
-    def collect(self, deadline: float) -> StepOutput:
+    def collect(self, deadline: float) -> StepOutput | None:
         try:
             return self._collect(deadline)
         except ExecutorLost:

@@ -15,7 +15,7 @@ from paceline.core.errors import ContextOverflow, Overloaded
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.drafting import DraftingConfig
-from paceline.engine.executor import StepBatch
+from paceline.engine.executor import StepBatch, StepOutput
 from paceline.testing.drafts import UnsteadySource
 from paceline.testing.engines import VOCAB, Answer, EngineBench, answer_alone
 
@@ -81,9 +81,26 @@ class EngineMachine(RuleBasedStateMachine):
             submit(batch)
 
         self.bench.executor.submit = timed  # type: ignore[method-assign]
+        collect = self.bench.executor.collect
+
+        def recalling(deadline: float) -> StepOutput | None:
+            engine = self.bench.engine
+            match chance.randrange(6):
+                case 0:
+                    engine.recall(set(), None, stops=True)
+                case 1:
+                    engine.recall(set(), chance.randrange(1, 9))
+                case _:
+                    engine.recall(self.aborted, None)
+            output = collect(deadline)
+            self.recalled += output is None
+            return output
+
+        self.bench.executor.collect = recalling  # type: ignore[method-assign]
         self.one_path = one_path
         self.known: dict[RequestId, GenerationRequest] = {}
         self.aborted: set[RequestId] = set()
+        self.recalled = 0
         self.names = (RequestId(f"r{i}") for i in count())
 
     @rule(target=ids, request=requests, data=st.data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
@@ -47,6 +48,11 @@ class EchoEngine:
         self.aborted: list[RequestId] = []
         self.closed = threading.Event()
         self.max_context = 100
+        self.parts = 0
+        """Of steps, done."""
+        self.idles = 0
+        """How often it is to find nothing that it could do."""
+        self.idled = threading.Event()
         self._refuse = refuse
         self._crash_at = crash_at
         self._steps = 0
@@ -66,11 +72,23 @@ class EchoEngine:
         self.aborted.append(request_id)
         self._live.pop(request_id, None)
 
+    def recall(self, gone: Collection[RequestId], shortest: int | None, *, stops: bool) -> None:
+        pass
+
+    @property
+    def advanced(self) -> int:
+        return self._steps + self.parts
+
     def submit(self) -> None:
         pass
 
     def collect(self) -> list[GenerationChunk]:
         self.gate.pass_through()
+        if self.idles:
+            self.idles -= 1
+            if not self.idles:
+                self.idled.set()
+            return []
         self._steps += 1
         if self._steps == self._crash_at:
             raise RuntimeError("the kernels burn")

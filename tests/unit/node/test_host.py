@@ -11,23 +11,26 @@ from typing import Any, cast
 import pytest
 from tests.unit.node.echo_engine import EchoEngine
 
-from paceline.core.clock import SystemClock
-from paceline.core.errors import InvalidRequest, Overloaded, PacelineError, UnknownModel
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.errors import EngineGone, InvalidRequest, Overloaded, PacelineError, UnknownModel
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.text import Tokenizer
 from paceline.engine.config import EngineConfig
-from paceline.node.host import EngineHost
+from paceline.node.host import REBUILDS, WITHIN_S, EngineHost
 from paceline.server.inference import ChunkStream, ServedModel
+from paceline.testing.clock import FakeClock
 
 BOUND_S = 30
 
 
-def host_of(engine: EchoEngine, capacity: int = 4) -> EngineHost:
+def host_of(engine: EchoEngine, capacity: int = 4, *others: EchoEngine, clock: Clock | None = None) -> EngineHost:
+    """A host; where there are `others`, they take its engine's place one after the other."""
     # The host passes the tokenizer on and never asks it anything.
     model = ServedModel("echo", 0, 100, cast("Tokenizer", None), "fp")
     config = EngineConfig(max_context=100, max_running=2, max_waiting=capacity - 2)
-    return EngineHost(engine, engine.close, model, config, SystemClock())
+    rest = iter(others)
+    return EngineHost(engine, engine.close, model, config, clock or SystemClock(), (lambda: next(rest)) if others else None)
 
 
 def request(name: str = "r", max_tokens: int = 3, n: int = 1) -> GenerationRequest:
@@ -40,6 +43,13 @@ def run(work: Coroutine[Any, Any, None]) -> None:
             await work
 
     asyncio.run(bounded())
+
+
+def back_up(host: EngineHost) -> asyncio.Event:
+    """Set once an engine takes requests again."""
+    event = asyncio.Event()
+    host.listen(lambda: event.set() if host.is_up else None)
+    return event
 
 
 async def drain(stream: ChunkStream) -> list[GenerationChunk]:
@@ -197,6 +207,118 @@ def test_when_the_engine_dies_every_stream_says_so_and_so_does_health() -> None:
 
         run(work())
     assert engine.closed.is_set()
+
+
+def test_an_engine_that_failed_is_replaced_and_its_answers_end_saying_so() -> None:
+    first, second = EchoEngine(crash_at=3), EchoEngine()
+    first.gate.shut()
+    with closing(host_of(first, 4, second)) as host:
+
+        async def work() -> None:
+            ups: list[bool] = []
+            host.listen(lambda: ups.append(host.is_up))
+            again = back_up(host)
+            streams = [asyncio.create_task(drain(host.generate("echo", request(f"r{i}", 50, n=2)))) for i in range(2)]
+            await asyncio.sleep(0)
+            first.gate.open()
+            for chunks in await asyncio.gather(*streams):
+                last = chunks[-2:]
+                assert [(chunk.finish_reason, chunk.code) for chunk in last] == [(FinishReason.ERROR, "engine_gone")] * 2
+                assert all("the kernels burn" in (chunk.error or "") for chunk in last)
+            await again.wait()
+            assert ups == [False, True]
+            assert host.progress().error is None
+            assert [chunk.token_ids for chunk in await drain(host.generate("echo", request("r0")))] == [(0,), (1,), (2,)]
+
+        run(work())
+        assert not first.closed.is_set()
+    assert first.closed.is_set()
+
+
+def test_what_was_sent_to_an_engine_that_failed_does_not_run_in_the_next() -> None:
+    first, second = EchoEngine(crash_at=1), EchoEngine()
+    first.gate.shut()
+    second.gate.shut()
+    with closing(host_of(first, 8, second)) as host:
+
+        async def work() -> None:
+            begun = asyncio.create_task(drain(host.generate("echo", request("begun", 50))))
+            await asyncio.sleep(0)
+            late = asyncio.create_task(drain(host.generate("echo", request("late", 50))))
+            await asyncio.sleep(0)
+            first.gate.open()
+            for chunks in await asyncio.gather(begun, late):
+                assert [chunk.code for chunk in chunks] == ["engine_gone"]
+            second.gate.open()
+            assert await asyncio.to_thread(second.rested.wait, BOUND_S)
+            assert second.stats().steps == 0 or "late" in second.aborted
+
+        run(work())
+
+
+def test_an_engine_that_fails_too_often_stays_down_until_long_after() -> None:
+    clock = FakeClock()
+    engines = [EchoEngine(crash_at=1) for _ in range(REBUILDS + 1)]
+    with closing(host_of(engines[0], 4, *engines[1:], clock=clock)) as host:
+
+        async def work() -> None:
+            for number in range(REBUILDS + 1):
+                again = back_up(host)
+                chunks = await drain(host.generate("echo", request(f"r{number}")))
+                assert [chunk.code for chunk in chunks] == ["engine_gone"]
+                last = number == REBUILDS
+                assert ("stays down" in (chunks[0].error or "")) == last
+                if not last:
+                    await again.wait()
+            assert "the kernels burn" in (host.progress().error or "")
+            with pytest.raises(EngineGone, match="the kernels burn"):
+                await anext(host.generate("echo", request("late")))
+
+        run(work())
+
+
+def test_failures_far_apart_are_all_mended() -> None:
+    clock = FakeClock()
+    engines = [EchoEngine(crash_at=1) for _ in range(3 * REBUILDS)]
+    with closing(host_of(engines[0], 4, *engines[1:], EchoEngine(), clock=clock)) as host:
+
+        async def work() -> None:
+            for number in range(3 * REBUILDS):
+                again = back_up(host)
+                await drain(host.generate("echo", request(f"r{number}")))
+                await again.wait()
+                clock.advance(WITHIN_S / REBUILDS + 1)
+            assert len(await drain(host.generate("echo", request("after")))) == 3
+
+        run(work())
+
+
+def test_progress_is_steps_and_parts_of_steps_and_nothing_else() -> None:
+    engine, clock = EchoEngine(), FakeClock()
+    engine.gate.shut()
+    with closing(host_of(engine, clock=clock)) as host:
+
+        async def work() -> None:
+            stream = host.generate("echo", request("r", 50))
+            first = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            clock.advance(40)
+            engine.idles = 5  # it reports, and does nothing
+            engine.gate.let(5)
+            assert await asyncio.to_thread(engine.idled.wait, BOUND_S)
+            await asyncio.sleep(0)
+            assert host.progress().seconds_since_step == 40
+            engine.parts += 1
+            assert host.progress().seconds_since_step == 0
+            clock.advance(7)
+            assert host.progress().seconds_since_step == 7
+            engine.gate.let(1)
+            assert await first
+            assert host.progress().seconds_since_step == 0
+            engine.gate.open()
+            await drain(stream)
+
+        run(work())
 
 
 def test_at_rest_nothing_is_live_and_the_engine_has_checked_itself() -> None:

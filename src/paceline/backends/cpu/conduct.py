@@ -9,7 +9,7 @@ from numba import njit
 
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.kernel_cache import in_use
-from paceline.backends.cpu.step import CONTROL, phase, prepare_batch, take_part
+from paceline.backends.cpu.step import CONTROL, FIRST_LAYER, WATCH, phase, prepare_batch, take_part
 
 _WATCH_SPINS = 10_000
 _WATCH_YIELDS = 2_000
@@ -35,7 +35,10 @@ def _await_phase(rank, seen, control):
 
 @njit(nogil=True, cache=in_use())
 def enter(rank, work, done, sizes, weights, buffers, batch):
-    """Rank 0 conducts a piece of work and returns the tasks done in all, `done` included; others take part until none comes."""
+    """Rank 0 conducts a piece of work and returns the tasks done in all, `done` included; others take part until none comes.
+
+    The batch's watch (`engine.step_watch`; 0: none) holds whether to give up, and counts layers.
+    """
     control = buffers[CONTROL]
     position, count, seen = 0, 0, 0
     if rank == 0:
@@ -43,8 +46,10 @@ def enter(rank, work, done, sizes, weights, buffers, batch):
     while True:
         if rank == 0:
             kind, layer, count = phase(work, position, sizes, batch)
-            if kind < 0:
+            if kind < 0 or (batch[WATCH] and sync.load_acquire(batch[WATCH])):
                 return done
+            if batch[WATCH] and layer > batch[FIRST_LAYER]:
+                sync.store_release(batch[WATCH] + 8, layer - batch[FIRST_LAYER])
             position += 1
             sync.post(control, kind, layer, count)
         elif not _await_phase(rank, seen, control):

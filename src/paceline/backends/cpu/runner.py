@@ -182,7 +182,9 @@ class CpuRunner:
         if len(plan.tables_SB) == 0 or not part:
             return x_TD
         self._describe(x_TD, plan, part.start, part.stop)
+        self._batch[step.WATCH] = 0 if plan.watch is None else plan.watch.address
         self._team.run_layers()
+        self._batch[step.WATCH] = 0
         return self._arrays.x_bf16[:rows]
 
     def rehearse_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange) -> None:

@@ -39,7 +39,7 @@ Q_BF16 = ATT_BF16
 TO_SCALES = H_SCALES - H
 
 # Places in `batch` (int64): what changes with each batch.
-ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, N_BATCH = range(9)
+ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, N_BATCH = range(10)
 
 # Places in a row of PIECES (int32): rows of a tile, the segments [start, stop) of their keys, into how many pieces the tile is cut; where it
 # is, its number among such tiles, and how many records of a query head lie before its own.
@@ -270,6 +270,9 @@ def take_part(rank, sizes, weights, buffers, batch):
         word = sync.fetch_add(control + 8 * sync.PHASE, 1)
         task, count = sync.task_of(word)
         if task < count:
+            if batch[WATCH] and sync.load_acquire(batch[WATCH]):  # given up
+                sync.finish(control)
+                continue
             kind, layer = sync.kind_and_layer(word)
             if kind <= LAST_BY_ROWS:
                 _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch)

@@ -22,13 +22,14 @@ from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.torch.graphs import DecodeGraphs
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
 from paceline.backends.torch.paged import PAGE, CudaPool, CudaStep, Tables, to_device
-from paceline.backends.torch.runner import Layer, Model, edges_of, from_bits, wire_bits
+from paceline.backends.torch.runner import Layer, Model, edges_of, from_bits, run_watched, wire_bits
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path
 from paceline.engine.local import Int32, LayerRunner, RowPlan, WireBits
+from paceline.engine.step_watch import StepWatch
 
 MAX_HEAD_DIM = 256
 """FlashAttention's limit."""
@@ -75,7 +76,7 @@ class CudaRunner:
             return x_TD
         if self._graphs is not None and part in {None, self.layers} and self._graphs.takes(plan):
             return self._graphs.run(x_TD, plan).clone()
-        return self._run(self._model.part(part), x_TD, to_device(plan, self._device))
+        return self._run(self._model.part(part), x_TD, to_device(plan, self._device), plan.watch)
 
     @torch.inference_mode()
     def logits(self, x_TD: Tensor, rows_R: Int32) -> npt.NDArray[np.float32]:
@@ -107,11 +108,9 @@ class CudaRunner:
     def _forward(self, x_TD: Tensor, tables: Tables) -> Tensor:
         return self._run(self._model.layers, x_TD, tables)
 
-    def _run(self, layers: Sequence[Layer], x_TD: Tensor, tables: Tables) -> Tensor:
+    def _run(self, layers: Sequence[Layer], x_TD: Tensor, tables: Tables, watch: StepWatch | None = None) -> Tensor:
         step = CudaStep(tables, self._pool, self._rope, self._model.spec.head_dim**-0.5)
-        for layer in layers:
-            x_TD = layer(x_TD, step)
-        return x_TD
+        return run_watched(layers, x_TD, step, watch)
 
     def _index(self, numbers: Int32) -> Tensor:
         return torch.from_numpy(numbers.astype(np.int64)).to(self._device)

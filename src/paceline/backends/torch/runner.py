@@ -25,6 +25,7 @@ from paceline.backends.torch.step import Rope, Step, of_path
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.executor import Path
 from paceline.engine.local import Int32, RowPlan, WireBits
+from paceline.engine.step_watch import StepWatch
 
 
 class Layer(Protocol):
@@ -128,13 +129,22 @@ class TorchRunner:
 
     def _run(self, layers: Sequence[Layer], x_TD: Tensor, plan: RowPlan, path: Path) -> Tensor:
         step = CpuStep(plan, path, self._model.spec, self._pool, self._rope)
-        for layer in layers:
-            x_TD = layer(x_TD, step)
-        return x_TD
+        return run_watched(layers, x_TD, step, plan.watch)
 
     def _use_threads(self) -> None:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
+
+
+def run_watched(layers: Sequence[Layer], x_TD: Tensor, step: Step, watch: StepWatch | None) -> Tensor:
+    """Run layers one after the other, until all are done or `watch` gives up."""
+    for layer in layers:
+        if watch is not None and watch.gives_up:
+            break
+        x_TD = layer(x_TD, step)
+        if watch is not None:
+            watch.layer_done()
+    return x_TD
 
 
 def wire_bits(x_TD: Tensor) -> WireBits:

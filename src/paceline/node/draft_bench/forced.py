@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.generation import Notice
-from paceline.core.ids import SequenceId
+from paceline.core.ids import BatchId, SequenceId
 from paceline.engine.executor import Executor, StepBatch, StepOutput
 
 CERTAIN = 1e30
@@ -82,10 +82,17 @@ class ForcedExecutor:
         self._pending.append(batch)
         self._inner.submit(batch)
 
-    def collect(self, deadline: float) -> StepOutput:
+    def recall(self, batch_id: BatchId) -> None:
+        self._inner.recall(batch_id)
+
+    @property
+    def advanced(self) -> int:
+        return self._inner.advanced
+
+    def collect(self, deadline: float) -> StepOutput | None:
         output = self._inner.collect(deadline)
         batch = self._pending.popleft()
-        if self._scripts and self._first is not None:
+        if output is not None and self._scripts and self._first is not None:
             row = 0
             for step in batch.steps:
                 script = self._scripts[step.sequence - self._first]
@@ -93,6 +100,10 @@ class ForcedExecutor:
                     output.logits_RV[row, script.at(step.first_position + place + 1)] = CERTAIN
                     row += 1
         return output
+
+    def reset(self) -> None:
+        self._pending.clear()
+        self._inner.reset()
 
     def close(self) -> None:
         self._inner.close()

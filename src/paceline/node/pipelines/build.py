@@ -58,6 +58,8 @@ class BuiltPipeline:
     """An engine over several machines, ready to step."""
 
     engine: Engine
+    rebuild: Callable[[], Engine]
+    """Makes another engine on the executor, in place of one that failed."""
     executor: PipelineExecutor
     router: FleetRouter
     model: ServedModel
@@ -105,7 +107,10 @@ def build_pipeline(
         finally:
             on_end()
 
-    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock)
+    def rebuild() -> MeteredEngine:
+        return MeteredEngine(built.rebuild(), meter, clock)
+
+    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild)
     return BuiltNode(host, built.model, (), built.summary, built.warm, drafts=built.drafts)
 
 
@@ -214,8 +219,16 @@ def build_engine_over(
     summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}"
     # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
     drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
-    engine = Engine(executor, opened.tokenizer, config, clock, drafting=setup.drafting(head, drafts))
-    return BuiltPipeline(engine, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts)
+    drafting = setup.drafting(head, drafts)
+
+    def make() -> Engine:
+        return Engine(executor, opened.tokenizer, config, clock, drafting=drafting)
+
+    def rebuild() -> Engine:
+        executor.reset()
+        return make()
+
+    return BuiltPipeline(make(), rebuild, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts)
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
@@ -46,6 +48,13 @@ class MeteredEngine:
 
     def abort(self, request_id: RequestId) -> None:
         self._engine.abort(request_id)
+
+    def recall(self, gone: Collection[RequestId], shortest: int | None, *, stops: bool) -> None:
+        self._engine.recall(gone, shortest, stops=stops)
+
+    @property
+    def advanced(self) -> int:
+        return self._engine.advanced
 
     def submit(self) -> None:
         self._engine.submit()

@@ -6,6 +6,8 @@ thread). Each test compares a run with the same rows run another way.
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from paceline.core.model import LayerRange
 from paceline.core.weights import tensor_shapes
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner
+from paceline.engine.step_watch import StepWatch
 from paceline.testing.conformance.runs import (
     TOKENS,
     Outcome,
@@ -136,6 +139,23 @@ class LayerRunnerSuite:
         runner.rehearse_layers(zeros, plan_of([prompt]), runner.layers)
         runner.rehearse_logits(zeros, np.arange(3, dtype=np.int32))
         assert same(runner, whole.tail(LENGTH - 1), run(runner, Rows(prompt.ids[-1:], LENGTH - 1, prompt.table))[0])
+
+    def test_what_was_given_up_and_is_run_again_is_what_it_would_have_been(
+        self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows
+    ) -> None:
+        whole = run(runner, prompt)[0]
+        ids = np.array(prompt.ids, np.int32)
+        at_once, at_some_time, never = StepWatch(), StepWatch(), StepWatch()
+        at_once.give_up()
+        runner.run_layers(runner.embed(ids), replace(plan_of([prompt]), watch=at_once))
+        assert at_once.layers_done == 0
+        other = threading.Thread(target=at_some_time.give_up)
+        other.start()
+        runner.run_layers(runner.embed(ids), replace(plan_of([prompt]), watch=at_some_time))
+        other.join()
+        runner.run_layers(runner.embed(ids), replace(plan_of([prompt]), watch=never))
+        assert 0 < never.layers_done <= case.spec.n_layers
+        assert same(runner, whole, run_cut(runner, prompt, (64, 1, 7)))
 
     def test_layers_split_over_two_runners(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
         cut = case.spec.n_layers // 2
