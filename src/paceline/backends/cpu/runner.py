@@ -48,6 +48,7 @@ class _Arrays:
     row_table: Int32
     row_left: Int32
     pieces: Int32
+    unfinished: npt.NDArray[np.uint8]
     head_rows: Int32
     rest: tuple[npt.NDArray[np.generic], ...]
 
@@ -122,6 +123,7 @@ class CpuRunner:
         pieces = int32(rows + split, step.N_PIECE)
         cos, sin = rope_tables(spec.rope, spec.head_dim, self._max_context)
         control = aligned(8 * control_words(threads)).view(np.int64)
+        unfinished = aligned(8 * split * spec.n_heads)
         kv = aligned(len(self._model.layers) * int(self._sizes[step.LAYER_STRIDE]))
         held = {
             step.X: aligned(4 * rows * hidden),
@@ -137,7 +139,7 @@ class CpuRunner:
             step.ROW_LEFT: row_left,
             step.PIECES: pieces,
             step.RECORDS: aligned(split * spec.n_heads * record_bytes(spec.head_dim)),
-            step.UNFINISHED: aligned(8 * split * spec.n_heads),
+            step.UNFINISHED: unfinished,
             step.HEAD_ROWS: head_rows,
             step.SCRATCH: aligned(threads * int(self._sizes[step.SCRATCH_STRIDE])),
             step.ZEROS: aligned(2 * spec.head_dim),
@@ -151,7 +153,7 @@ class CpuRunner:
         buffers = np.zeros(step.N_BUFFERS, np.int64)
         for place, array in held.items():
             buffers[place] = array.ctypes.data
-        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, pieces, head_rows, tuple(held.values()))
+        arrays = _Arrays(x_bf16, tables, row_position, row_table, row_left, pieces, unfinished, head_rows, tuple(held.values()))
         return arrays, buffers, control
 
     def _activations(self, first: int, readers: tuple[int, ...], count: int) -> dict[int, npt.NDArray[np.uint8]]:
@@ -185,6 +187,8 @@ class CpuRunner:
         self._batch[step.WATCH] = 0 if plan.watch is None else plan.watch.address
         self._team.run_layers()
         self._batch[step.WATCH] = 0
+        if plan.watch is not None and plan.watch.gives_up:
+            self._arrays.unfinished[:] = 0  # of tiles that some threads had begun
         return self._arrays.x_bf16[:rows]
 
     def rehearse_layers(self, x_TD: Bf16, plan: RowPlan, part: LayerRange) -> None:
