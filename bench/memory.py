@@ -82,7 +82,7 @@ def weigh(model: str, weights: str, kv_tokens: int, threads: int, device: Kernel
             "ratio": (full - imported - pool) / file,
         }
     finally:
-        built.executor.close()
+        built.close()
 
 
 def _import_kernels(model: str, weights: WeightsFormat | None, device: Kernels | None) -> None:

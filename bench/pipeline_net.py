@@ -42,7 +42,7 @@ def learn(root: Path) -> None:
     try:
         introduced(built, Home(root), SystemClock())
     finally:
-        built.executor.close()
+        built.close()
 
 
 def measure(root: Path, net: Network, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def compare(model: str, rounds: int, threads: int | None, home: Home) -> dict[st
             "load_average": os.getloadavg()[0],
         }
     finally:
-        built.executor.close()
+        built.close()
 
 
 def _ratios(card: NodeCard, request: PlanRequest, measured: dict[str, float]) -> dict[str, float]:

@@ -129,7 +129,7 @@ def engine(threads: int, tokenizer: Any, plan: DraftBenchPlan) -> Iterator[Built
     try:
         yield built
     finally:
-        built.executor.close()
+        built.close()
 
 
 def main() -> None:

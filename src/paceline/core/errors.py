@@ -47,6 +47,7 @@ PacelineError
 |       |-- PeerFloods        more requests than its share; `retry_after_s` says when to come back
 |       |-- MalformedMessage  bytes that are not the message they should be
 |       `-- MessageTooLarge   more digests, cards, stamps, revocations or bytes than the bounds allow
+|-- DrawFailed                no token can be drawn from a row of logits
 |-- ExecutorUnavailable       nothing can run the model for now; `code` is what clients are told
 |   `-- EngineGone            `engine_gone`: the model's engine failed; it is built anew, or stays down
 `-- ExecutorLost              spans of the model can't be reached any more
@@ -244,6 +245,10 @@ class LostSpan:
 
 ENGINE_GONE = "engine_gone"
 """What clients are told, and what an answer that was cut short ends with."""
+
+
+class DrawFailed(PacelineError):
+    """No token can be drawn from a row of logits. It ends its sequence, and no other."""
 
 
 class ExecutorUnavailable(PacelineError):

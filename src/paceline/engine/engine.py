@@ -14,18 +14,18 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import count
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ExecutorLost, ExecutorUnavailable, InvalidRequest, PacelineError
+from paceline.core.errors import DrawFailed, ExecutorLost, ExecutorUnavailable, InvalidRequest, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.ids import RequestId, SequenceId
 from paceline.core.stats import EngineStats
 from paceline.core.text import Vocabulary
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting, DraftingConfig
-from paceline.engine.draw_state import DrawState
+from paceline.engine.draw_state import DrawRow, DrawState
 from paceline.engine.executor import Executor, StepOutput
-from paceline.engine.gains import draw
+from paceline.engine.gains import gain_of
 from paceline.engine.intake import check_draft, check_request, check_room, context_of
-from paceline.engine.sampling import Draws, Sampler
+from paceline.engine.sampling import Drawn, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
 from paceline.engine.step_costs import StepCosts
@@ -54,6 +54,7 @@ class Engine:
         *,
         entropy: Callable[[], int] = _entropy,
         drafting: DraftingConfig | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         """Start idle.
 
@@ -64,6 +65,7 @@ class Engine:
             clock: for the deadline of a step.
             entropy: seeds of requests that bring none.
             drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.
+            sampler: draws the tokens; closed by its maker. None: the plain one, which is slow with a large vocabulary.
         """
         self._executor, self._vocabulary, self._config = executor, vocabulary, config
         self._clock, self._entropy = clock, entropy
@@ -73,7 +75,7 @@ class Engine:
         self._drafts = executor.holds_identity
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
         self._scheduler = Scheduler(executor, config, self._drafting, costs)
-        self._sampler = Sampler(vocabulary.size, vocabulary.eos_ids)
+        self._sampler = sampler or PlainSampler(vocabulary.size)
         self._live: dict[RequestId, list[SequenceState]] = {}
         self._n_live = 0
         self._in_flight: deque[PlannedBatch] = deque()
@@ -112,9 +114,10 @@ class Engine:
         check_draft(request.draft, self._drafting.names)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids
+        banned = [token for token in self._vocabulary.eos_ids if token < self._vocabulary.size] if request.ignore_eos else []
         sequences: list[SequenceState] = []
         for index in range(request.n):
-            draws = DrawState(request.sampling, seed + index, request.prompt_ids, bans_eos=request.ignore_eos)
+            draws = DrawState(request.sampling, seed + index, request.prompt_ids, banned)
             text = TextStream(self._vocabulary, request.stop)
             sequences.append(SequenceState(SequenceId(next(self._sequence_ids)), request, index, draws, text, stop_ids))
         for seq in sequences:
@@ -271,20 +274,24 @@ class Engine:
         if output.batch_id != planned.batch.batch_id or len(logits_RV) != n_rows:
             raise RuntimeError(f"batch {planned.batch.batch_id} came back as {output.batch_id}, {len(logits_RV)} rows of {n_rows}")
         row = 0
-        states = [seq.draws for seq, step in zip(planned.sequences, steps, strict=True) for _ in step.logits_rows]
-        draws = Draws(self._sampler, logits_RV, states)
+        advancing: list[tuple[SequenceState, slice]] = []
+        rows: list[DrawRow] = []
         for seq, step in zip(planned.sequences, steps, strict=True):
-            rows = range(row, row + len(step.logits_rows))
-            row = rows.stop
             # Neither aborted while in flight, nor run on a guess that was wrong.
-            if rows and seq.is_live and step.epoch == seq.epoch:
-                chunks.append(self._advance(seq, draws, rows))
+            if step.logits_rows and seq.is_live and step.epoch == seq.epoch:
+                first = len(rows)
+                rows += [seq.draw_row(row + ahead, ahead) for ahead in range(len(step.logits_rows))]
+                advancing.append((seq, slice(first, len(rows))))
+            row += len(step.logits_rows)
+        drawn = draw_each(self._sampler, logits_RV, rows)
+        for seq, own in advancing:
+            chunks.append(self._advance(seq, drawn[own]))
         self._scheduler.collected(planned)
 
-    def _advance(self, seq: SequenceState, draws: Draws, rows: Iterable[int]) -> GenerationChunk:
+    def _advance(self, seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> GenerationChunk:
         """What a sequence's rows gave, and its end if that was it."""
         cached = (seq.cached_tokens or 0) if seq.n_generated == 0 else 0
-        gain = draw(seq, draws, rows)
+        gain = gain_of(seq, drawn)
         token_ids, reason = tuple(gain.token_ids), gain.finish_reason
         self._generated_tokens += len(token_ids)
         self._drafting.took(seq, len(token_ids), gain.accepted)

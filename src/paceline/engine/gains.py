@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from paceline.core.errors import DrawFailed
 from paceline.core.generation import FinishReason, TokenLogprob
-from paceline.engine.sampling import Draws
+from paceline.engine.sampling import Drawn
 from paceline.engine.sequence import SequenceState
-
-_BROKEN_LOGITS = "the model's logits are not finite"
 
 
 @dataclass(slots=True)
@@ -28,17 +27,17 @@ class Gain:
     error: str | None = None
 
 
-def draw(seq: SequenceState, draws: Draws, rows: Iterable[int]) -> Gain:
-    """Draw a sequence's next tokens, from row to row as long as the guess was right."""
+def gain_of(seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> Gain:
+    """A sequence's next tokens, from row to row as long as the guess was right."""
     gain = Gain()
-    for row in rows:
-        token, logprob = draws.of(row, len(seq.tokens))
-        if token is None:
-            gain.finish_reason, gain.error = FinishReason.ERROR, _BROKEN_LOGITS
+    for one in drawn:
+        if isinstance(one, DrawFailed):
+            gain.finish_reason, gain.error = FinishReason.ERROR, str(one)
             break
+        token = one.token
         gain.token_ids.append(token)
-        if logprob is not None and token not in seq.stop_ids:  # a token that only ends the answer is no part of it
-            gain.logprobs.append(logprob)
+        if one.logprob is not None and token not in seq.stop_ids:  # a token that only ends the answer is no part of it
+            gain.logprobs.append(one.logprob)
         guessed = seq.take(token)
         gain.accepted += guessed
         seq.draws.count(token)

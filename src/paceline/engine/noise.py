@@ -23,26 +23,17 @@ def noise_key(seed: int, position: int) -> tuple[np.uint32, np.uint32]:
     return np.uint32(key >> 32), np.uint32(key & 0xFFFFFFFF)
 
 
-def token_noise(ids: UInt32, key: tuple[np.uint32, np.uint32], out: UInt32, scratch: UInt32) -> UInt32:
+def token_noise(ids: UInt32, key: tuple[np.uint32, np.uint32]) -> UInt32:
     """32 random bits a token.
 
     Args:
         ids: token ids.
         key: of the position, from `noise_key`.
-        out: as long as `ids`; receives the bits.
-        scratch: as long as `ids`.
     """
-    np.bitwise_xor(ids, key[0], out=out)
-    np.right_shift(out, np.uint32(16), out=scratch)
-    np.bitwise_xor(out, scratch, out=out)
-    np.multiply(out, np.uint32(0x7FEB352D), out=out)
-    np.right_shift(out, np.uint32(15), out=scratch)
-    np.bitwise_xor(out, scratch, out=out)
-    np.bitwise_xor(out, key[1], out=out)
-    np.multiply(out, np.uint32(0x846CA68B), out=out)
-    np.right_shift(out, np.uint32(16), out=scratch)
-    np.bitwise_xor(out, scratch, out=out)
-    return out
+    x = ids ^ key[0]
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15)) ^ key[1]) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
 
 
 def _splitmix(x: int) -> int:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, SequenceId
-from paceline.engine.draw_state import DrawState
+from paceline.engine.draw_state import DrawRow, DrawState
 from paceline.engine.stops import TextStream
 
 
@@ -100,6 +100,15 @@ class SequenceState:
     def guesses_left(self) -> int:
         """Rows that may still be guessed: the last token of an answer needs none, as nothing is drawn from it."""
         return self.most_tokens - 1 - len(self.tokens) - len(self.guess)
+
+    def draw_row(self, logits_row: int, ahead: int) -> DrawRow:
+        """The draw of the token so many places behind the next one, if all that is guessed before it comes true.
+
+        Args:
+            logits_row: of the batch.
+            ahead: places.
+        """
+        return self.draws.row(logits_row, len(self.tokens) + ahead, self.guess[:ahead])
 
     def take(self, token: int) -> bool:
         """A token was drawn. Whether it is what was guessed for its place; if it is not, what was computed behind it is void."""

@@ -138,7 +138,7 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
             load_average=load_average,
         )
     finally:
-        built.executor.close()
+        built.close()
 
 
 def check_plan(plan: BenchPlan) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.backends.memory import human
 from paceline.backends.options import LoadProgress
@@ -29,6 +29,9 @@ from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.transport.trust.folder import FleetFolder
 
+if TYPE_CHECKING:
+    from paceline.backends.cpu.sampler import CompiledSampler
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -46,6 +49,12 @@ class BuiltEngine:
     runner: LayerRunner[Any]
     drafts: NodeDrafts | None
     """Made elsewhere; None: this engine drafts by itself or not at all."""
+    sampler: CompiledSampler
+
+    def close(self) -> None:
+        """End what the engine runs on."""
+        self.executor.close()
+        self.sampler.close()
 
     @property
     def summary(self) -> str:
@@ -111,9 +120,10 @@ def build_engine(
         )
         drafts = None
     drafting = setup.drafting(runner, drafts)
+    sampler = setup.sampler()
 
     def make() -> Engine:
-        return Engine(executor, setup.opened.tokenizer, config, clock, drafting=drafting)
+        return Engine(executor, setup.opened.tokenizer, config, clock, drafting=drafting, sampler=sampler)
 
     def rebuild() -> Engine:
         executor.reset()
@@ -130,6 +140,7 @@ def build_engine(
         setup=setup,
         runner=runner,
         drafts=drafts,
+        sampler=sampler,
     )
 
 
@@ -144,7 +155,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     in_fleet = FleetFolder(home.fleet).is_member
     built = build_engine(settings, progress, clock, NodeDrafts(settings.draft, clock, in_fleet=in_fleet))
     warm = introduced(built, home, clock) if in_fleet else None
-    host = EngineHost(built.engine, built.executor.close, built.model, built.config, clock, built.rebuild)
+    host = EngineHost(built.engine, built.close, built.model, built.config, clock, built.rebuild)
     return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.drafts)
 
 
@@ -152,4 +163,4 @@ def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:
     """What a card says of an engine that has not run yet. Its speed is measured if it never was: about a second."""
     setup = built.setup
     key = SpeedKey(setup.digest, setup.weights, setup.threads)
-    return setup.warm(built.kv, learn_speed(home, key, built.runner, setup.opened.tokenizer, built.config, clock))
+    return setup.warm(built.kv, learn_speed(home, key, built.runner, setup.opened.tokenizer, built.config, clock, built.sampler))

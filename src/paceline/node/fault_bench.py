@@ -137,7 +137,7 @@ def run_fault_bench(
         right = {streams: answer(alone.engine, each, clock).tokens for streams, each in asked.items()}
         name, threads = alone.model.name, alone.setup.threads
     finally:
-        alone.executor.close()
+        alone.close()
     own, *others = fleet.names
     taking_part = others[:-1] if plan.spare else others
     order = PipelineOrder(pipelines, tuple(Pin(NodeId(each)) for each in (own, *taking_part)), None, Objective.THROUGHPUT)
@@ -151,7 +151,7 @@ def run_fault_bench(
         try:
             rows.append(_break(node, fleet, built, plan, asked[streams], right[streams], clock, on_run))
         finally:
-            built.executor.close()
+            built.close()
         gone.add(instances[rows[-1].killed])
         fleet.start(rows[-1].killed)
     return FaultReport(name, threads, plan, tuple(rows), load_average)

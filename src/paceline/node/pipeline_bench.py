@@ -147,9 +147,9 @@ def run_pipeline_bench(
             rows = _measure(node, built, alone.engine, PromptMaker(alone.model.tokenizer), plan, clock, on_run)
             return PipelineReport(alone.model.name, built.summary, alone.setup.threads, plan, rows, load_average)
         finally:
-            alone.executor.close()
+            alone.close()
     finally:
-        built.executor.close()
+        built.close()
 
 
 def _measure(

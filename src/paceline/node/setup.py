@@ -6,7 +6,7 @@ Law: what a person asked for holds, or an error says why not. What they left ope
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
 from paceline.backends.memory import available_bytes
@@ -29,6 +29,9 @@ from paceline.node.speed import Speed
 from paceline.server.inference import ServedModel, fingerprint_of
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
+
+if TYPE_CHECKING:
+    from paceline.backends.cpu.sampler import CompiledSampler
 
 BLOCK_SIZE = 16
 
@@ -122,6 +125,10 @@ class Setup:
             kernel_cache=Home.from_environment().kernels,
         )
         return load_runner(self.kernels, self.opened.weights, options, progress)
+
+    def sampler(self) -> CompiledSampler:
+        """What draws this model's tokens here; whoever has it closes it."""
+        return cpu.load_sampler(self.opened.tokenizer.size, self.threads, Home.from_environment().kernels)
 
     def served(self, runner: LayerRunner[Any], kv: KvPlan, clock: Clock) -> ServedModel:
         """The model as the API shows it, once `runner` has its layers, or the first of them."""

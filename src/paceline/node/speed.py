@@ -19,6 +19,7 @@ from paceline.core.text import Vocabulary
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.engine.sampling import Sampler
 from paceline.node.bench import PromptMaker, StepsRequests, drive
 from paceline.node.memory_rate import is_disturbed
 from paceline.store.home import Home, read_json_object, write_cache
@@ -79,7 +80,15 @@ class SpeedCache:
         return self._home.speeds / f"{name}.json"
 
 
-def learn_speed(home: Home, key: SpeedKey, runner: LayerRunner[Any], vocabulary: Vocabulary, config: EngineConfig, clock: Clock) -> Speed:
+def learn_speed(
+    home: Home,
+    key: SpeedKey,
+    runner: LayerRunner[Any],
+    vocabulary: Vocabulary,
+    config: EngineConfig,
+    clock: Clock,
+    sampler: Sampler | None = None,
+) -> Speed:
     """The speed of a model just loaded: as it was measured before, or measured now.
 
     Args:
@@ -89,13 +98,14 @@ def learn_speed(home: Home, key: SpeedKey, runner: LayerRunner[Any], vocabulary:
         vocabulary: of the model.
         config: of the engine that will serve.
         clock: for the run.
+        sampler: of the engine that will serve.
     """
     cache = SpeedCache(home)
     speed = cache.find(key, runner.numerics_id)
     if speed is None or speed.disturbed:
         before = (speed.tokens_per_second, speed.prefill_tokens_per_second) if speed is not None else (0.0, 0.0)
         disturbed = is_disturbed()
-        now = measure(Engine(LocalExecutor(runner), vocabulary, config, clock), vocabulary, config.max_context, clock)
+        now = measure(Engine(LocalExecutor(runner), vocabulary, config, clock, sampler=sampler), vocabulary, config.max_context, clock)
         decode, prefill = map(max, before, now)
         speed = Speed(decode, prefill, runner.numerics_id, runner.holds_identity, vocabulary_id(vocabulary), disturbed)
     cache.keep(key, speed)

@@ -354,6 +354,16 @@ class TestFailures:
         assert "not finite" in (answers[RequestId("a"), 0].error or "")
         assert answers[RequestId("b"), 0].token_ids == answer_alone(sound).token_ids
 
+    def test_a_draw_that_raises_ends_its_sequence_only(self) -> None:
+        """What the kernels give is narrower than the vocabulary: a bias has no place to go to."""
+        bench = EngineBench()
+        sound, logits = request("b", salt=3), bench.runner.logits
+        bench.runner.logits = lambda x_TD, rows_R: logits(x_TD, rows_R)[:, :31]  # type: ignore[method-assign]
+        answers = bench.run(request("a", sampling=SamplingParams(temperature=0, logit_bias={31: -100.0})), sound)
+        assert answers[RequestId("a"), 0].finish is FinishReason.ERROR
+        assert "IndexError" in (answers[RequestId("a"), 0].error or "")
+        assert answers[RequestId("b"), 0].finish is FinishReason.LENGTH
+
 
 class TestStats:
     def test_count_what_happened(self) -> None:

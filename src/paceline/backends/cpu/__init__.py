@@ -15,6 +15,7 @@ from paceline.core.model import ModelSpec
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.runner import CpuRunner
+    from paceline.backends.cpu.sampler import CompiledSampler
     from paceline.core.weights import WeightSource
 
 _FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16")
@@ -65,3 +66,20 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     give_memory_back()
     check_kv(options.n_blocks * BLOCK, kv_bytes, available_bytes())
     return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)
+
+
+def load_sampler(vocab: int, threads: int, kernels: Path | None) -> CompiledSampler:
+    """A sampler in kernels that every processor runs.
+
+    Args:
+        vocab: tokens of the model.
+        threads: that share a batch's rows, the caller's included.
+        kernels: where compiled kernels are kept; None: beside their sources.
+    """
+    from paceline.backends.cpu import kernel_cache
+
+    kernel_cache.use(kernels)
+    from paceline.backends.cpu.sampler import CompiledSampler
+
+    kernel_cache.complete()
+    return CompiledSampler(vocab, threads)

@@ -238,13 +238,13 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
         # First: a name that is wrong should not cost a load to find out.
         sources = {} if plan.draft in DRAFTS else {plan.draft: stack.enter_context(_drafts(plan.draft, settings, tokenizer, clock))}
         built = build_engine(settings_for(settings, tokenizer, plan), clock=clock)
-        stack.callback(built.executor.close)
+        stack.callback(built.close)
         if not built.runner.holds_identity:
             raise ConfigError(
                 "Nothing is drafted on this machine: its kernels give other bytes for other batches", "Try another --device or --weights."
             )
         executor = ForcedExecutor(built.executor)
-        engine = Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig(sources=sources))
+        engine = Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig(sources=sources), sampler=built.sampler)
         meter = RowMeter(engine, executor, plan, clock)
         rows: list[DraftRow] = []
         for batch in plan.batches:

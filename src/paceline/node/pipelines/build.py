@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
@@ -43,6 +44,9 @@ from paceline.parallel.route import Opening
 from paceline.parallel.sessions import SESSION_ID_BYTES, ActivationDtype, StageRequest
 from paceline.server.inference import ServedModel
 
+if TYPE_CHECKING:
+    from paceline.backends.cpu.sampler import CompiledSampler
+
 logger = logging.getLogger(__name__)
 
 TYPICAL_PROMPT = 512
@@ -68,6 +72,12 @@ class BuiltPipeline:
     summary: str
     drafts: NodeDrafts | None
     """Made elsewhere; None: the kernels here do not allow for drafts."""
+    sampler: CompiledSampler
+
+    def close(self) -> None:
+        """End what the engine runs on."""
+        self.executor.close()
+        self.sampler.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +113,7 @@ def build_pipeline(
 
     def release() -> None:
         try:
-            built.executor.close()
+            built.close()
         finally:
             on_end()
 
@@ -220,15 +230,18 @@ def build_engine_over(
     # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
     drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
     drafting = setup.drafting(head, drafts)
+    sampler = setup.sampler()
 
     def make() -> Engine:
-        return Engine(executor, opened.tokenizer, config, clock, drafting=drafting)
+        return Engine(executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler)
 
     def rebuild() -> Engine:
         executor.reset()
         return make()
 
-    return BuiltPipeline(make(), rebuild, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts)
+    return BuiltPipeline(
+        make(), rebuild, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts, sampler
+    )
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:

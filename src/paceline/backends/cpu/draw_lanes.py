@@ -1,0 +1,188 @@
+"""Blocks of 64 logits in vector instructions that every processor has: no intrinsic of one instruction set, no fast-math.
+
+docs/arithmetic.md, Sampling, says what is computed; `engine.sampling` computes the same in NumPy. Addresses are i64.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from paceline.backends.cpu.simd import F32, I32, I64, LANES, Emit, F, I, Value, lowered
+from paceline.engine.arithmetic import EXP2, LOG2E, WEIGHT_BITS, WEIGHTLESS
+
+BLOCK = 64
+WIDE = ir.VectorType(I64, LANES)
+DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
+ROUNDER = 2.0 ** (52 - WEIGHT_BITS)
+"""Added to a small float64, it leaves a multiple of 2**-WEIGHT_BITS, which multiple is in the low bits."""
+ROUNDER_BITS = struct.unpack("<q", struct.pack("<d", ROUNDER))[0]
+_LOADS = range(0, BLOCK * 4, LANES * 4)
+
+
+def _mask(e: Emit, lanes: Sequence[Value]) -> Value:
+    """Vectors of bits, one a lane, as one i64: bit i is lane i of the block."""
+    found = e.i64(0)
+    for place, bits in enumerate(lanes):
+        part = e.b.zext(e.b.bitcast(bits, ir.IntType(LANES)), I64)
+        found = e.b.or_(found, e.b.shl(part, e.i64(LANES * place)))
+    return found
+
+
+def _scaled(e: Emit, x: Value, top: Value, inverse: Value) -> Value:
+    """(x - top) * inverse: F."""
+    return e.b.fmul(e.b.fsub(x, e.splat(top, F)), e.splat(inverse, F))
+
+
+def _exp(e: Emit, z: Value, least: float) -> Value:
+    """exp(z): F. z * log2(e) counts as `least` where it is below; `least` is a whole number."""
+    t = e.maximum(e.b.fmul(z, e.const(LOG2E)), e.const(least))
+    whole = e.call("llvm.floor.v16f32", F, t)
+    rest = e.b.fsub(t, whole)
+    p = e.const(EXP2[0])
+    for coefficient in EXP2[1:]:
+        p = e.b.fadd(e.b.fmul(p, rest), e.const(coefficient))
+    return e.b.bitcast(e.b.add(e.b.bitcast(p, I), e.b.shl(e.b.fptosi(whole, I), e.const_i(23))), F)
+
+
+@intrinsic
+def trailing_zeros(_, value):
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return lowered(body, types.int64, types.int64)
+
+
+@intrinsic
+def block_maxima(_, x, n_blocks, out):
+    """Write the largest of each block of float32 at `x`. Returns whether no logit of them is NaN; where one is, maxima mean nothing."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        x, n_blocks, out = args
+        unsound = e.var(ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))
+        with e.loop(n_blocks) as block:
+            at = e.b.add(x, e.mul(block, 4 * BLOCK))
+            a, b, c, d = (e.load(F, at, offset) for offset in _LOADS)
+            nan = e.b.or_(e.b.fcmp_unordered("uno", a, b), e.b.fcmp_unordered("uno", c, d))
+            e.b.store(e.b.or_(e.b.load(unsound), nan), unsound)
+            e.store(e.max(e.maximum(e.maximum(a, b), e.maximum(c, d))), out, e.mul(block, 4))
+        return e.b.icmp_unsigned("==", e.b.bitcast(e.b.load(unsound), ir.IntType(LANES)), ir.Constant(ir.IntType(LANES), 0))
+
+    return lowered(body, types.boolean, types.int64, types.int64, types.int64)
+
+
+@intrinsic
+def block_weight(_, x, top, inverse):
+    """Sum of the weights of a block of float32 at `x`: int64."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        x, top, inverse = args
+        total = ir.Constant(WIDE, [0] * LANES)
+        for offset in _LOADS:
+            weight = e.b.fpext(_exp(e, _scaled(e, e.load(F, x, offset), top, inverse), WEIGHTLESS), DOUBLES)
+            total = e.b.add(total, e.b.bitcast(e.b.fadd(weight, ir.Constant(DOUBLES, [ROUNDER] * LANES)), WIDE))
+        return e.b.sub(e.sum_int(total), e.i64(BLOCK * ROUNDER_BITS))
+
+    return lowered(body, types.int64, types.int64, types.float32, types.float32)
+
+
+@intrinsic
+def exp_near(_, x, n, top, inverse, out):
+    """Write exp((x - top) * inverse) of `n` * 16 float32, within 1e-4 of each, never below 2**-126. For bounds alone."""
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        x, n, top, inverse, out = args
+        with e.loop(n) as group:
+            at = e.mul(group, 4 * LANES)
+            e.store(_exp(e, _scaled(e, e.load(F, x, at), top, inverse), -126.0), out, at)
+
+    return lowered(body, types.void, types.int64, types.int64, types.float32, types.float32, types.int64)
+
+
+@intrinsic
+def at_least(_, x, least):
+    """Which float32 of a block at `x` are at least `least`: a bit each."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        least = e.splat(args[1], F)
+        return _mask(e, [e.b.fcmp_ordered(">=", e.load(F, args[0], offset), least) for offset in _LOADS])
+
+    return lowered(body, types.int64, types.int64, types.float32)
+
+
+@intrinsic
+def noise_at_most(_, first_id, high, low, most):
+    """Which of 64 tokens from `first_id` on have noise bits of at most `most`: a bit each. All int64 that hold 32 bits."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        first, high, low, most = (e.splat(e.b.trunc(value, I32), I) for value in args)
+        found: list[Value] = []
+        for start in range(0, BLOCK, LANES):
+            lanes = ir.Constant(I, [ir.Constant(I32, start + lane) for lane in range(LANES)])
+            x = e.b.xor(e.b.add(first, lanes), high)
+            x = e.b.xor(x, e.b.lshr(x, e.const_i(16)))
+            x = e.b.mul(x, e.const_i(0x7FEB352D))
+            x = e.b.xor(x, e.b.lshr(x, e.const_i(15)))
+            x = e.b.xor(x, low)
+            x = e.b.mul(x, e.const_i(0x846CA68B))
+            x = e.b.xor(x, e.b.lshr(x, e.const_i(16)))
+            found.append(e.b.icmp_unsigned("<=", x, most))
+        return _mask(e, found)
+
+    return lowered(body, types.int64, types.int64, types.int64, types.int64, types.int64)
+
+
+@intrinsic
+def load_float(_, address):
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.load(F32, args[0])
+
+    return lowered(body, types.float32, types.int64)
+
+
+@intrinsic
+def store_float(_, value, address):
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        e.store(args[0], args[1])
+
+    return lowered(body, types.void, types.float32, types.int64)
+
+
+@intrinsic
+def float_bits(_, value):
+    """Of a float32: int64 that holds 32 bits, without sign."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.zext(e.b.bitcast(args[0], I32), I64)
+
+    return lowered(body, types.int64, types.float32)
+
+
+@intrinsic
+def bits_float(_, bits):
+    """The float32 of 32 bits."""
+
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.bitcast(e.b.trunc(args[0], I32), F32)
+
+    return lowered(body, types.float32, types.int64)
+
+
+@intrinsic
+def double_bits(_, value):
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.bitcast(args[0], I64)
+
+    return lowered(body, types.int64, types.float64)
+
+
+@intrinsic
+def bits_double(_, bits):
+    def body(e: Emit, args: Sequence[Value]) -> Value:
+        return e.b.bitcast(args[0], ir.DoubleType())
+
+    return lowered(body, types.float64, types.int64)

@@ -1,0 +1,56 @@
+"""The functions that draws are made of, in NumPy: docs/arithmetic.md, Sampling, is their definition.
+
+Every operation is IEEE add, subtract, multiply, divide or round down, each rounded on its own, or on whole numbers: so compiled kernels and every
+processor compute the same bits. Sums are of whole numbers, so that they have no order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+LOG2E = float(np.float32(1.4426950408889634))
+EXP2 = (1.8671305e-3, 9.0170288e-3, 5.5799913e-2, 2.4016444e-1, 6.9315130e-1, 1.0)
+"""2**r on [0, 1), highest power first; relative error 2e-7 in float32."""
+WEIGHT_BITS = 40
+"""The largest weight is 2**40: a vocabulary of 2**23 tokens does not overflow a sum."""
+WEIGHTLESS = -42.0
+"""Power of two from which on, downwards, weights are zero."""
+LN2 = 0.6931471805599453
+ROOT_HALF = 0x3FE6A09E667F3BCD
+"""Bits of the square root of 1/2, float64."""
+LOG_SERIES = tuple(1 / odd for odd in range(21, 0, -2))
+"""Of atanh(s) / s, highest power of s * s first."""
+
+
+def weights(z: Float32) -> Int64:
+    """exp(z) * 2**40 as whole numbers, the nearest even ones, for z <= 0: relative error 5e-6 at most."""
+    t = np.maximum(z * np.float32(LOG2E), np.float32(WEIGHTLESS))
+    whole = np.floor(t)
+    rest = t - whole
+    p = np.full_like(rest, EXP2[0])
+    for coefficient in EXP2[1:]:
+        p = p * rest + np.float32(coefficient)
+    return np.rint(np.ldexp(p.astype(np.float64), whole.astype(np.int32) + WEIGHT_BITS)).astype(np.int64)
+
+
+def log(x: Float64) -> Float64:
+    """Of positive normal numbers, within 4 units in the last place."""
+    bits = x.view(np.int64)
+    exponent = (bits - ROOT_HALF) >> 52
+    m = (bits - (exponent << 52)).view(np.float64)
+    s = (m - 1.0) / (m + 1.0)
+    square = s * s
+    series = np.full_like(s, LOG_SERIES[0])
+    for coefficient in LOG_SERIES[1:]:
+        series = series * square + coefficient
+    return exponent * LN2 + 2.0 * s * series
+
+
+def log_of(x: float) -> float:
+    """`log` of one number."""
+    return float(log(np.array([x]))[0])
