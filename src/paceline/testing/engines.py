@@ -58,7 +58,7 @@ class EngineBench:
     ) -> None:
         self.runner = NullRunner(n_blocks=n_blocks, block_size=block_size, vocab=VOCAB, one_path=one_path)
         self.executor = InOrderExecutor(self.runner, depth, lose, break_at)
-        config = EngineConfig(
+        config = self.config = EngineConfig(
             max_context=max_context,
             max_running=max_running,
             max_waiting=max_waiting,

@@ -19,9 +19,10 @@ from paceline.core.errors import (
 from paceline.core.generation import FinishReason, GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
+from paceline.engine.engine import Engine
 from paceline.engine.executor import StepOutput
 from paceline.engine.sequence import SequenceState
-from paceline.testing.engines import EngineBench, answer_alone
+from paceline.testing.engines import VOCABULARY, EngineBench, answer_alone
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -335,6 +336,17 @@ class TestFailures:
         )
         with pytest.raises(PacelineError, match="stopped"):
             bench.add(request("c"))
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_its_executor_is_fit_for_another_engine(self, depth: int) -> None:
+        bench = EngineBench(depth=depth, break_at=4)
+        with pytest.raises(ZeroDivisionError):
+            bench.run(request("a", n=2), request("b"))
+        bench.executor.reset()
+        bench.engine = Engine(bench.executor, VOCABULARY, bench.config, bench.clock)
+        bench.answers.clear()
+        again = request("a", salt=5)
+        assert bench.run(again)[again.request_id, 0].token_ids == answer_alone(again).token_ids
 
     def test_broken_logits_end_their_sequence_only(self) -> None:
         bench = EngineBench()
