@@ -98,7 +98,6 @@ class TwoProcesses:
     stages: tuple[RouteStage, ...]
     sink: ActivationSink
     source: ActivationSource
-    n_blocks: int = BLOCKS
 
     def find(self, wait_s: float) -> TwoProcesses:
         del wait_s
@@ -133,7 +132,7 @@ def connect(cut: int, n_layers: int, core: int) -> tuple[TwoProcesses, multiproc
     ours.send((port, expected.ticket))
     sink = StreamSink(dial([f"127.0.0.1:{their_port}"], b.member, ticket, a, never, time.perf_counter() + PATIENCE_S))
     source = Acknowledged(expected.wait(time.perf_counter() + PATIENCE_S))
-    stage = RouteStage(NodeId("b"), LayerRange(cut, n_layers), f"{MODEL}:{cut}-{n_layers - 1}", "", holds_identity=True)
+    stage = RouteStage(NodeId("b"), LayerRange(cut, n_layers), f"{MODEL}:{cut}-{n_layers - 1}", "", holds_identity=True, n_blocks=BLOCKS)
     return TwoProcesses((stage,), sink, source), process
 
 

@@ -133,7 +133,7 @@ def _show(looked: Looked, console: Console) -> None:
 
 def _models(card: NodeCard) -> list[str]:
     """Those that run, with their speed; of the others only how many."""
-    lines = [_offer(offer) for offer in card.models if offer.warm]
+    lines = [_offer(offer) for offer in card.models if offer.warm or offer.shard is not None]
     cold = sum(offer.role is Role.VERIFIER and not offer.warm for offer in card.models)
     return [*lines, *([f"{cold} on disk"] if cold else [])]
 
@@ -145,6 +145,8 @@ def _offer(offer: ModelOffer) -> str:
     if offer.shard is None:
         return f"{offer.model_id} ({offer.weights}{rate})"
     layers, used = offer.shard.layers, f"{offer.shard.streams} of {offer.shard.max_streams} streams"
+    if not offer.warm:
+        used = f"loading, {offer.shard.loaded_percent} %"
     return f"{offer.model_id} layers {layers.words} ({offer.weights}, {used})"
 
 

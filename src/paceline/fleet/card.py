@@ -55,6 +55,8 @@ class ShardState:
     """Batches that wait, over all streams."""
     memory_bytes: int = 0
     """What weights and KV of these layers take."""
+    loaded_percent: int = 0
+    """Of an offer that is not warm yet: how far the load is, in steps of five."""
 
     @property
     def streams_free(self) -> int:

@@ -136,6 +136,7 @@ def _is_loaded(machine: Machine, span: LayerRange) -> bool:
     wanted = machine.offer
     return any(
         each.shard is not None
+        and each.warm
         and (each.digest, each.weights) == (wanted.digest, wanted.weights)
         and each.shard.layers.start <= span.start
         and span.stop <= each.shard.layers.stop

@@ -16,6 +16,7 @@ def explain(plan: Plan) -> Iterator[str]:
     yield f"{best.model_id}{weights}, {request.prompt_tokens} tokens of prompt, {request.answer_tokens} of answer{streams}"
     yield f"plan: {headline(best)}: {figures(best)}"
     yield from (f"  {line}" for line in parts(best))
+    yield from (f"  {spare.node_id} is spare for layers {spare.layers.words}" for spare in plan.spares)
     yield f"bound by {plan.constraint}: {plan.because}"
     yield from (f"note: {note}" for note in plan.notes)
     if plan.runners_up:

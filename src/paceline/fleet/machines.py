@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.plan import PlanRequest
 
@@ -171,7 +172,7 @@ def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], links: 
             continue
         source = max(reachable, key=lambda pair: (pair[0], pair[1].node_id))[1]
         offer = replace(source.offer, role=Role.VERIFIER, tokens_per_second=0.0, prefill_tokens_per_second=0.0, warm=False, numerics_id="")
-        loaded = next((own for own in card.models if own.shard is not None and _same_weights(own, offer)), None)
+        loaded = next((own for own in card.models if own.shard is not None and own.warm and _same_weights(own, offer)), None)
         if loaded is not None:  # it has run layers of the model, so its speed is known
             offer = replace(
                 offer, tokens_per_second=loaded.tokens_per_second, prefill_tokens_per_second=loaded.prefill_tokens_per_second,
@@ -198,11 +199,22 @@ def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Co
     return first and [*first, *(host for machine in able if machine is not first[0] and (host := _host(machine, barred)) is not None)]
 
 
+def barred_hosts(cards: Iterable[NodeId], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> frozenset[NodeId]:
+    """Nodes that are not trusted enough to hold layers for others."""
+    return frozenset(
+        node_id
+        for node_id in cards
+        if node_id != request.orchestrator and not trust.get(node_id, Trust.MEMBER).reaches(request.min_host_trust)
+    )
+
+
 def _host(machine: Machine, barred: Collection[NodeId]) -> Machine | None:
     card = machine.card
     if not card.serves_shards or card.node_id in barred:
         return None
-    return replace(machine, room_bytes=max(0, min(_free_bytes(card), card.shard_memory_bytes)))
+    # What is loaded and idle makes way for what is wanted.
+    idle = sum(offer.shard.memory_bytes for offer in card.models if offer.warm and offer.shard is not None and not offer.shard.streams)
+    return replace(machine, room_bytes=max(0, min(_free_bytes(card), card.shard_memory_bytes) + idle))
 
 
 def speed_order(machine: Machine) -> tuple[float, int, str]:

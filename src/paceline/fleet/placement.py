@@ -17,10 +17,11 @@ from paceline.core.trust import Trust
 from paceline.fleet import choices
 from paceline.fleet.card import NodeCard, Role
 from paceline.fleet.cost import Seconds
-from paceline.fleet.machines import Links, Machine, fetchers, groups, live_cards, matching_offers, stage_machines
+from paceline.fleet.machines import Links, Machine, barred_hosts, fetchers, groups, live_cards, matching_offers, stage_machines
 from paceline.fleet.pins import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, pinned
 from paceline.fleet.pipelines import pipelines
-from paceline.fleet.plan import Choice, Constraint, Excluded, Plan, PlanRequest, Way
+from paceline.fleet.plan import Choice, Constraint, Excluded, Plan, PlanRequest, Spare, Way
+from paceline.fleet.spares import spares_for
 
 RUNNERS_UP = 8
 """How many of the other choices a plan names."""
@@ -43,7 +44,7 @@ def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, 
     cards = {node_id: card for node_id, card in live_cards(view).items() if node_id not in request.exclude}
     if request.orchestrator is not None and request.orchestrator not in cards:
         raise PlacementError(f"{request.orchestrator} is to orchestrate and is not in the fleet", "Start it: paceline up")
-    barred = _barred(cards, request, trust or {})
+    barred = barred_hosts(cards, request, trust or {})
     links = Links(cards)
     offers = matching_offers(cards, request)
     having = groups(offers, request)
@@ -64,7 +65,15 @@ def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, 
         because=because,
         notes=(*_notes(best, others, free), *_assumed(best, links)),
         excluded=tuple(excluded),
+        spares=_spares(best, cards.values(), request, trust),
     )
+
+
+def _spares(chosen: Choice, view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None) -> tuple[Spare, ...]:
+    if chosen.way is not Way.PIPELINE or request.orchestrator is None:
+        return ()
+    spans = [stage.layers for stage in chosen.stages[1:]]
+    return spares_for(view, request, spans, frozenset(chosen.node_ids), trust)
 
 
 def still_holds(kept: Plan, view: Iterable[NodeCard]) -> bool:
@@ -120,15 +129,6 @@ def _check(request: PlanRequest) -> None:
         raise PlacementError(f"The acceptance of a draft can't be {request.acceptance}", "It is a share, from 0 to 1.")
     if not request.ways:
         raise PlacementError("No way of running the request is allowed", "Allow alone, draft or pipeline.")
-
-
-def _barred(cards: Mapping[NodeId, NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> frozenset[NodeId]:
-    """Who is not trusted enough to hold layers for others."""
-    return frozenset(
-        node_id
-        for node_id in cards
-        if node_id != request.orchestrator and not trust.get(node_id, Trust.MEMBER).reaches(request.min_host_trust)
-    )
 
 
 def _all(

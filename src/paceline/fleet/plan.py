@@ -169,6 +169,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Spare:
+    """A machine outside a pipeline that should have a span of it loaded, should the machine that runs it be lost."""
+
+    node_id: NodeId
+    instance: bytes
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
 class Excluded:
     """A machine that can't run all of the model alone, and why."""
 
@@ -191,3 +200,5 @@ class Plan:
     notes: tuple[str, ...]
     """What a person should know: where fewer machines are faster, what was assumed."""
     excluded: tuple[Excluded, ...]
+    spares: tuple[Spare, ...] = ()
+    """For a pipeline that an orchestrator was named for: which machines load which of its spans, as memory allows."""

@@ -67,6 +67,8 @@ class PipelineSettings(_Table):
     and the second holder works more."""
     search_seconds: Annotated[float, Field(ge=0, le=86400)] = 30
     """How long other machines are looked for after a loss, or may load no further byte, before requests fail."""
+    keep_spares: bool = True
+    """Machines outside a pipeline load spans of it where they have the memory, so that a loss costs no load."""
     report_ms: Annotated[int, Field(ge=10, le=10_000)] = 100
     """How often a stage says how far it is. Raising it: a stall is known later; lowering it: more small messages."""
     host: HostSettings = HostSettings()

@@ -32,8 +32,7 @@ class LocalRoute:
 
     def __init__(self, own: NodeId, model_id: str, runner: LayerRunner[Any], *, max_rows: int, max_context: int, width: int) -> None:
         layers = runner.layers
-        self.stages = (RouteStage(own, layers, f"{model_id}:{layers}", runner.numerics_id, runner.holds_identity),)
-        self.n_blocks = runner.n_blocks
+        self.stages = (RouteStage(own, layers, f"{model_id}:{layers}", runner.numerics_id, runner.holds_identity, runner.n_blocks),)
         self.sink: ActivationSink = self
         self.source: ActivationSource = self
         self._runner, self._own = runner, own

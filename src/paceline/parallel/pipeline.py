@@ -25,7 +25,6 @@ from paceline.core.clock import Clock
 from paceline.core.errors import (
     ExecutorLost,
     ExecutorUnavailable,
-    LostSpan,
     PipelineError,
     ShardCorrupt,
     ShardUnavailable,
@@ -47,6 +46,7 @@ from paceline.parallel.news import RouteNews
 from paceline.parallel.patience import Patience
 from paceline.parallel.route import Fault, Route, Router, RouteStage
 from paceline.parallel.search import Search
+from paceline.parallel.span_leases import SpanLease, SpanLeases
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, without_tokens
 from paceline.parallel.watch import PipelineWatch, Unwatched
@@ -115,6 +115,7 @@ class PipelineExecutor:
         self.times = PipelineTimes()
         self._width = head.to_wire(head.embed(np.zeros(1, np.int32))).shape[1]
         self._route: Route | None = None
+        self._leases = SpanLeases()
         self._own: Stage | None = None
         self._pending: deque[_InFlight] = deque()
         self._received = 0
@@ -237,20 +238,22 @@ class PipelineExecutor:
         same = all(
             stage.numerics_id in {"", self.numerics_id} and stage.holds_identity >= self._head.holds_identity for stage in route.stages
         )
-        return same and route.n_blocks >= batch.most_blocks
+        return same and min(stage.n_blocks for stage in route.stages) >= batch.most_blocks
 
     def _given_back(self, others: Route) -> ExecutorLost:
         """Let go of the layers that this machine took over, as others have them again."""
         assert self._route is not None, "it runs them"
         self._news.restored()
         self._route.close()
+        void = self._leases.void(None)
         self._take(others)
-        return ExecutorLost("other machines run these layers again", ())
+        return ExecutorLost("other machines run these layers again", void)
 
     def _take(self, route: Route) -> None:
         """Run over a route from now on."""
         self._route = route
-        self.n_blocks = min(route.n_blocks, self._head.n_blocks)
+        self._leases.take(SpanLease(stage.node_id, stage.layers, stage.n_blocks) for stage in route.stages)
+        self.n_blocks = min(self._leases.n_blocks, self._head.n_blocks)
         self.holds_identity = self._head.holds_identity and all(stage.holds_identity for stage in route.stages)
         own = self._head.layers
         limits = self._limits
@@ -320,9 +323,6 @@ class PipelineExecutor:
         self._pending.clear()
         route.close()
         self._search.lost(fault)
-        lost = tuple(
-            LostSpan(stage.layers.start, stage.layers.stop, stage.node_id)
-            for stage in route.stages
-            if fault.node_id in {None, stage.node_id}
-        )
+        lost = self._leases.void(fault.node_id)
+        self._leases.void(None)  # with the route, the machines that are left end their sessions
         return ExecutorLost(fault.message, lost)

@@ -24,6 +24,8 @@ class RouteStage:
     numerics_id: str
     holds_identity: bool
     """Its kernels give a row the same bytes whatever runs beside it."""
+    n_blocks: int = 0
+    """KV blocks that it leased for these layers."""
 
     def __str__(self) -> str:
         return f"{self.layers.words} on {self.node_id}"
@@ -73,11 +75,6 @@ class Route(Protocol):
 
     @property
     def stages(self) -> Sequence[RouteStage]: ...
-
-    @property
-    def n_blocks(self) -> int:
-        """KV blocks that every stage leased."""
-        ...
 
     @property
     def sink(self) -> ActivationSink:

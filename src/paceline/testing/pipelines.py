@@ -80,9 +80,9 @@ class MemoryRoute:
     def __init__(self, parts: Sequence[tuple[Machine, LayerRange]]) -> None:
         self.machines = [machine for machine, _ in parts]
         self.stages = tuple(
-            RouteStage(machine.node_id, layers, f"m:{layers}", machine.numerics_id, machine.holds_identity) for machine, layers in parts
+            RouteStage(machine.node_id, layers, f"m:{layers}", machine.numerics_id, machine.holds_identity, machine.n_blocks)
+            for machine, layers in parts
         )
-        self.n_blocks = min(machine.n_blocks for machine in self.machines)
         self._pipes = [MemoryPipe() for _ in range(len(parts) + 1)]
         self.sink, self.source = self._pipes[0], self._pipes[-1]
         self._faults: list[Fault] = []

@@ -108,6 +108,7 @@ def _check_shard(who: str, shard: ShardState, n_layers: int) -> None:
     _within(who, "shard's streams in use", shard.streams, 0, MAX_STREAMS)
     _within(who, "shard's queue", shard.queue_depth, 0, 1 << 31)
     _within(who, "shard's memory", shard.memory_bytes, 0, MOST)
+    _within(who, "shard's load", shard.loaded_percent, 0, 100)
 
 
 def _check_link(who: str, link: Link) -> None:

@@ -129,6 +129,7 @@ def _write_shard(shard: ShardState) -> wire.ShardCapability:
         streams_in_use=shard.streams,
         queue_depth=shard.queue_depth,
         memory_bytes=shard.memory_bytes,
+        loaded_percent=shard.loaded_percent,
     )
 
 
@@ -157,4 +158,6 @@ def _read_offer(offer: wire.ModelCapability, role: Role) -> ModelOffer:
 
 def _read_shard(shard: wire.ShardCapability) -> ShardState:
     layers = LayerRange(shard.first_layer, shard.stop_layer)
-    return ShardState(layers, shard.max_concurrent_streams, shard.streams_in_use, shard.queue_depth, shard.memory_bytes)
+    return ShardState(
+        layers, shard.max_concurrent_streams, shard.streams_in_use, shard.queue_depth, shard.memory_bytes, shard.loaded_percent
+    )

@@ -22,7 +22,7 @@ from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, Pip
 from paceline.core.ids import BatchId, NodeId
 from paceline.parallel.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageReport, StageRequest
 from paceline.transport.rpc_faults import error_of, unless_closed
-from paceline.transport.shard_codec import read_event, write_connect, write_open
+from paceline.transport.shard_codec import read_event, write_connect, write_open, write_warm
 from paceline.transport.wire import shard_pb2 as wire
 from paceline.transport.wire.shard_pb2_grpc import ShardServiceStub
 
@@ -165,6 +165,21 @@ async def open_stage(
     except BaseException:
         call.cancel()
         raise
+
+
+async def warm_layers(channel: grpc.aio.Channel, node_id: NodeId, request: StageRequest) -> StageLoading | None:
+    """Have a node load layers that may come to be needed, or go on keeping them. Nothing is leased.
+
+    Returns:
+        How far the load is; None: they are in memory.
+
+    Raises:
+        PipelineError: the node refuses, as it has not the memory.
+        FleetError: it can't be reached.
+    """
+    with _heard(node_id):
+        said = await ShardServiceStub(channel).WarmLayers(write_warm(request), timeout=CALL_S)
+    return None if said.loaded else StageLoading(said.loading.bytes_done, said.loading.bytes_total)
 
 
 def tensor_addresses(addresses: Iterable[str], port: int) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from paceline.core.errors import BadPipelineRequest, FleetError
 from paceline.core.ids import NodeId
@@ -57,6 +58,39 @@ def read_open(message: wire.OpenStageRequest) -> StageRequest:
         BadPipelineRequest: no stage could do it.
     """
     _bound(len(message.session_id) == SESSION_ID_BYTES, f"A session id has {SESSION_ID_BYTES} bytes")
+    _bound(message.report_ms in REPORT_MS, f"A stage reports every {REPORT_MS.start} to {REPORT_MS.stop - 1} ms")
+    try:
+        dtype = ActivationDtype(message.activation_dtype)
+    except ValueError:
+        raise BadPipelineRequest("Activations of a format that is unknown here") from None
+    layers = _read_layers(message)
+    return replace(layers, session_id=message.session_id, dtype=dtype, report_s=message.report_ms / 1000)
+
+
+def write_warm(request: StageRequest) -> wire.WarmLayersRequest:
+    """As a caller sends it."""
+    return wire.WarmLayersRequest(
+        model_id=request.model_id,
+        digest=request.digest,
+        quantization=str(request.weights),
+        first_layer=request.layers.start,
+        stop_layer=request.layers.stop,
+        n_blocks=request.n_blocks,
+        least_blocks=request.least_blocks,
+        max_rows=request.max_rows,
+    )
+
+
+def read_warm(message: wire.WarmLayersRequest) -> StageRequest:
+    """Layers that a caller may come to need; no session is asked for.
+
+    Raises:
+        BadPipelineRequest: no stage could have them.
+    """
+    return _read_layers(message)
+
+
+def _read_layers(message: wire.OpenStageRequest | wire.WarmLayersRequest) -> StageRequest:
     _bound(0 < len(message.model_id) <= MAX_NAME, f"A model's name has 1 to {MAX_NAME} characters")
     _bound(is_sha256(message.digest), "A digest is 64 hexadecimal digits")
     first, stop = message.first_layer, message.stop_layer
@@ -65,13 +99,12 @@ def read_open(message: wire.OpenStageRequest) -> StageRequest:
         1 <= message.least_blocks <= message.n_blocks <= MAX_BLOCKS, f"A lease is of 1 to {MAX_BLOCKS} blocks, and no less than the least"
     )
     _bound(1 <= message.max_rows <= MAX_ROWS, f"A batch has 1 to {MAX_ROWS} rows")
-    _bound(message.report_ms in REPORT_MS, f"A stage reports every {REPORT_MS.start} to {REPORT_MS.stop - 1} ms")
     try:
-        weights, dtype = WeightsFormat(message.quantization), ActivationDtype(message.activation_dtype)
+        weights = WeightsFormat(message.quantization)
     except ValueError:
-        raise BadPipelineRequest("Weights or activations of a format that is unknown here") from None
+        raise BadPipelineRequest("Weights of a format that is unknown here") from None
     return StageRequest(
-        session_id=message.session_id,
+        session_id=bytes(SESSION_ID_BYTES),
         model_id=message.model_id,
         digest=message.digest,
         weights=weights,
@@ -79,8 +112,6 @@ def read_open(message: wire.OpenStageRequest) -> StageRequest:
         n_blocks=message.n_blocks,
         least_blocks=message.least_blocks,
         max_rows=message.max_rows,
-        dtype=dtype,
-        report_s=message.report_ms / 1000,
     )
 
 

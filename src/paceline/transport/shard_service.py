@@ -15,9 +15,9 @@ import grpc.aio
 
 from paceline.core.errors import PacelineError, ShardUnavailable
 from paceline.core.ids import BatchId
-from paceline.parallel.sessions import NextStage, StageEvent, StageRequest
+from paceline.parallel.sessions import NextStage, StageEvent, StageLoading, StageRequest
 from paceline.transport.rpc_faults import abort
-from paceline.transport.shard_codec import check_echo, read_connect, read_open, write_event
+from paceline.transport.shard_codec import check_echo, read_connect, read_open, read_warm, write_event
 from paceline.transport.trust.certificates import Member
 from paceline.transport.wire import shard_pb2 as wire
 from paceline.transport.wire.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
@@ -45,6 +45,14 @@ class ShardHost(Protocol):
 
         Raises:
             PipelineError: it can't be had.
+        """
+        ...
+
+    def warm_layers(self, request: StageRequest) -> StageLoading | None:
+        """Load layers that may come to be needed, or go on keeping them. Returns how far the load is; None: they are in memory.
+
+        Raises:
+            ShardUnavailable: memory, or the machine, is wanted for others.
         """
         ...
 
@@ -98,6 +106,17 @@ class ShardServicer(ShardServiceServicer):
         except PacelineError as error:
             await abort(context, error)
         return wire.ConnectStageResponse()
+
+    async def WarmLayers(self, request: wire.WarmLayersRequest, context: Context) -> wire.WarmLayersResponse:
+        try:
+            self._admitted(context)
+            loading = self._host.warm_layers(read_warm(request))
+        except PacelineError as error:
+            await abort(context, error)
+        if loading is None:
+            return wire.WarmLayersResponse(loaded=True)
+        told = wire.StageLoading(bytes_done=loading.bytes_done, bytes_total=loading.bytes_total)
+        return wire.WarmLayersResponse(loading=told)
 
     async def EchoRows(self, request: wire.EchoRowsRequest, context: Context) -> wire.EchoRowsResponse:
         try:

@@ -39,6 +39,7 @@ def test_no_file_means_the_defaults(tmp_path: Path) -> None:
         "min_host_trust": "member",
         "spot_check_every": 0,
         "search_seconds": 30,
+        "keep_spares": True,
         "report_ms": 100,
         "host": {
             "serve_shards": False,

@@ -40,7 +40,7 @@ from paceline.parallel.sessions import (
 from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
 from paceline.transport import shard_client
-from paceline.transport.shard_client import open_stage, tensor_addresses
+from paceline.transport.shard_client import open_stage, tensor_addresses, warm_layers
 from paceline.transport.shard_codec import read_connect, read_event, read_open, write_connect, write_event, write_open
 from paceline.transport.shard_service import ShardServicer
 from paceline.transport.trust.certificates import NODE_NAME, Member
@@ -90,6 +90,10 @@ class ScriptedHost:
                     return
         finally:
             self.ended.set()
+
+    def warm_layers(self, request: StageRequest) -> StageLoading | None:
+        self.asked.append(request)
+        return StageLoading(41, 100) if len(self.asked) == 1 else None
 
     async def connect(self, session_id: bytes, caller: Member, to: NextStage) -> None:
         self.connected.append((session_id, caller.node_id, to))
@@ -264,6 +268,22 @@ def test_a_stage_that_loads_further_bytes_is_waited_for_however_long_it_takes() 
             stage = await open_stage(channel, NodeId("a"), REQUEST, lambda _: clock.advance(slowly), clock.monotonic)
             assert stage.opened == OPENED
             await stage.close()
+
+    asyncio.run(run())
+
+
+def test_layers_are_warmed_without_a_session() -> None:
+    async def run() -> None:
+        async with served() as (host, channel):
+            assert await warm_layers(channel, NodeId("a"), REQUEST) == StageLoading(41, 100)
+            assert await warm_layers(channel, NodeId("a"), REQUEST) is None
+            plain = replace(REQUEST, session_id=bytes(16), dtype=ActivationDtype.BF16, report_s=0.25)
+            assert host.asked == [plain, plain]
+            with pytest.raises(BadPipelineRequest, match="layers"):
+                await warm_layers(channel, NodeId("a"), replace(REQUEST, layers=LayerRange(5, 5000)))
+            host.refused.add("user")
+            with pytest.raises(NotTrusted, match="guest"):
+                await warm_layers(channel, NodeId("a"), REQUEST)
 
     asyncio.run(run())
 

@@ -32,6 +32,7 @@ from paceline.node.pipelines.meter import PipelineMeter
 from paceline.node.pipelines.metered import MeteredEngine
 from paceline.node.pipelines.opening import Opener, SeesFleet
 from paceline.node.pipelines.router import FleetRouter
+from paceline.node.pipelines.spare_keeper import SpareKeeper
 from paceline.node.pipelines.spot_check import SpotCheck
 from paceline.node.settings import NodeSettings
 from paceline.node.setup import BLOCK_SIZE, set_up
@@ -197,7 +198,8 @@ def build_engine_over(
     meter = meter or PipelineMeter()
     if on_opening is not None:
         meter.listen(on_opening)
-    router = FleetRouter(fleet, opener, wanted, loop, clock, meter)
+    spares = SpareKeeper(fleet, request, wanted, loop) if asked.keep_spares else None
+    router = FleetRouter(fleet, opener, wanted, loop, clock, meter, spares)
     fallback = None
     if asked.fallback_to_local:
         rest = loads_the_rest(fleet.node_id, setup, head, max_rows)

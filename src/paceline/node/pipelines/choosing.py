@@ -16,6 +16,7 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.cover import CoverRequest, pick, warm_shards
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Objective, Pin, PlanRequest, Stage, Way
+from paceline.fleet.spares import spares_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,14 @@ class Part:
     layers: LayerRange
 
 
-def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[Part]:
+def choose(
+    cards: Sequence[NodeCard],
+    trust: Mapping[NodeId, Trust],
+    own: NodeId,
+    wanted: Wanted,
+    exclude: frozenset[NodeId],
+    last: Sequence[Part] = (),
+) -> list[Part]:
     """Nodes in the order of their layers.
 
     Args:
@@ -60,12 +68,13 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
         own: this node.
         wanted: what for.
         exclude: who must take no part.
+        last: the route before. Those of it that are left keep their layers, where others can take those of the lost: they are loaded.
 
     Raises:
         ShardUnavailable, WeightsMismatch: nobody can, or may.
     """
     allowed = allowed_hosts(cards, trust, own, wanted)
-    there = {card.node_id for card in allowed} - exclude
+    there = frozenset(card.node_id for card in allowed) - exclude
     pins = wanted.pins if there.issuperset(pin.node_id for pin in wanted.pins) else ()
     mismatch: WeightsMismatch | None = None
     try:
@@ -73,7 +82,26 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
             return warm
     except WeightsMismatch as error:  # which others, who load the right ones, are not to be kept from
         mismatch = error
-    request = PlanRequest(
+    request = plan_request(own, wanted, exclude, pins)
+    if last and not pins and (mended := _mended(allowed, trust, request, last, there)):
+        return mended
+    try:
+        stages = plan(allowed, request, trust).chosen.stages
+    except PlacementError as error:
+        stages = _with_one(allowed, request, trust)
+        if not stages:
+            raise mismatch or ShardUnavailable(error.message, error.hint) from error
+    parts = [Part(stage.node_id, stage.layers) for stage in stages[1:]]
+    if len(parts) > wanted.max_shards:
+        raise ShardUnavailable(
+            f"The plan takes {len(parts)} shards, and a request may use {wanted.max_shards}", "Raise max_shards_per_request."
+        )
+    return parts
+
+
+def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: tuple[Pin, ...] = ()) -> PlanRequest:
+    """What placement is asked for a pipeline that begins on `own`."""
+    return PlanRequest(
         wanted.digest,
         wanted.weights,
         ways=frozenset({Way.PIPELINE}),
@@ -87,18 +115,22 @@ def choose(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId
         numerics_id=wanted.numerics_id,
         called=wanted.model_id,
     )
+
+
+def _mended(
+    cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], request: PlanRequest, last: Sequence[Part], there: frozenset[NodeId]
+) -> list[Part]:
+    """The last route with spares in the place of the machines that are not there; none where a span finds no taker."""
+    kept = [part for part in last if part.node_id in there]
+    lost = [part.layers for part in last if part.node_id not in there]
+    if not lost or not kept:
+        return []
     try:
-        stages = plan(allowed, request, trust).chosen.stages
-    except PlacementError as error:
-        stages = _with_one(allowed, request, trust)
-        if not stages:
-            raise mismatch or ShardUnavailable(error.message, error.hint) from error
-    parts = [Part(stage.node_id, stage.layers) for stage in stages[1:]]
-    if len(parts) > wanted.max_shards:
-        raise ShardUnavailable(
-            f"The plan takes {len(parts)} shards, and a request may use {wanted.max_shards}", "Raise max_shards_per_request."
-        )
-    return parts
+        spares = spares_for(cards, request, lost, frozenset(part.node_id for part in kept), trust)
+    except PlacementError:
+        return []
+    parts = [*kept, *(Part(spare.node_id, spare.layers) for spare in spares)]
+    return sorted(parts, key=lambda part: part.layers.start) if len(spares) == len(lost) else []
 
 
 def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> Sequence[Stage]:

@@ -38,7 +38,6 @@ class FleetRoute:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.stages = tuple(stages)
-        self.n_blocks = min(session.opened.n_blocks for session in sessions)
         self.sink: ActivationSink = sink
         self.source: ActivationSource = _Acknowledging(incoming)
         self.sessions = tuple(sessions)

@@ -169,6 +169,7 @@ class Opener:
                 f"{self._request.model_id}:{part.layers}",
                 session.opened.numerics_id,
                 session.opened.holds_identity,
+                session.opened.n_blocks,
             )
             for part, session in zip(parts, sessions, strict=True)
         ]

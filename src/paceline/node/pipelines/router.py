@@ -21,6 +21,7 @@ from paceline.node.pipelines.choosing import Part, Wanted, choose
 from paceline.node.pipelines.fleet_route import FleetRoute
 from paceline.node.pipelines.meter import PipelineMeter
 from paceline.node.pipelines.opening import NotOpened, Opener, SeesFleet
+from paceline.node.pipelines.spare_keeper import SpareKeeper
 from paceline.node.pipelines.stage_loads import StageLoads
 from paceline.parallel.route import Fault, Opening
 
@@ -55,16 +56,27 @@ class FleetRouter:
         loop: the node's.
         clock: all time.
         meter: counts.
+        spares: asked to load what a route's machines have; None: none are.
     """
 
     def __init__(
-        self, fleet: SeesFleet, opener: Opener, wanted: Wanted, loop: asyncio.AbstractEventLoop, clock: Clock, meter: PipelineMeter
+        self,
+        fleet: SeesFleet,
+        opener: Opener,
+        wanted: Wanted,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        meter: PipelineMeter,
+        spares: SpareKeeper | None = None,
     ) -> None:
         self._fleet, self._opener, self._wanted, self._loop, self._clock, self._meter = fleet, opener, wanted, loop, clock, meter
         self.route: FleetRoute | None = None
         """The last that was found."""
         self._attempt: Future[FleetRoute] | None = None
         self._loads = StageLoads(clock)
+        self._spares = spares
+        self._last: tuple[Part, ...] = ()
+        """Of the last route, while it is not known whether another can be had."""
         self._instances: dict[NodeId, bytes] = {}
         """Of the processes that were asked last."""
         self._lock = threading.Lock()
@@ -93,9 +105,14 @@ class FleetRouter:
             raise
         self.route = route
         self._loads.end()
+        self._last = tuple(Part(stage.node_id, stage.layers) for stage in route.stages)
+        if self._spares is not None:
+            self._spares.keep(self._last)
         return route
 
     def quarantine(self, fault: Fault) -> None:
+        if self._spares is not None:
+            self._spares.stop()
         if fault.node_id is None:
             return
         now, span_s = self._clock.monotonic(), QUARANTINE_S.get(fault.code, GONE_S)
@@ -110,6 +127,8 @@ class FleetRouter:
 
     def close(self) -> None:
         self._closed = True
+        if self._spares is not None:
+            self._spares.stop()
         attempt, self._attempt = self._attempt, None
         if attempt is not None and not attempt.cancel() and attempt.done() and attempt.exception() is None:
             attempt.result().close()
@@ -155,4 +174,4 @@ class FleetRouter:
             return frozenset(node_id for node_id, out in self._left_out.items() if not in_need or out.in_need_until > now)
 
     def _choose(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[Part]:
-        return choose(cards, self._fleet.trust(), self._fleet.node_id, self._wanted, exclude)
+        return choose(cards, self._fleet.trust(), self._fleet.node_id, self._wanted, exclude, self._last)

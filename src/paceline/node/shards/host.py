@@ -183,6 +183,11 @@ class NodeShardHost:
         finally:
             session.stop()
 
+    def warm_layers(self, request: StageRequest) -> StageLoading | None:
+        """As `ShardHost.warm_layers`."""
+        shard = self.warm.prepare(request)
+        return None if shard.loaded is not None else StageLoading(*shard.meter.progress)
+
     async def connect(self, session_id: bytes, caller: Member, to: NextStage) -> None:
         """As `ShardHost.connect`."""
         found = self._find(session_id, caller)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from paceline.fleet.card import ModelOffer, ShardState
+from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.node.offers import WarmModel, shard_offer
 from paceline.node.shards.shard import Shard
 from paceline.node.speed import Speed, SpeedCache, SpeedKey
@@ -25,13 +25,15 @@ class ShardOffers:
         self._known: dict[SpeedKey, Speed | None] = {}
 
     def of(self, shards: Iterable[Shard]) -> tuple[ModelOffer, ...]:
-        """One offer a shard in memory."""
-        return tuple(offer for shard in shards if (offer := self._offer(shard)) is not None)
+        """One offer a shard: those in memory, then those on their way."""
+        return tuple(map(self._offer, sorted(shards, key=lambda shard: shard.loaded is None)))
 
-    def _offer(self, shard: Shard) -> ModelOffer | None:
+    def _offer(self, shard: Shard) -> ModelOffer:
         loaded = shard.loaded
         if loaded is None:
-            return None
+            done, total = shard.meter.progress
+            state = ShardState(shard.layers, shard.max_streams, loaded_percent=20 * done // total * 5 if total else 0)
+            return ModelOffer(shard.model_id, Role.SHARD, str(shard.weights), digest=shard.digest, shard=state)
         key = SpeedKey(shard.digest, shard.weights, self._threads)
         if key not in self._known:
             self._known[key] = self._speeds.find(key)

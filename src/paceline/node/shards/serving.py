@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.backends.memory import available_bytes
+from paceline.backends.memory import available_bytes, total_bytes
 from paceline.core.clock import Clock
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.effects import Effect, Revoked
@@ -29,6 +29,8 @@ from paceline.transport.shard_service import shard_service
 from paceline.transport.trust.certificates import Member
 from paceline.transport.trust.guard import PeerGuard
 
+LOW_BYTES, LOW_PART = 128 << 20, 50
+"""A machine with less memory free, in bytes or as a part of all it has, unloads layers that nobody uses."""
 SHOW_S = 5.0
 """How often the card is told how busy shards are. What comes and goes, it is told at once."""
 
@@ -88,6 +90,7 @@ class ShardServing:
             load_layers,
             hosting.limits,
             free_bytes=free,
+            low_bytes=max(LOW_BYTES, total_bytes() // LOW_PART),
             threads=threads,
             kernel_cache=home.kernels,
             meter=self.meter,

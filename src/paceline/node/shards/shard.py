@@ -53,6 +53,7 @@ class Shard:
     """
 
     def __init__(self, request: StageRequest, max_streams: int, now: float) -> None:
+        self.model_id = request.model_id
         self.digest, self.weights, self.layers = request.digest, request.weights, request.layers
         self.max_streams = max_streams
         self.claims: set[Claim] = set()

@@ -41,6 +41,7 @@ class WarmShards:
         load: makes runners of them.
         limits: bounds.
         free_bytes: memory there is now.
+        low_bytes: with less than this free, shards that nobody uses go.
         threads: of a runner.
         kernel_cache: see `LoadOptions`.
         meter: counts.
@@ -55,6 +56,7 @@ class WarmShards:
         limits: HostLimits,
         *,
         free_bytes: Callable[[], int],
+        low_bytes: int = 0,
         threads: int,
         kernel_cache: Path | None,
         meter: ShardMeter,
@@ -62,6 +64,7 @@ class WarmShards:
         on_change: Callable[[], None],
     ) -> None:
         self._weights, self._load, self._limits = weights, load, limits
+        self._low_bytes = low_bytes
         self._free_bytes, self._threads, self._kernel_cache = free_bytes, threads, kernel_cache
         self._meter, self._clock, self._on_change = meter, clock, on_change
         self._shards: list[Shard] = []
@@ -114,6 +117,25 @@ class WarmShards:
         while shard.is_ending and await _changed(shard):
             pass
 
+    def prepare(self, request: StageRequest) -> Shard:
+        """A shard that a caller may come to claim: loaded, if it is not there, as far as memory is free. Asked again, it is kept.
+
+        Raises:
+            ShardUnavailable: memory, or the machine, is wanted for others.
+        """
+        shard = self._holding(request)
+        if shard is None or not shard.suits(request):
+            if self._closed:
+                raise ShardUnavailable("This machine is stopping")
+            if any(other.is_loading for other in self._shards):
+                raise ShardUnavailable("Other layers are being loaded here")
+            if shard is not None or len(self._shards) >= self._limits.max_shards:
+                raise ShardUnavailable(f"{len(self._shards)} shards are loaded here already")
+            shard = self._added(request)
+            self._on_change()
+        shard.used_at = self._clock.monotonic()
+        return shard
+
     def release(self, shard: Shard, claim: Claim) -> None:
         """A stream is free again."""
         shard.claims.discard(claim)
@@ -124,7 +146,9 @@ class WarmShards:
         self._on_change()
 
     async def evict_idle(self) -> None:
-        """What nobody has used for long goes."""
+        """What nobody has used for long goes; where the machine is short of memory, what nobody uses."""
+        while self._free_bytes() < self._low_bytes and await self._evict_one():
+            pass
         now = self._clock.monotonic()
         for shard in [shard for shard in self._shards if shard.is_idle and now - shard.used_at >= self._limits.idle_s]:
             await self._evict(shard)
@@ -171,7 +195,7 @@ class WarmShards:
             self._queue.append(meter)
             try:
                 async with self._one_load:
-                    shard.loaded = await self._into_memory(found, request, meter.packed.show)
+                    shard.loaded = await self._into_memory(shard, found, request)
             finally:
                 self._queue.remove(meter)
             shard.leases = Leases(shard.loaded.runner.n_blocks)
@@ -189,10 +213,11 @@ class WarmShards:
                 self._forget(shard)
             self._on_change()
 
-    async def _into_memory(self, found: FoundWeights, request: StageRequest, show: Callable[[int, int], None]) -> Loaded:
+    async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> Loaded:
         spec = found.source.spec
         fixed, a_block = fixed_bytes(spec, request), block_bytes(spec, request, BLOCK_SIZE)
-        while fixed + request.n_blocks * a_block > self.left_bytes() and await self._evict_one():
+        # Nothing makes way for a load that no caller waits for.
+        while shard.claims and fixed + request.n_blocks * a_block > self.left_bytes() and await self._evict_one():
             pass
         n_blocks = blocks_for(request, self._limits.max_streams, self.left_bytes(), fixed, a_block)
         options = LoadOptions(
@@ -205,7 +230,7 @@ class WarmShards:
             edges=False,
             kernel_cache=self._kernel_cache,
         )
-        runner = await load_in_thread(self._load, found.source, options, show)
+        runner = await load_in_thread(self._load, found.source, options, shard.meter.packed.show)
         size = sum(found.source.nbytes(name) for name in found.source.names())
         return Loaded(found.name, spec, runner, options.max_rows, fixed + n_blocks * a_block, size)
 

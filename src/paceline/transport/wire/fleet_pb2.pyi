@@ -134,6 +134,7 @@ class ShardCapability(_message.Message):
     STREAMS_IN_USE_FIELD_NUMBER: _builtins.int
     QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    LOADED_PERCENT_FIELD_NUMBER: _builtins.int
     first_layer: _builtins.int
     """Layers [first_layer, stop_layer)."""
     stop_layer: _builtins.int
@@ -143,6 +144,8 @@ class ShardCapability(_message.Message):
     """Batches that wait, over all streams."""
     memory_bytes: _builtins.int
     """What weights and KV of these layers take."""
+    loaded_percent: _builtins.int
+    """Of layers that are being loaded: how far, in steps of five."""
     def __init__(
         self,
         *,
@@ -152,10 +155,11 @@ class ShardCapability(_message.Message):
         streams_in_use: _builtins.int = ...,
         queue_depth: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        loaded_percent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "max_concurrent_streams", b"max_concurrent_streams", "memory_bytes", b"memory_bytes", "queue_depth", b"queue_depth", "stop_layer", b"stop_layer", "streams_in_use", b"streams_in_use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "loaded_percent", b"loaded_percent", "max_concurrent_streams", b"max_concurrent_streams", "memory_bytes", b"memory_bytes", "queue_depth", b"queue_depth", "stop_layer", b"stop_layer", "streams_in_use", b"streams_in_use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -291,6 +291,73 @@ class ConnectStageResponse(_message.Message):
 Global___ConnectStageResponse: _TypeAlias = ConnectStageResponse  # noqa: Y015
 
 @_typing.final
+class WarmLayersRequest(_message.Message):
+    """Layers that a caller may come to need: they are loaded as far as memory is free, and nothing is leased. Asked again, they are kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    STOP_LAYER_FIELD_NUMBER: _builtins.int
+    N_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEAST_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """As in OpenStageRequest."""
+    digest: _builtins.str
+    quantization: _builtins.str
+    first_layer: _builtins.int
+    stop_layer: _builtins.int
+    n_blocks: _builtins.int
+    least_blocks: _builtins.int
+    max_rows: _builtins.int
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        quantization: _builtins.str = ...,
+        first_layer: _builtins.int = ...,
+        stop_layer: _builtins.int = ...,
+        n_blocks: _builtins.int = ...,
+        least_blocks: _builtins.int = ...,
+        max_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "first_layer", b"first_layer", "least_blocks", b"least_blocks", "max_rows", b"max_rows", "model_id", b"model_id", "n_blocks", b"n_blocks", "quantization", b"quantization", "stop_layer", b"stop_layer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmLayersRequest: _TypeAlias = WarmLayersRequest  # noqa: Y015
+
+@_typing.final
+class WarmLayersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOADED_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
+    loaded: _builtins.bool
+    """They are in memory; else how far the load is."""
+    @_builtins.property
+    def loading(self) -> Global___StageLoading: ...
+    def __init__(
+        self,
+        *,
+        loaded: _builtins.bool = ...,
+        loading: Global___StageLoading | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loading", b"loading"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded", "loading", b"loading"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmLayersResponse: _TypeAlias = WarmLayersResponse  # noqa: Y015
+
+@_typing.final
 class EchoRowsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -44,6 +44,11 @@ class ShardServiceStub:
                 request_serializer=paceline_dot_v1_dot_shard__pb2.ConnectStageRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_shard__pb2.ConnectStageResponse.FromString,
                 _registered_method=True)
+        self.WarmLayers = channel.unary_unary(
+                '/paceline.v1.ShardService/WarmLayers',
+                request_serializer=paceline_dot_v1_dot_shard__pb2.WarmLayersRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_shard__pb2.WarmLayersResponse.FromString,
+                _registered_method=True)
         self.EchoRows = channel.unary_unary(
                 '/paceline.v1.ShardService/EchoRows',
                 request_serializer=paceline_dot_v1_dot_shard__pb2.EchoRowsRequest.SerializeToString,
@@ -62,6 +67,13 @@ class ShardServiceServicer:
 
     def ConnectStage(self, request, context):
         """Until then a session computes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WarmLayers(self, request, context):
+        """Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +98,11 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.ConnectStage,
                     request_deserializer=paceline_dot_v1_dot_shard__pb2.ConnectStageRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_shard__pb2.ConnectStageResponse.SerializeToString,
+            ),
+            'WarmLayers': grpc.unary_unary_rpc_method_handler(
+                    servicer.WarmLayers,
+                    request_deserializer=paceline_dot_v1_dot_shard__pb2.WarmLayersRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_shard__pb2.WarmLayersResponse.SerializeToString,
             ),
             'EchoRows': grpc.unary_unary_rpc_method_handler(
                     servicer.EchoRows,
@@ -147,6 +164,33 @@ class ShardService:
             '/paceline.v1.ShardService/ConnectStage',
             paceline_dot_v1_dot_shard__pb2.ConnectStageRequest.SerializeToString,
             paceline_dot_v1_dot_shard__pb2.ConnectStageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmLayers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.ShardService/WarmLayers',
+            paceline_dot_v1_dot_shard__pb2.WarmLayersRequest.SerializeToString,
+            paceline_dot_v1_dot_shard__pb2.WarmLayersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,8 @@ class ShardServiceStub:
     OpenStage: _aio.UnaryStreamMultiCallable[_shard_pb2.OpenStageRequest, _shard_pb2.OpenStageResponse]
     ConnectStage: _aio.UnaryUnaryMultiCallable[_shard_pb2.ConnectStageRequest, _shard_pb2.ConnectStageResponse]
     """Until then a session computes nothing."""
+    WarmLayers: _aio.UnaryUnaryMultiCallable[_shard_pb2.WarmLayersRequest, _shard_pb2.WarmLayersResponse]
+    """Returns at once."""
     EchoRows: _aio.UnaryUnaryMultiCallable[_shard_pb2.EchoRowsRequest, _shard_pb2.EchoRowsResponse]
     """Answers once the batch has arrived. For comparing what a stage received with what its predecessor should have sent."""
 
@@ -37,6 +39,14 @@ class ShardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_shard_pb2.ConnectStageRequest, _abc.Awaitable[_shard_pb2.ConnectStageResponse]],
     ) -> _abc.Awaitable[_shard_pb2.ConnectStageResponse]:
         """Until then a session computes nothing."""
+
+    @_abc_1.abstractmethod
+    def WarmLayers(
+        self,
+        request: _shard_pb2.WarmLayersRequest,
+        context: _aio.ServicerContext[_shard_pb2.WarmLayersRequest, _abc.Awaitable[_shard_pb2.WarmLayersResponse]],
+    ) -> _abc.Awaitable[_shard_pb2.WarmLayersResponse]:
+        """Returns at once."""
 
     @_abc_1.abstractmethod
     def EchoRows(

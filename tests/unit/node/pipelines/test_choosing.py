@@ -67,3 +67,23 @@ def test_other_weights_that_somebody_runs_are_in_nobodys_way() -> None:
     assert choose(cards, {}, OWN, wanted, frozenset())[-1].layers.stop == 24
     with pytest.raises(WeightsMismatch, match="bee/m:8-23"):
         choose([replace(card, shard_memory_bytes=1) for card in cards], {}, OWN, wanted, frozenset())
+
+
+LAST = [Part(BEE, LayerRange(8, 14)), Part(CAT, LayerRange(14, 24))]
+
+
+@pytest.mark.parametrize(("gone", "left"), [(BEE, CAT), (CAT, BEE)])
+def test_those_of_a_route_that_are_left_keep_their_layers(gone: NodeId, left: NodeId) -> None:
+    """They have no memory for others: it holds the layers they have."""
+    full = [replace(card, shard_memory_bytes=0) if card.node_id == left else card for card in CARDS]
+    wanted = replace(PINNED, pins=())
+    found = choose(full, {}, OWN, wanted, frozenset({gone}), LAST)
+    assert found == [Part(DOG if part.node_id == gone else part.node_id, part.layers) for part in LAST]
+
+
+def test_where_no_machine_takes_the_layers_of_a_lost_one_all_are_shared_out_anew() -> None:
+    small = [replace(card, shard_memory_bytes=5 * (101 << 20)) if card.node_id == DOG else card for card in CARDS]
+    found = choose(small, {}, OWN, replace(PINNED, pins=()), frozenset({BEE}), LAST)
+    assert found[0].layers.start == 8
+    assert found[-1].layers.stop == 24
+    assert Part(CAT, LayerRange(14, 24)) not in found

@@ -49,6 +49,8 @@ class Opens:
     asked: list[set[NodeId]] = field(default_factory=list[set[NodeId]])
     may: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then it takes its time."""
+    stages: Sequence[Part] = ()
+    """Of the route that was opened last, which this stands for."""
     done: int = 0
     """Bytes of a hundred that each machine says it has loaded."""
 
@@ -57,6 +59,7 @@ class Opens:
         for part in parts:
             loads.told(part, StageLoading(self.done, 100))
         await self.may.wait()
+        self.stages = parts
         return self
 
 

@@ -192,11 +192,12 @@ async def hosting(
     load: LoadsLayers | None = None,
     refuse: Sequence[str] = (),
     free_bytes: Callable[[], int] = lambda: 1 << 30,
+    low_bytes: int = 0,
 ) -> AsyncIterator[Hosting]:
     identity, limits, meter, loads = net.identity(name), limits or HostLimits(), ShardMeter(), CountingLoads()
     listener, ends = net.ends(identity)
     warm = WarmShards(
-        SeededFinder(), load or loads, limits, free_bytes=free_bytes, threads=1, kernel_cache=None,
+        SeededFinder(), load or loads, limits, free_bytes=free_bytes, low_bytes=low_bytes, threads=1, kernel_cache=None,
         meter=meter, clock=SystemClock(), on_change=lambda: None,
     )  # fmt: skip
 

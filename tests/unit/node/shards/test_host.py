@@ -39,6 +39,70 @@ async def until_free(at: Hosting) -> None:
         assert shard.leases.free == shard.leases.n_blocks
 
 
+def warmed(a: Hosting, request: StageRequest | None = None) -> bool:
+    """Have a machine load layers that nobody uses yet. Whether it has them."""
+    return a.host.warm_layers(request or wanted()) is None
+
+
+@in_loop
+async def test_layers_that_may_be_needed_are_loaded_and_lease_nothing() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        assert not warmed(a)
+        await until(lambda: warmed(a))
+        (shard,) = a.warm.shards
+        assert (len(shard.claims), shard.leases.free) == (0, shard.leases.n_blocks)
+        stage = await user.open(a)
+        assert len(a.loads.asked) == 1
+        assert warmed(a), "it is in use, and kept"
+        await stage.close()
+
+
+@in_loop
+async def test_nothing_makes_way_for_layers_that_may_be_needed() -> None:
+    net, block = Net(), 16 * SPEC.kv_bytes_per_token(wanted(0, 1).layers)
+    layer, rows = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96), 4 * 512 * (4 * 64 + 2 * 64 + 2 * 96)
+    async with hosting(net, "a", limits=HostLimits(memory_bytes=rows + 4 * (layer + 20 * block))) as a, User(net) as user:
+        await (await user.open(a, wanted(0, 3))).close()
+        await until_free(a)
+        assert not warmed(a, wanted(3, 6))
+        await until(lambda: len(a.warm.shards) == 1)
+        assert a.warm.shards[0].layers.start == 0
+        assert a.meter.evictions == 0
+        await user.open(a, wanted(3, 6))  # which a caller waits for
+        assert a.meter.evictions == 1
+
+
+@in_loop
+async def test_layers_that_may_be_needed_wait_for_those_that_are_and_make_way() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        a.loads.gate.clear()
+        warmed(a, wanted(0, 3))
+        await until(lambda: bool(a.loads.asked))
+        waiting = asyncio.create_task(user.open(a, wanted(3, 6)))
+        await in_thread(a.loads.given_up.wait, 10)
+        with pytest.raises(ShardUnavailable, match="being loaded"):
+            warmed(a, wanted(0, 3))
+        a.loads.gate.set()
+        await waiting
+
+
+@in_loop
+async def test_a_machine_short_of_memory_unloads_what_nobody_uses() -> None:
+    net, free = Net(), [1 << 30]
+    async with hosting(net, "a", free_bytes=lambda: free[0], low_bytes=1 << 20) as a, User(net) as user:
+        used = await user.open(a, wanted(0, 2))
+        await (await user.open(a, wanted(3, 6))).close()
+        await until(lambda: any(shard.is_idle for shard in a.warm.shards))
+        await a.warm.evict_idle()
+        assert a.meter.evictions == 0
+        free[0] = 1 << 19
+        await a.warm.evict_idle()
+        assert [shard.layers.start for shard in a.warm.shards] == [0]
+        assert not used.lost.done()
+
+
 @in_loop
 async def test_streams_are_bounded_strictly_and_come_back() -> None:
     net = Net()

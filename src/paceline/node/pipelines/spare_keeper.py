@@ -1,0 +1,90 @@
+"""Has spare machines load the spans of a pipeline before they are needed, as the plan says, so that a loss costs no load.
+
+Law: a spare leases nothing, and its host decides whether it has the memory. While a route is looked for, spares are left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from paceline.core.errors import FleetError, PlacementError
+from paceline.core.ids import NodeId
+from paceline.fleet.spares import spares_for
+from paceline.node.pipelines.choosing import Part, Wanted, plan_request
+from paceline.node.pipelines.opening import SeesFleet
+from paceline.parallel.sessions import StageRequest
+from paceline.transport.shard_client import warm_layers
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 10.0
+"""Between two asks of a spare, which keep its layers from being idle. Raising it: a machine that joins becomes a spare later."""
+
+
+class SpareKeeper:
+    """Of one pipeline.
+
+    Args:
+        fleet: this node.
+        request: what every stage is asked for, but for its layers.
+        wanted: what the pipeline is for.
+        loop: the node's.
+    """
+
+    def __init__(self, fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> None:
+        self._fleet, self._request, self._wanted, self._loop = fleet, request, wanted, loop
+        self._keeping: Future[None] | None = None
+        self._said: dict[NodeId, str] = {}
+
+    def keep(self, parts: Sequence[Part]) -> None:
+        """There is a route over these machines. For any thread."""
+        self.stop()
+        self._keeping = asyncio.run_coroutine_threadsafe(self._keep(tuple(parts)), self._loop)
+
+    def stop(self) -> None:
+        """There is none. For any thread; idempotent."""
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            keeping.cancel()
+
+    async def look(self, parts: Sequence[Part]) -> dict[NodeId, bool]:
+        """Ask the spares for a route over these machines to have its spans loaded. On the event loop.
+
+        Returns:
+            Whether each has.
+        """
+        own, taken = self._fleet.node_id, frozenset(part.node_id for part in parts)
+        request = plan_request(own, self._wanted, frozenset())
+        try:
+            spares = spares_for(self._fleet.cards(), request, [part.layers for part in parts], taken, self._fleet.trust())
+        except PlacementError as error:
+            logger.debug("no spares: %s", error)
+            return {}
+        have: dict[NodeId, bool] = {}
+        for spare in spares:
+            asked = replace(self._request, layers=spare.layers)
+            try:
+                loading = await warm_layers(self._fleet.channel(spare.node_id), spare.node_id, asked)
+            except FleetError as error:
+                self._say(spare.node_id, f"is no spare for layers {spare.layers.words}: {error.message}")
+                continue
+            have[spare.node_id] = loading is None
+            self._say(spare.node_id, f"{'has' if loading is None else 'loads'} layers {spare.layers.words} as a spare")
+        return have
+
+    def _say(self, node_id: NodeId, words: str) -> None:
+        if self._said.get(node_id) != words:
+            self._said[node_id] = words
+            logger.info("%s %s", node_id, words)
+
+    async def _keep(self, parts: Sequence[Part]) -> None:
+        while True:
+            try:
+                await self.look(parts)
+            except Exception:  # what one ask makes go wrong must not end the others
+                logger.exception("spares could not be asked")
+            await asyncio.sleep(ASK_S)

@@ -1,0 +1,114 @@
+"""Layers that come from another node are read while they come: a tensor once its pieces are here, and never before."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.unit.node.fleet.nodes import BOUND_S, in_loop, until
+from tests.unit.node.shards.hosts import in_thread, wanted
+from tests.unit.node.weights.nodes import Fleet, Node, dialer
+
+from paceline.core.errors import PacelineError
+from paceline.core.ids import NodeId
+from paceline.core.model import ModelSpec, RopeSpec
+from paceline.core.weights import BlockTensor, WeightSource
+from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.node.shards.loading import FleetWeights
+from paceline.parallel.sessions import StageRequest
+from paceline.store.catalog import open_model
+from paceline.store.home import Home
+from paceline.store.pull import pull
+from paceline.testing.seeded_models import write_gguf
+
+SPEC = ModelSpec(
+    model_type="llama", n_layers=4, hidden=512, n_heads=8, n_kv_heads=2, head_dim=64, ffn=1024, vocab=512, max_context=256, rms_eps=1e-5,
+    rope=RopeSpec(10_000.0), tied_head=True,
+)  # fmt: skip
+FIRST, LAST = "model.layers.0.mlp.gate_proj.weight", "model.layers.3.mlp.gate_proj.weight"
+
+
+@dataclass(slots=True)
+class Giver:
+    """A node that has the model, and gives so many pieces of it until it is told to go on."""
+
+    node: Node
+    whole: WeightSource
+    weights: FleetWeights
+    goes_on: threading.Event
+
+    def request(self) -> StageRequest:
+        return wanted(0, 4, model_id="seeded", digest=self.whole.digest)
+
+    async def find(self) -> tuple[WeightSource, list[tuple[int, int]]]:
+        seen: list[tuple[int, int]] = []
+        found = await self.weights.find(self.request(), lambda done, total: seen.append((done, total)))
+        return found.source, seen
+
+
+@asynccontextmanager
+async def giver(tmp_path: Path, pieces: int) -> AsyncIterator[Giver]:
+    home, taker, fleet, goes_on = Home(tmp_path / "giver"), Home(tmp_path / "taker"), Fleet(), threading.Event()
+    pull(str(write_gguf(tmp_path / "seeded.gguf", SPEC, "Q8_0")), home, lambda done, total: None)
+    whole = open_model("seeded", home).weights
+    offer = ModelOffer("seeded", Role.VERIFIER, "int8", digest=whole.digest, size_bytes=1)
+    async with fleet.node(home) as node:
+        node.library.before_read = lambda count: None if count < pieces or goes_on.wait(BOUND_S) else pytest.fail("never told")
+        cards = [NodeCard(NodeId(node.name), 1, (node.address,), b"i", 120, 0, backend="cpu", models=(offer,))]
+        weights = FleetWeights(NodeId("taker-1"), taker, lambda: cards, dialer(fleet.trust.member("taker-1")))
+        try:
+            yield Giver(node, whole, weights, goes_on)
+        finally:
+            goes_on.set()
+            await weights.close()
+
+
+def same(one: WeightSource, other: WeightSource, name: str) -> bool:
+    mine, theirs = one.read(name), other.read(name)
+    assert isinstance(mine, BlockTensor)
+    assert isinstance(theirs, BlockTensor)
+    return np.array_equal(mine.rows_NB, theirs.rows_NB)
+
+
+@in_loop
+async def test_the_first_layers_are_read_before_the_last_have_come(tmp_path: Path) -> None:
+    async with giver(tmp_path, pieces=6) as given:
+        source, seen = await given.find()
+        assert await in_thread(same, source, given.whole, FIRST)
+        late = asyncio.create_task(in_thread(same, source, given.whole, LAST))
+        await until(lambda: len(given.node.library.reads) >= 5)
+        assert not late.done()
+        given.goes_on.set()
+        assert await late
+        assert {*source.names()} == {name for name in given.whole.names() if name.startswith("model.layers.")}
+        await until(lambda: seen[-1][0] == seen[-1][1])
+        # All of it is on disk by then, and opened from there.
+        again, told = await given.find()
+        assert await in_thread(same, again, given.whole, LAST)
+        assert not told
+
+
+@in_loop
+async def test_where_the_source_goes_away_reads_that_wait_end(tmp_path: Path) -> None:
+    async with giver(tmp_path, pieces=1 << 30) as given:
+        given.node.dies_after(6)
+        source, _ = await given.find()
+        with pytest.raises(PacelineError):
+            await in_thread(source.read, LAST)
+
+
+@in_loop
+async def test_a_load_that_is_given_up_ends_its_reads_and_its_fetch(tmp_path: Path) -> None:
+    async with giver(tmp_path, pieces=6) as given:
+        found = await given.weights.find(given.request(), lambda done, total: None)
+        reading = asyncio.create_task(in_thread(found.source.read, LAST))
+        await until(lambda: len(given.node.library.reads) >= 5)
+        found.stop()
+        with pytest.raises(PacelineError, match="given up"):
+            await reading
