@@ -7,7 +7,7 @@ asked no more. What arrived stays on disk, whatever happens, and the next fetch 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from paceline.core.errors import DownloadError, SourceLost, WeightsError, WrongBytes
 from paceline.core.manifest import ModelManifest, ModelPart, PieceRun, pieces_needed
 from paceline.fleet.sources import WeightsSource
+from paceline.store.arriving import Arrivals
 from paceline.store.catalog import LocalModel, describe, find_whole
 from paceline.store.home import Home
 from paceline.store.partial import covers
@@ -63,11 +64,16 @@ async def fetch_model(fetch: Fetch) -> LocalModel:
     here = await in_thread(partial(find_whole, fetch.sources[0].digest, fetch.home))
     if here is not None:
         return await in_thread(partial(describe, here[0], fetch.home))
-    return await _from_any(fetch, None, lambda staging, _, checked: staging.finish(checked))
+    return await _from_any(fetch, None, lambda staging, _, checked: staging.finish(checked), None)
 
 
-async def fetch_part(fetch: Fetch, part: ModelPart) -> None:
-    """Bring some layers of a model here; `store.partial.open_part` opens them.
+async def fetch_part(fetch: Fetch, part: ModelPart, arrivals: Arrivals | None = None) -> None:
+    """Bring some layers of a model here; `store.partial.open_part` opens them, and `store.arriving.open_arriving` while they come.
+
+    Args:
+        fetch: from where, to where.
+        part: the layers.
+        arrivals: told of each piece that is here.
 
     Raises:
         DownloadError, FetchInProgress, ModelFileError, UnsupportedModel, ConfigError: as `fetch_model`.
@@ -82,7 +88,7 @@ async def fetch_part(fetch: Fetch, part: ModelPart) -> None:
         if not covers(digest, part, fetch.home):
             raise WrongBytes("what was described as those layers holds others")
 
-    await _from_any(fetch, part, seal)
+    await _from_any(fetch, part, seal, arrivals)
 
 
 async def in_thread(work: Callable[[], Result], give_up: Callable[[], None] | None = None) -> Result:
@@ -135,7 +141,7 @@ class _Tally:
         self.found(self._total)
 
 
-async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result]) -> Result:
+async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result], arrivals: Arrivals | None) -> Result:
     """Ask one source after the other until the model is here."""
     faults: dict[str, WeightsError] = {}
     said: dict[str, str] = {}
@@ -145,7 +151,7 @@ async def _from_any(fetch: Fetch, part: ModelPart | None, end: End[Result]) -> R
             await fetch.sleep(_WAIT_S)
         idle += 1
         for source in list(left):
-            attempt = _Attempt(fetch, source, part, end)
+            attempt = _Attempt(fetch, source, part, end, arrivals)
             try:
                 return await attempt.run()
             except WrongBytes as error:
@@ -173,6 +179,7 @@ class _Attempt(Generic[Result]):
     source: WeightsSource
     part: ModelPart | None
     end: End[Result]
+    arrivals: Arrivals | None
     gained: int = 0
     """Bytes that it brought."""
 
@@ -198,8 +205,11 @@ class _Attempt(Generic[Result]):
                 fetch.announce(f"{source.model_id} comes from {source.node_id}")
                 tally = _Tally(fetch, manifest, needed)
                 lacking = await in_thread(partial(staging.missing, needed, tally.found), tally.stop)
+                if self.arrivals is not None:
+                    self.arrivals.described(manifest)
+                    self.arrivals.came(_without(needed, lacking))
                 try:
-                    await _receive(client, manifest, lacking, staging, tally)
+                    await _receive(client, manifest, lacking, staging, tally, self.arrivals)
                 finally:
                     self.gained += tally.gained
                 return await in_thread(partial(self.end, staging, needed, tally.checked), tally.stop)
@@ -218,15 +228,35 @@ def _say_once(fetch: Fetch, words: str) -> Callable[[int, int], None]:
     return say
 
 
-async def _receive(client: WeightsClient, manifest: ModelManifest, lacking: Sequence[PieceRun], staging: Staging, tally: _Tally) -> None:
+def _without(needed: Sequence[PieceRun], lacking: Sequence[PieceRun]) -> Iterator[PieceRun]:
+    """The pieces of some runs that are in none of others."""
+    gone = {(run.file, piece) for run in lacking for piece in range(run.first, run.stop)}
+    for run in needed:
+        yield from (PieceRun(run.file, piece, piece + 1) for piece in range(run.first, run.stop) if (run.file, piece) not in gone)
+
+
+async def _receive(
+    client: WeightsClient,
+    manifest: ModelManifest,
+    lacking: Sequence[PieceRun],
+    staging: Staging,
+    tally: _Tally,
+    arrivals: Arrivals | None,
+) -> None:
     """Take pieces in, each written while the next one is on its way."""
+
+    def write(file: int, piece: int, data: bytes) -> None:
+        staging.write(file, piece, data)
+        if arrivals is not None:
+            arrivals.came([PieceRun(file, piece, piece + 1)])
+
     writing: asyncio.Task[None] | None = None
     try:
         async with aclosing(client.fetch(manifest, lacking)) as pieces:
             async for piece in pieces:
                 if writing is not None:
                     await writing
-                writing = asyncio.create_task(in_thread(partial(staging.write, piece.file, piece.piece, piece.data)))
+                writing = asyncio.create_task(in_thread(partial(write, piece.file, piece.piece, piece.data)))
                 tally.arrived(len(piece.data))
         if writing is not None:
             await writing

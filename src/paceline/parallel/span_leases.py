@@ -52,4 +52,6 @@ class SpanLeases:
         lost = [lease for lease in self._held.values() if node_id in {None, lease.node_id}]
         for lease in lost:
             del self._held[lease.layers]
-        return tuple(LostSpan(lease.layers.start, lease.layers.stop, lease.node_id) for lease in sorted(lost, key=lambda it: it.layers.start))
+        return tuple(
+            LostSpan(lease.layers.start, lease.layers.stop, lease.node_id) for lease in sorted(lost, key=lambda it: it.layers.start)
+        )

@@ -6,6 +6,7 @@ Law: weights are never taken by name. What can't be had is said in a pipeline's 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +25,22 @@ from paceline.node import accelerator
 from paceline.node.fetch import Dial, Fetch, fetch_part, in_thread
 from paceline.node.setup import load_runner
 from paceline.parallel.sessions import StageRequest
+from paceline.store.arriving import Arrivals, open_arriving
 from paceline.store.catalog import ModelLocation, find_whole, list_models
 from paceline.store.home import Home
 from paceline.store.partial import open_part, read_note
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class FoundWeights:
-    """Weights on this machine, enough of them for what was asked."""
+    """Weights on this machine, or on their way, enough of them for what was asked."""
 
     name: str
     source: WeightSource
+    stop: Callable[[], None] = lambda: None
+    """Ends what is still on its way, and reads that wait for it. On the event loop; idempotent."""
 
 
 class FindsWeights(Protocol):
@@ -70,15 +76,18 @@ class FleetWeights:
         beside: Sequence[ModelLocation] = (),
     ) -> None:
         self._own, self._home, self._cards, self._dial, self._beside = own, home, cards, dial, beside
+        self._fetching: dict[str, asyncio.Task[None]] = {}
+        """By digest."""
 
     async def find(self, request: StageRequest, progress: LoadProgress) -> FoundWeights:
-        """As `FindsWeights`; layers that are not here are fetched, and stay on disk."""
+        """As `FindsWeights`; layers that are not here are fetched, can be read while they come, and stay on disk."""
         part = ModelPart(request.layers, edges=False)
+        if (fetching := self._fetching.get(request.digest)) is not None:  # one at a time may fetch a model
+            await asyncio.wait({fetching})
         try:
             return await in_thread(partial(self._here, request.digest, part))
         except ModelNotFound:
-            await self._fetch(request, part, progress)
-        return await in_thread(partial(self._here, request.digest, part))
+            return await self._arriving(request, part, progress)
 
     def _here(self, digest: str, part: ModelPart) -> FoundWeights:
         whole = find_whole(digest, self._home, self._beside)
@@ -88,11 +97,42 @@ class FleetWeights:
         note = read_note(self._home.partial / digest)
         return FoundWeights(digest[:12] if note is None else note.name, source)
 
-    async def _fetch(self, request: StageRequest, part: ModelPart, progress: LoadProgress) -> None:
+    async def _arriving(self, request: StageRequest, part: ModelPart, progress: LoadProgress) -> FoundWeights:
         sources = weights_sources(self._own, self._cards(), request.digest)
         if not sources:
             await in_thread(partial(self._refuse, request))
-        await fetch_part(Fetch(sources, self._dial, self._home, progress, _say_nothing), part)
+        arrivals = Arrivals()
+        fetch = Fetch(sources, self._dial, self._home, progress, _say_nothing)
+        fetching = asyncio.create_task(fetch_part(fetch, part, arrivals), name=f"fetch-{request.model_id}")
+        self._fetching[request.digest] = fetching
+
+        def over(task: asyncio.Task[None]) -> None:
+            del self._fetching[request.digest]
+            error = ShardUnavailable("The fetch was given up") if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, PacelineError):
+                logger.error("a fetch failed", exc_info=error)
+                error = PipelineError(f"A fetch failed: {type(error).__name__}")
+            arrivals.end(error or ModelNotFound("What came is not all that was asked for", "Ask again"))
+
+        def stop() -> None:
+            fetching.cancel()
+
+        fetching.add_done_callback(over)
+        try:
+            source = await in_thread(partial(open_arriving, part, self._home, arrivals), stop)
+        except ModelNotFound:  # there was nothing to fetch any more
+            return await in_thread(partial(self._here, request.digest, part))
+        except PacelineError:
+            stop()
+            raise
+        return FoundWeights(sources[0].model_id, source, stop)
+
+    async def close(self) -> None:
+        """End what is being fetched."""
+        fetching = list(self._fetching.values())
+        for task in fetching:
+            task.cancel()
+        await asyncio.gather(*fetching, return_exceptions=True)
 
     def _refuse(self, request: StageRequest) -> None:
         offers = [(offer.model_id, offer.digest) for card in self._cards() for offer in card.models if offer.digest]
@@ -128,7 +168,7 @@ class _GivenUp(Exception):
     """Ends a load whose callers have all gone."""
 
 
-async def load_in_thread(load: LoadsLayers, source: WeightSource, options: LoadOptions, progress: LoadProgress) -> LayerRunner[Any]:
+async def load_in_thread(load: LoadsLayers, found: FoundWeights, options: LoadOptions, progress: LoadProgress) -> LayerRunner[Any]:
     """Load layers apart from the loop. Cancelled, it ends soon and leaves nothing in memory."""
     given_up = False
     made: list[LayerRunner[Any]] = []
@@ -141,9 +181,10 @@ async def load_in_thread(load: LoadsLayers, source: WeightSource, options: LoadO
     def give_up() -> None:
         nonlocal given_up
         given_up = True
+        found.stop()
 
     def work() -> None:
-        made.append(load(source, options, show))
+        made.append(load(found.source, options, show))
 
     try:
         await in_thread(work, give_up)

@@ -82,11 +82,11 @@ class ShardServing:
         threads = hosting.threads or usable_cores()
         self.meter = ShardMeter()
         self._offers = ShardOffers(home, threads)
-        weights = FleetWeights(fleet.node_id, home, lambda: fleet.view().cards, dial_through(fleet.pool), beside)
+        self._weights = FleetWeights(fleet.node_id, home, lambda: fleet.view().cards, dial_through(fleet.pool), beside)
         free = accelerator.free_cuda_bytes if accelerator.has_cuda() else available_bytes
         self._changed = asyncio.Event()
         warm = WarmShards(
-            weights,
+            self._weights,
             load_layers,
             hosting.limits,
             free_bytes=free,
@@ -118,6 +118,7 @@ class ShardServing:
             await asyncio.gather(self._showing, return_exceptions=True)
             self._showing = None
         await self.host.close()
+        await self._weights.close()
 
     async def _show(self) -> None:
         while True:

@@ -196,6 +196,9 @@ class WarmShards:
             try:
                 async with self._one_load:
                     shard.loaded = await self._into_memory(shard, found, request)
+            except BaseException:
+                found.stop()
+                raise
             finally:
                 self._queue.remove(meter)
             shard.leases = Leases(shard.loaded.runner.n_blocks)
@@ -230,7 +233,7 @@ class WarmShards:
             edges=False,
             kernel_cache=self._kernel_cache,
         )
-        runner = await load_in_thread(self._load, found.source, options, shard.meter.packed.show)
+        runner = await load_in_thread(self._load, found, options, shard.meter.packed.show)
         size = sum(found.source.nbytes(name) for name in found.source.names())
         return Loaded(found.name, spec, runner, options.max_rows, fixed + n_blocks * a_block, size)
 
