@@ -135,7 +135,7 @@ class FleetWeights:
         await asyncio.gather(*fetching, return_exceptions=True)
 
     def _refuse(self, request: StageRequest) -> None:
-        offers = [(offer.model_id, offer.digest) for card in self._cards() for offer in card.models if offer.digest]
+        offers = [(offer.model_id, offer.digest) for card in self._cards() for offer in card.models if offer.digest and offer.shard is None]
         known = [*offers, *((model.name, model.digest or "") for model in list_models(self._home))]
         others = sorted({digest[:12] for name, digest in known if name.lower() == request.model_id.lower() and digest})
         if others:

@@ -25,14 +25,15 @@ class ShardOffers:
         self._known: dict[SpeedKey, Speed | None] = {}
 
     def of(self, shards: Iterable[Shard]) -> tuple[ModelOffer, ...]:
-        """One offer a shard: those in memory, then those on their way."""
-        return tuple(map(self._offer, sorted(shards, key=lambda shard: shard.loaded is None)))
+        """One offer a shard: those in memory, then those on their way, of weights that were found."""
+        found = (shard for shard in shards if shard.loaded is not None or shard.meter.progress[1])
+        return tuple(map(self._offer, sorted(found, key=lambda shard: shard.loaded is None)))
 
     def _offer(self, shard: Shard) -> ModelOffer:
         loaded = shard.loaded
         if loaded is None:
             done, total = shard.meter.progress
-            state = ShardState(shard.layers, shard.max_streams, loaded_percent=20 * done // total * 5 if total else 0)
+            state = ShardState(shard.layers, shard.max_streams, loaded_percent=20 * done // total * 5)
             return ModelOffer(shard.model_id, Role.SHARD, str(shard.weights), digest=shard.digest, shard=state)
         key = SpeedKey(shard.digest, shard.weights, self._threads)
         if key not in self._known:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.unit.node.fleet.nodes import in_loop, until
@@ -22,7 +23,9 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import BatchId, NodeId
 from paceline.node.shards.limits import HostLimits
+from paceline.node.shards.offers import ShardOffers
 from paceline.parallel.sessions import ActivationDtype, NextStage, StageRequest
+from paceline.store.home import Home
 from paceline.transport.shard_client import open_stage
 
 
@@ -55,6 +58,21 @@ async def test_layers_that_may_be_needed_are_loaded_and_lease_nothing() -> None:
         stage = await user.open(a)
         assert len(a.loads.asked) == 1
         assert warmed(a), "it is in use, and kept"
+        await stage.close()
+
+
+@in_loop
+async def test_a_card_says_how_far_layers_are_that_are_being_loaded(tmp_path: Path) -> None:
+    net, offers = Net(), ShardOffers(Home(tmp_path), 1)
+    async with hosting(net, "a") as a, User(net) as user:
+        stage = await user.open(a, wanted(3, 6))
+        a.loads.gate.clear()
+        warmed(a, wanted(0, 3))
+        assert len(offers.of(a.warm.shards)) == 1, "nothing is said of weights that may not be there"
+        await until(lambda: len(offers.of(a.warm.shards)) == 2)
+        said = [(offer.warm, offer.shard.layers.start, offer.shard.loaded_percent) for offer in offers.of(a.warm.shards) if offer.shard]
+        assert said == [(True, 3, 0), (False, 0, 50)]
+        a.loads.gate.set()
         await stage.close()
 
 
