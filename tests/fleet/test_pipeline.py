@@ -37,6 +37,7 @@ SEARCH_S = 5
 CONFIG = f"""[pipeline]
 search_seconds = {SEARCH_S}
 spot_check_every = 1
+keep_spares = false
 """
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 48}
 
