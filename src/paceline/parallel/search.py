@@ -45,8 +45,8 @@ class Search:
         """What the last look saw of a route on its way."""
         self._advanced = 0
         """Of that, when it was last seen to rise."""
-        self._prepares = False
-        """All bytes were there since."""
+        self._prepares_until: float | None = None
+        """Set while machines have all bytes."""
         self._since = clock.monotonic()
         self.reason = self._hint = ""
         """Why no machines were found, as far as it is known, and what would help."""
@@ -121,14 +121,14 @@ class Search:
             found = self._router.find(self._limits.look_s)
         except PipelineError as error:
             self.reason, self._hint, somebody = error.message, error.hint, False
-            self.opening = None
+            self.opening = self._prepares_until = None
         else:
             if not isinstance(found, Opening):
                 self._until, self._found_nobody = None, False
                 self._forget_opening()
                 return found
             self._heed(found)
-        if self._clock.monotonic() < self._until and (somebody or not self._found_nobody):
+        if self._clock.monotonic() < (self._prepares_until or self._until) and (somebody or not self._found_nobody):
             if begins and not somebody:
                 logger.warning(
                     "looking for machines for layers %s for %g s: %s. %s", self._layers, self._limits.search_s, self.reason, self._hint
@@ -153,14 +153,15 @@ class Search:
         if opening.nodes:
             self.reason = f"{' and '.join(opening.nodes)} loaded nothing more ({opening.percent} % done)"
         if opening.advanced > self._advanced:
-            self._advanced, self._prepares = opening.advanced, False
+            self._advanced = opening.advanced
             self._until = now + self._limits.search_s
-        if opening.has_all_bytes and not self._prepares:
-            self._prepares = True
-            self._until = now + self._limits.prepare_s
+        if not opening.has_all_bytes:
+            self._prepares_until = None
+        elif self._prepares_until is None:
+            self._prepares_until = now + self._limits.prepare_s
 
     def _forget_opening(self) -> None:
-        self.opening, self._advanced, self._prepares = None, 0, False
+        self.opening, self._advanced, self._prepares_until = None, 0, None
 
     def _alone(self, fallback: Fallback) -> Route | None:
         try:
