@@ -27,6 +27,8 @@ class EngineConfig:
     step_budget_s: float = 0.25
     """What a step may take while an answer waits for its next token; prompts get the rows that fit. Raising it makes prompts faster and each running
     answer's pauses longer."""
+    max_guesses: int = 64
+    """Guessed rows in one step, over all sequences. Raising it takes memory: each row's logits are the vocabulary in fp32."""
     prefix_cache: bool = True
     """Keep full blocks for requests that begin alike. Costs a hash of each full block, about 1 us."""
     step_timeout_s: float = 60.0
@@ -41,8 +43,20 @@ class EngineConfig:
         """Of one batch: prompts and drafts share a chunk, beside a row of each sequence that runs."""
         return self.prefill_chunk + self.max_running
 
+    @property
+    def max_logits_rows(self) -> int:
+        """Of one batch: a row of each sequence that runs, and guesses."""
+        return self.max_running + self.max_guesses
+
     def __post_init__(self) -> None:
-        for name, least in (("max_context", 2), ("max_running", 1), ("max_waiting", 0), ("prefill_chunk", 1), ("max_losses", 1)):
+        for name, least in (
+            ("max_context", 2),
+            ("max_running", 1),
+            ("max_waiting", 0),
+            ("prefill_chunk", 1),
+            ("max_guesses", 0),
+            ("max_losses", 1),
+        ):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name} is {value}, and {least} is the least that works", f"Raise {name}.")

@@ -200,7 +200,8 @@ class Scheduler:
         rooms = [self._room(seq, seq.computed + 1) if seq.computed >= seq.n_prompt else 0 for seq in decoding]
         left, answers = self._chunk, 0
         # Drafts leave prompts half of it.
-        for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, left // 2 if prefilling else left), strict=True):
+        guesses = min(self._config.max_guesses, left // 2 if prefilling else left)
+        for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, guesses), strict=True):
             guess = self._cut(seq, seq.computed + 1, draft)
             left -= len(guess)
             answers += 1 + len(guess)
@@ -228,10 +229,12 @@ class Scheduler:
 
     def _ahead(self) -> Iterator[tuple[SequenceState, int, Sequence[int]]]:
         """Guesses on guesses, for a pipeline that has nothing else to do."""
+        left = self._config.max_guesses
         for seq in self.running:
             if seq.is_awaited and seq.computed >= len(seq.tokens) and not seq.preempt_when_collected:
-                guess = self._cut(seq, seq.computed, self._drafting.plan_ahead(seq, self._room(seq, seq.computed)))
+                guess = self._cut(seq, seq.computed, self._drafting.plan_ahead(seq, min(left, self._room(seq, seq.computed))))
                 if guess:
+                    left -= len(guess)
                     yield seq, 0, guess
 
     def _room(self, seq: SequenceState, start: int) -> int:

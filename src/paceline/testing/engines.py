@@ -51,6 +51,7 @@ class EngineBench:
         max_running: int = 8,
         max_waiting: int = 64,
         prefill_chunk: int = 8,
+        max_guesses: int = 64,
         prefix_cache: bool = True,
         max_losses: int = 8,
         drafting: DraftingConfig | None = None,
@@ -63,6 +64,7 @@ class EngineBench:
             max_running=max_running,
             max_waiting=max_waiting,
             prefill_chunk=prefill_chunk,
+            max_guesses=max_guesses,
             prefix_cache=prefix_cache,
             max_losses=max_losses,
         )

@@ -281,6 +281,23 @@ def test_drafts_leave_room_for_prompts() -> None:
     assert not bench.answers[RequestId("r0"), 0].finish
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_of_a_step_are_bounded(depth: int) -> None:
+    """Each takes a row of logits, and memory has room for so many."""
+    most = list[int]()
+    for max_guesses in (3, 64):
+        source, rows = Knowing(), list[int]()
+        bench = bench_with(source, depth=depth, prefill_chunk=32, max_guesses=max_guesses)
+        submit = bench.executor.submit
+        bench.executor.submit = lambda batch, rows=rows, submit=submit: (  # type: ignore[method-assign]
+            rows.append(sum(len(step.logits_rows) for step in batch.steps)),
+            submit(batch),
+        )[1]
+        bench.run(*(ask_for(60, source, index) for index in range(2)))
+        most.append(max(rows))
+    assert most[0] <= 2 + 3 < most[1]
+
+
 def test_texts_that_wait_are_not_indexed() -> None:
     bench = EngineBench(max_context=64, n_blocks=80, max_running=1, drafting=DraftingConfig("ngram"))
     bench.add(ask_for(40, Knowing(), 0), ask_for(4, Knowing(), 1))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
     from paceline.core.weights import WeightSource
 
+MOST_HEAD_DIM = 256
+"""What attention's scratch has room for."""
 _FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16")
 
 
@@ -40,8 +42,28 @@ def refuses(spec: ModelSpec) -> str | None:
     """Why these kernels can't run a model; None where they can."""
     if spec.moe is not None:
         return "mixture-of-experts layers have no compiled kernels"
+    if spec.head_dim > MOST_HEAD_DIM:
+        return f"heads of {spec.head_dim} have no compiled kernels"
     odd = [name for name in ("hidden", "ffn", "head_dim") if getattr(spec, name) % 32]
     return f"{odd[0]} is not a multiple of 32" if odd else None
+
+
+def working_bytes(spec: ModelSpec, options: LoadOptions, logits_rows: int) -> int:
+    """Bytes that layers loaded with these options take beside weights and KV, at most.
+
+    Args:
+        spec: the model's sizes.
+        options: as `load` has them.
+        logits_rows: rows of a batch whose logits are wanted, at most; 0 without edges.
+    """
+    from paceline.backends.cpu import kernel_cache
+
+    kernel_cache.use(options.kernel_cache)
+    from paceline.backends.cpu import working
+
+    return working.working_bytes(
+        spec, max_rows=options.max_rows, threads=options.threads, n_blocks=options.n_blocks, logits_rows=logits_rows
+    )
 
 
 def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> CpuRunner:

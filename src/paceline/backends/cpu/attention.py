@@ -19,6 +19,7 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from paceline.backends.cpu import MOST_HEAD_DIM
 from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.simd import BYTES, F32, I32, I64, B, Emit, F, H, I, Value, lowered
 
@@ -28,7 +29,6 @@ SEGMENT = 512
 FUSED = int(binding.get_host_cpu_name().startswith("znver"))
 """1 where VDPBF16PS does more a cycle than FMA on widened pairs does: on AMD's processors; on Intel's it does half as much."""
 
-MOST_HEAD_DIM = 256
 QUERY_STRIDE = 4 * MOST_HEAD_DIM + 64
 WEIGHT_STRIDE = 4 * SEGMENT + 64
 """Bytes between rows of the scratch: fixed, so that one address reaches all rows of a tile."""

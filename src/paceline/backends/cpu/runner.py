@@ -15,15 +15,15 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
-from paceline.backends.cpu.attention import SEGMENT, record_bytes, scratch_bytes
+from paceline.backends.cpu.attention import record_bytes
 from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.forms import LAYOUT, Form, Inputs
 from paceline.backends.cpu.kv_blocks import BLOCK
-from paceline.backends.cpu.pieces import Cutter
 from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.tiles import SCALES_BYTES
 from paceline.backends.cpu.weights import PackedModel
+from paceline.backends.cpu.working import cutter_of, thread_bytes
 from paceline.backends.rope import rope_tables
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.core.weights import GROUP
@@ -77,7 +77,7 @@ class CpuRunner:
         self._max_rows = max_rows
         self._weights = model.arrays[0].view(np.uint8)
         self._logits = np.empty((0, model.padded_vocab), np.float32)
-        self._cutter = Cutter(spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, threads, math.ceil(self._max_context / SEGMENT))
+        self._cutter = cutter_of(spec, threads, n_blocks)
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(step.N_BATCH, np.int64)
         self._places = _describe_weights(model)
@@ -89,8 +89,6 @@ class CpuRunner:
         sizes = np.zeros(step.N_SIZES, np.int64)
         block = 4 * BLOCK * spec.head_dim
         kv_blocks = -(-self.n_blocks // NEIGHBOURS) * NEIGHBOURS
-        attention = scratch_bytes(self._cutter.most_queries, spec.head_dim)
-        product = 4 * step.PART * max(2 * 16 * step.CHUNK, spec.head_dim) + 2 * spec.head_dim
         for place, value in (
             (step.HIDDEN, spec.hidden),
             (step.Q_HEADS, spec.n_heads),
@@ -107,7 +105,7 @@ class CpuRunner:
             (step.BLOCK_STRIDE, block),
             (step.HEAD_STRIDE, NEIGHBOURS * block),
             (step.LAYER_STRIDE, kv_blocks * spec.n_kv_heads * block),
-            (step.SCRATCH_STRIDE, -(-max(attention, product, 2 * spec.hidden) // 4096) * 4096 + 128),
+            (step.SCRATCH_STRIDE, thread_bytes(spec, self._cutter)),
         ):
             sizes[place] = value
         return sizes
@@ -243,6 +241,7 @@ class CpuRunner:
             raise ValueError(f"logits of {n} rows; this runner takes {self._max_rows}")
         if n > len(self._logits):
             vocab = self._model.padded_vocab
+            self._logits = self._logits[:0].copy()  # so that never two are held
             self._logits = aligned(4 * n * vocab).view(np.float32).reshape(n, vocab)
             self._buffers[step.LOGITS] = self._logits.ctypes.data
         if x_TD.ctypes.data != arrays.x_bf16.ctypes.data:

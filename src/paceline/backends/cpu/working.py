@@ -1,0 +1,52 @@
+"""How much memory a runner takes beside weights and KV, told before it is made: activations of a batch's rows, scratch, tables, logits."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.backends.cpu.attention import SEGMENT, record_bytes, scratch_bytes
+from paceline.backends.cpu.forms import Inputs
+from paceline.backends.cpu.kv_blocks import BLOCK
+from paceline.backends.cpu.pieces import Cutter
+from paceline.backends.cpu.step import CHUNK, N_PIECE, PART
+from paceline.backends.cpu.tiles import SCALES_BYTES
+from paceline.core.model import ModelSpec
+from paceline.core.weights import GROUP
+
+_INPUT_BYTES = {Inputs.INT8: 1, Inputs.INT16: 2, Inputs.BF16: 2}
+
+
+def cutter_of(spec: ModelSpec, threads: int, n_blocks: int) -> Cutter:
+    """What cuts attention for a model on a number of threads."""
+    context = min(spec.max_context, n_blocks * BLOCK)
+    return Cutter(spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, threads, math.ceil(context / SEGMENT))
+
+
+def thread_bytes(spec: ModelSpec, cutter: Cutter) -> int:
+    """Scratch of one thread. Of an odd number of lines beyond whole pages, so that threads' scratches differ in their sets of a cache."""
+    attention = scratch_bytes(cutter.most_queries, spec.head_dim)
+    product = 4 * PART * max(2 * 16 * CHUNK, spec.head_dim) + 2 * spec.head_dim
+    return -(-max(attention, product, 2 * spec.hidden) // 4096) * 4096 + 128
+
+
+def working_bytes(spec: ModelSpec, *, max_rows: int, threads: int, n_blocks: int, logits_rows: int) -> int:
+    """Bytes of a runner's working memory, at most.
+
+    Args:
+        spec: the model's sizes.
+        max_rows: of a batch.
+        threads: that share a step.
+        n_blocks: KV blocks.
+        logits_rows: rows of a batch whose logits are wanted, at most: each takes the vocabulary in fp32.
+    """
+    cutter = cutter_of(spec, threads, n_blocks)
+    attended = spec.n_heads * spec.head_dim
+    context = min(spec.max_context, n_blocks * BLOCK)
+    # As if a layer had matrices that take their inputs in each of the ways.
+    held = sum(_INPUT_BYTES.values()) + 2 * SCALES_BYTES / GROUP
+    row = 6 * spec.hidden + held * (spec.hidden + attended + spec.ffn) + 4 * math.ceil(context / BLOCK) + 4 * (4 + N_PIECE)
+    split = cutter.split_records
+    pieces = split * (spec.n_heads * (record_bytes(spec.head_dim) + 8) + 4 * N_PIECE)
+    rope = 4 * context * spec.head_dim
+    logits = 4 * logits_rows * (-(-spec.vocab // 16) * 16)
+    return int(max_rows * row) + threads * (thread_bytes(spec, cutter) + 4096) + pieces + rope + logits + (1 << 16)
