@@ -48,12 +48,12 @@ class Clients:
         request = GenerationRequest(request_id, prompt, min(answer_tokens, most), sampling, ignore_eos=True, draft="off")
         return self._node.host.generate(self._node.model.name, request)
 
-    async def first_token_s(self, prompt_tokens: int) -> float:
-        """Until the first token of a request that wants one."""
-        began = time.perf_counter()
+    async def first_token_s(self, prompt_tokens: int) -> tuple[float, float]:
+        """Until the first token of a request that wants one: seconds, and those that this process computed."""
+        began, began_cpu = time.perf_counter(), time.process_time()
         async with aclosing(self.ask(prompt_tokens, 1)) as stream:
             await anext(stream)
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - began_cpu
 
     async def in_background(self, stream: ChunkStream) -> None:
         async with aclosing(stream):
@@ -64,8 +64,9 @@ class Clients:
 async def first_tokens(clients: Clients, long: int, short: int, rounds: int, after_s: list[float]) -> dict[str, object]:
     """Of short requests, alone and so many seconds after a long prompt came."""
     await clients.first_token_s(short)
-    alone = median([await clients.first_token_s(short) for _ in range(rounds)])
-    behind: dict[str, list[float]] = {}
+    alone = [await clients.first_token_s(short) for _ in range(2 * rounds)]
+    alone_s, alone_cpu_s = (median(each) for each in zip(*alone, strict=True))
+    behind: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for wait_s in after_s:
             busy = asyncio.create_task(clients.in_background(clients.ask(long, 1)))
@@ -77,10 +78,12 @@ async def first_tokens(clients: Clients, long: int, short: int, rounds: int, aft
             busy.cancel()
             await asyncio.gather(busy, return_exceptions=True)
     return {
-        "alone_s": alone,
-        "behind_s": {wait: [round(each, 4) for each in times] for wait, times in behind.items()},
-        "median_times": {wait: median(times) / alone for wait, times in behind.items()},
-        "worst_times": max((each / alone for times in behind.values() for each in times), default=None),
+        "alone_s": round(alone_s, 4),
+        "alone_cpu_s": round(alone_cpu_s, 4),
+        "behind_s": {wait: [round(wall, 4) for wall, _ in times] for wait, times in behind.items()},
+        "median_times": {wait: round(median(wall for wall, _ in times) / alone_s, 2) for wait, times in behind.items()},
+        # Of what this process computed, whatever else the machine does.
+        "times_by_cpu": {wait: [round(cpu / alone_cpu_s, 2) for _, cpu in times] for wait, times in behind.items()},
     }
 
 
@@ -118,15 +121,16 @@ async def pauses(clients: Clients, long: int, seconds: float) -> dict[str, objec
     }
 
 
-async def measure(node: BuiltNode, options: argparse.Namespace) -> dict[str, object]:
+async def measure(node: BuiltNode, options: argparse.Namespace) -> None:
+    """Print each part as it is there."""
     clients = Clients(node)
-    return {
-        "processor": machine(options.threads or usable_cores()),
-        "load_average": os.getloadavg()[0],
-        "model": node.summary,
-        "short_behind_long": await first_tokens(clients, options.long, options.short, options.rounds, options.after),
-        "pauses_beside_long": await pauses(clients, options.long, options.seconds),
-    }
+    print(json.dumps({"processor": machine(options.threads or usable_cores()), "model": node.summary}, indent=2), flush=True)
+    if "first" in options.parts:
+        found = await first_tokens(clients, options.long, options.short, options.rounds, options.after)
+        print(json.dumps({"short_behind_long": found}, indent=2), flush=True)
+    if "pauses" in options.parts:
+        found = await pauses(clients, options.long, options.seconds)
+        print(json.dumps({"pauses_beside_long": found, "load_average": os.getloadavg()[0]}, indent=2), flush=True)
 
 
 def main() -> int:
@@ -137,6 +141,7 @@ def main() -> int:
     parser.add_argument("--after", type=float, nargs="+", default=[0.5, 2.0, 5.0], help="seconds from the long one to the short one")
     parser.add_argument("--seconds", type=float, default=120.0, help="of pauses, at most")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", default="first,pauses", help="first: tokens of short requests; pauses: of an answer")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--prefill-chunk", type=int, default=512)
     parser.add_argument("--step-budget-ms", type=int, default=250)
@@ -152,7 +157,7 @@ def main() -> int:
     )
     node = build_node(settings)
     try:
-        print(json.dumps(asyncio.run(measure(node, options)), indent=2))
+        asyncio.run(measure(node, options))
     finally:
         node.close()
     return 0
