@@ -36,6 +36,8 @@ PREPARE_S = 300.0
 SILENT_REPORTS = 8
 """Reports that may be missing in a row, of a stage that is open."""
 LEAST_SILENCE_S = 2.0
+LISTENED = 8
+"""Parts in which silence is waited for. Time in which this process stood still passes in one of them: it is not the other's silence."""
 CALL_S = 10.0
 """For ConnectStage and EchoRows."""
 
@@ -199,12 +201,17 @@ async def _next(call: Call, node_id: NodeId, request: StageRequest, silence_s: f
     Raises:
         FleetError: there is none, for whatever reason.
     """
+    reading = asyncio.ensure_future(call.read())
     try:
+        for _ in range(LISTENED):
+            if (await asyncio.wait({reading}, timeout=silence_s / LISTENED))[0]:
+                break
+        else:
+            raise PipelineStalled(f"{node_id} has said nothing for {silence_s:g} s")
         with _heard(node_id):
-            async with asyncio.timeout(silence_s):
-                message = await call.read()
-    except TimeoutError:
-        raise PipelineStalled(f"{node_id} has said nothing for {silence_s:g} s") from None
+            message = await reading
+    finally:
+        reading.cancel()
     if not isinstance(message, wire.OpenStageResponse):  # grpc's mark of a stream's end
         raise NodeUnreachable(f"{node_id} ended the session")
     return read_event(message, request)
