@@ -27,7 +27,7 @@ from paceline.node.fleet_look import look
 from paceline.store.home import Home
 from paceline.transport.control_service import Sight
 
-BOUND_S = 60.0
+BOUND_S = 150.0
 """Longest wait for anything a test waits for; reached only when it fails."""
 TTL_S = 4
 QUICK = f"desk,ttl_s={TTL_S},exchange_s=0.4,restamp_s=0.4,rpc_timeout_s=1.5"

@@ -16,7 +16,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "paceline", "bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=500,
         env={**os.environ, "COLUMNS": "200"},
         stdin=subprocess.DEVNULL,
         check=False,

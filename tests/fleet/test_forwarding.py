@@ -28,7 +28,7 @@ class Pair:
 
 
 def client_of(machine: Machine) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{machine.node.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{machine.node.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def metric(machine: Machine, name: str) -> float:

@@ -31,7 +31,7 @@ BEGINNINGS = (
     "Once upon a time there was a pipeline that",
     "The capital of France is",
 )
-LONGEST_S = 120.0
+LONGEST_S = 300.0
 """An answer that takes longer, however often it was interrupted, hangs."""
 MOST_BETWEEN = 80
 """Tokens between two kills, of all streams together, at most."""

@@ -23,7 +23,7 @@ def test_init_token_join_revoke(start_paceline: Start, tmp_path: Path) -> None:
 
     def run(home: int, *args: str) -> tuple[int, str, str]:
         process = start_paceline(*args, PACELINE_HOME=homes[home])
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         assert "Traceback" not in err
         return process.returncode, out, err
 
@@ -50,11 +50,11 @@ def test_init_token_join_revoke(start_paceline: Start, tmp_path: Path) -> None:
     assert waiting.stderr.readline().startswith("Waiting for them")
     # Handed over so that no list of processes shows it.
     joining = start_paceline("join", "-", "--name", "cellar", PACELINE_HOME=homes[1], stdin=subprocess.PIPE)
-    out, _ = joining.communicate(text, timeout=60)
+    out, _ = joining.communicate(text, timeout=300)
     code = joining.returncode
     assert (code, out) == (0, "Joined: this machine is cellar.\nNow: paceline up\n")
     assert FleetFolder(Path(homes[1]) / "fleet").identity().member.trust is Trust.GUEST
-    out, err = waiting.communicate(timeout=60)
+    out, err = waiting.communicate(timeout=300)
     assert (waiting.returncode, out, err) == (0, "cellar joined\nThe token is used up or has expired.\n", "")
 
     code, out, _ = run(0, "revoke", "cellar")
@@ -74,6 +74,6 @@ def test_init_token_join_revoke(start_paceline: Start, tmp_path: Path) -> None:
     assert waiting.stderr is not None
     assert "Waiting" in waiting.stderr.readline()
     waiting.send_signal(signal.SIGINT)
-    out, err = waiting.communicate(timeout=60)
+    out, err = waiting.communicate(timeout=300)
     assert (waiting.returncode, err) == (0, "")
     assert "Stopped" in out

@@ -41,7 +41,7 @@ print("steps", steps)
 
 def outcome(step: int, name: str) -> tuple[int, str]:
     program = AT_STEP.format(step=step, name=name)
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout
 
 
@@ -102,5 +102,5 @@ end_now(130)
 
 
 def test_a_second_signal_ends_what_is_ending_with_no_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPATIENT], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", IMPATIENT], check=False, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (130, "")

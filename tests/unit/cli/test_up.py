@@ -16,9 +16,9 @@ import pytest
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
-ENDS_S = 60
+ENDS_S = 300
 """Far more than an orderly end takes, and than is left of no process that goes on serving."""
-LOAD_S = 150
+LOAD_S = 500
 """The first load on a machine compiles kernels."""
 SMALL = ("--port", "0", "--context", "512", "--kv-tokens", "4096")
 

@@ -21,7 +21,7 @@ from paceline.node.host import REBUILDS, WITHIN_S, EngineHost
 from paceline.server.inference import ChunkStream, ServedModel
 from paceline.testing.clock import FakeClock
 
-BOUND_S = 30
+BOUND_S = 100
 
 
 def host_of(engine: EchoEngine, capacity: int = 4, *others: EchoEngine, clock: Clock | None = None) -> EngineHost:

@@ -40,7 +40,7 @@ SPEC = ModelSpec(
 )  # fmt: skip
 ALL = SPEC.all_layers
 VOCABULARY = ByteVocabulary(SPEC.vocab)
-LIMITS = PipelineLimits(stall_s=0.5, search_s=5.0, look_s=0.01)
+LIMITS = PipelineLimits(stall_s=3.0, search_s=5.0, look_s=0.01)
 BLOCKS = 96
 
 
@@ -284,7 +284,7 @@ def test_rows_that_are_missing_are_noticed(runners: dict[str, LayerRunner[Any]],
 def test_where_none_are_left_answers_end_and_later_ones_are_served(
     runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{__name__}.LIMITS", PipelineLimits(stall_s=0.5, search_s=0.0, look_s=0.01))
+    monkeypatch.setattr(f"{__name__}.LIMITS", PipelineLimits(stall_s=3.0, search_s=0.0, look_s=0.01))
     with Bench(runners, "head2", ["one"], [(2, 6)]) as bench:
         bench.machines["one"].dies_at = 3
         bench.run.all(requests())
@@ -333,7 +333,7 @@ class Alone(Bench):
         self.error: Exception | None = None
         self.counted = Counted()
         self.fallback = Fallback(lambda: self.load(own), after, SystemClock())
-        bounds = PipelineLimits(**{"stall_s": 0.5, "search_s": 0.0 if after is None else 3600.0, "look_s": 0.001, **limits})
+        bounds = PipelineLimits(**{"stall_s": 3.0, "search_s": 0.0 if after is None else 3600.0, "look_s": 0.001, **limits})
         clock = SystemClock()
         self.executor = PipelineExecutor(runners[head], 6, self.router, bounds, clock, fallback=self.fallback, watch=self.counted)
         self.run = Run(self.executor)

@@ -55,7 +55,7 @@ def test_two_processes_are_a_ring(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        ended = [process.communicate(timeout=60) for process in ranks]
+        ended = [process.communicate(timeout=300) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

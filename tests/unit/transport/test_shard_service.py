@@ -54,7 +54,7 @@ from paceline.transport.wire.shard_pb2_grpc import ShardServiceStub, add_ShardSe
 REQUEST = StageRequest(bytes(16), "m", "ab" * 32, WeightsFormat.INT4, LayerRange(2, 5), 8, 2, 64, ActivationDtype.BF16, 0.02)
 OPENED = StageOpened(1234, bytes(32), 4, 16, "numerics", one_path=True, holds_identity=False)
 NEXT = NextStage(NodeId("b"), ("127.0.0.1:5",), bytes(32))
-SOON_S = 20.0
+SOON_S = 100.0
 
 
 class ScriptedHost:

@@ -19,7 +19,7 @@ from paceline.testing.fleets import TestFleet
 from paceline.transport.trust.folder import FleetFolder
 
 Given = ParamSpec("Given")
-BOUND_S = 20.0
+BOUND_S = 100.0
 """Longest wait for anything a test waits for; reached only when it fails."""
 QUICK = "desk,ttl_s=6,exchange_s=0.2,restamp_s=0.2,rpc_timeout_s=2"
 

@@ -108,7 +108,7 @@ async def test_bytes_that_are_no_request_and_requests_that_swell_are_refused_unr
             (empty_card * 300, MessageTooLarge),  # decoded, not opened
         ):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await raw(data, timeout=20)
+                await raw(data, timeout=100)
             assert isinstance(error_of(refused.value, "a"), kind)
         assert "refused 127.0.0.1 (port" in caplog.text
         assert "refused mallory: a peer sent 300 cards" in caplog.text

@@ -17,7 +17,7 @@ from paceline.transport.shard_client import RemoteStage, StageLoss
 
 
 async def loss_of(stage: RemoteStage) -> StageLoss:
-    return await asyncio.wait_for(asyncio.wrap_future(stage.lost), 20)
+    return await asyncio.wait_for(asyncio.wrap_future(stage.lost), 100)
 
 
 def spoiled(bits: int) -> Bits:

@@ -198,7 +198,7 @@ async def test_a_load_that_no_caller_waits_for_makes_way_for_one_that_a_caller_w
     async with hosting(net, "a") as a, User(net) as user:
         await abandoned(a, user, wanted(0, 3))
         waiting = asyncio.create_task(user.open(a, wanted(3, 6)))
-        await in_thread(a.loads.given_up.wait, 10)
+        await in_thread(a.loads.given_up.wait, 100)
         await until(lambda: len(a.loads.asked) == 2)
         a.loads.gate.set()
         await (await waiting).close()
@@ -392,7 +392,7 @@ async def test_a_session_ends_when_its_callers_channel_breaks() -> None:
         await user.route((a, stage))
         await channel.close(None)
         await until_free(a)
-        loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 10)
+        loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 100)
         assert isinstance(loss.error, NodeUnreachable)
         assert stage.fault is None
 
@@ -425,7 +425,7 @@ async def test_a_session_ends_with_its_callers_certificate() -> None:
         await user.route((a, stage))
         sealed = net.fleet.revoke("user")
         a.guard.revoked(NodeId("user"), sealed.revocation.not_after)
-        await asyncio.wait_for(asyncio.wrap_future(stage.lost), 10)
+        await asyncio.wait_for(asyncio.wrap_future(stage.lost), 100)
         await until_free(a)
 
 
@@ -454,7 +454,7 @@ async def test_a_stopping_host_ends_its_sessions_and_says_so() -> None:
         stage = await user.open(a)
         await user.route((a, stage))
         await a.host.close()
-        loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 10)
+        loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 100)
         assert isinstance(loss.error, ShardUnavailable)
         assert (a.warm.shards, a.runner.closed, threads()) == ((), True, 0)
         with pytest.raises(ShardUnavailable, match="stopping"):

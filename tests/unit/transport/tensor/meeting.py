@@ -20,7 +20,7 @@ from paceline.transport.tensor.sender import TensorSender
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals
 
-SOON_S = 20.0
+SOON_S = 100.0
 
 
 def soon(seconds: float = SOON_S) -> float:

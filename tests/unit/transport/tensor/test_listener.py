@@ -22,7 +22,7 @@ from paceline.transport.tensor.frames import close, hello, tensor_start
 
 def tls(met: Meeting) -> ssl.SSLSocket:
     """A member that says what it likes."""
-    sock = socket.create_connection(("127.0.0.1", met.listener.port), timeout=20)
+    sock = socket.create_connection(("127.0.0.1", met.listener.port), timeout=100)
     return client_context(met.near).wrap_socket(sock, server_hostname=met.far.member.tls_name)
 
 
@@ -43,7 +43,7 @@ def test_a_stranger_is_cut_and_named(met: Meeting) -> None:
     stranger = TestFleet().member("stranger")
     with pytest.raises(NodeUnreachable, match="certificate"):
         met.dial(expected.ticket, stranger)
-    sock = socket.create_connection(("127.0.0.1", met.listener.port), timeout=20)
+    sock = socket.create_connection(("127.0.0.1", met.listener.port), timeout=100)
     context = client_context(stranger)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with context.wrap_socket(sock) as end:
@@ -58,7 +58,7 @@ def test_a_stranger_is_cut_and_named(met: Meeting) -> None:
 def test_a_caller_without_a_certificate_is_cut(met: Meeting) -> None:
     context = ssl.create_default_context(cadata=met.near.root.pem.decode())
     context.check_hostname = False
-    with socket.create_connection(("127.0.0.1", met.listener.port), timeout=20) as sock, context.wrap_socket(sock) as end:
+    with socket.create_connection(("127.0.0.1", met.listener.port), timeout=100) as sock, context.wrap_socket(sock) as end:
         assert cut_off(end) == b""
     assert "no certificate of this fleet" in met.refusals.first(1)[0][1]
 
@@ -67,7 +67,7 @@ def test_tls_before_1_3_is_refused(met: Meeting) -> None:
     context = client_context(met.near)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with socket.create_connection(("127.0.0.1", met.listener.port), timeout=20) as sock, pytest.raises(ssl.SSLError):
+    with socket.create_connection(("127.0.0.1", met.listener.port), timeout=100) as sock, pytest.raises(ssl.SSLError):
         context.wrap_socket(sock, server_hostname=met.far.member.tls_name)
 
 
@@ -183,7 +183,7 @@ def test_tensors_before_the_welcome_end_the_stream(met: Meeting) -> None:
 
 def test_silent_callers_are_turned_away_in_time(met: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HELLO_S", 0.1)
-    with socket.create_connection(("127.0.0.1", met.listener.port), timeout=20) as silent:
+    with socket.create_connection(("127.0.0.1", met.listener.port), timeout=100) as silent:
         assert silent.recv(1) == b""
     with tls(met) as half:
         assert cut_off(half)
@@ -192,7 +192,7 @@ def test_silent_callers_are_turned_away_in_time(met: Meeting, monkeypatch: pytes
 
 def test_a_flood_of_silent_callers_keeps_no_member_out(met: Meeting) -> None:
     with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", met.listener.port), timeout=20)) for _ in range(200)]
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", met.listener.port), timeout=100)) for _ in range(200)]
         sender, receiver = met.stream()
         assert len(met.listener._newcomers) <= module.MAX_NEWCOMERS
         sender.send(b"through", np.zeros(1, np.uint16), soon())
@@ -216,7 +216,7 @@ def test_closing_ends_everything(met: Meeting) -> None:
     with meeting(met.fleet) as another:
         sender, receiver = another.stream()
         waited_for = another.listener.expect()
-        silent = socket.create_connection(("127.0.0.1", another.listener.port), timeout=20)
+        silent = socket.create_connection(("127.0.0.1", another.listener.port), timeout=100)
         another.listener.close()
         with pytest.raises(StreamClosed):
             receiver.receive(soon())

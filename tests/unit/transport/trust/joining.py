@@ -29,7 +29,7 @@ from paceline.transport.trust.tokens import NONCE_BYTES, JoinToken
 from paceline.transport.wire import fleet_pb2 as wire
 from paceline.transport.wire.fleet_pb2_grpc import JoinServiceStub
 
-SOON_S = 20.0
+SOON_S = 100.0
 
 
 def free_port() -> int:

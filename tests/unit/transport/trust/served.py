@@ -23,7 +23,7 @@ from paceline.transport.wire import fleet_pb2 as wire
 
 ECHO, COUNT, TALK, SINK, FLOOD, CARDS = "/test/Echo", "/test/Count", "/test/Talk", "/test/Sink", "/test/Flood", "/test/Cards"
 CARD = "/paceline.v1.CapabilityService/GetNodeCapability"
-SOON_S = 20.0
+SOON_S = 100.0
 
 
 class Services(grpc.GenericRpcHandler):

@@ -77,7 +77,7 @@ def test_nobody_makes_themselves_trusted(node: IssuerNode) -> None:
         message = request_for(token, "mallory-1")
         message.certificate_request, message.proof = request, token.proof(request, message.nonce)
         async with node.hosted(), node.stub() as stub:
-            answer = await stub.Join(message, timeout=20)
+            answer = await stub.Join(message, timeout=100)
         assert node.issuer.authority.root.member(answer.certificate, node.clock.wall()).trust is Trust.GUEST
 
     asyncio.run(main())
