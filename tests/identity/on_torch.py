@@ -21,7 +21,7 @@ CUTS = ((ROWS,), (7, 3, 1, 64, 255), (129, 2, 5, 17, 33, 65, 79), (1,) * 30 + (3
 
 
 def main(weights: WeightsFormat) -> None:
-    runner = torch.load(SeededWeights(SPEC), LoadOptions(SPEC.all_layers, weights, -(-ROWS // 16), threads=2))
+    runner = torch.load(SeededWeights(SPEC), LoadOptions(SPEC.all_layers, weights, -(-ROWS // 16)))
     agree = cuts_agree(runner, seeded_rows(ROWS, SPEC.hidden), CUTS)
     sys.stdout.write(json.dumps({"isa": onednn_isa(), "id": runner.numerics_id, "holds": runner.holds_identity, "agree": agree}))
 

@@ -6,7 +6,7 @@ Every scenario must give each request the tokens it gets alone, on one thread, u
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.model import WeightsFormat
+from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
@@ -88,6 +89,14 @@ def matrix() -> Iterator[Any]:
                 yield pytest.param(kind, scenario, id=f"{kind_id}-{scenario_id}", marks=marks)
 
 
+class Shallow:
+    """A `WeightSource` of a model's first layers: torch takes its time, and every layer is like another."""
+
+    def __init__(self, whole: WeightSource, n_layers: int = 3) -> None:
+        self.spec, self.digest = replace(whole.spec, n_layers=n_layers), whole.digest
+        self.names, self.nbytes, self.type_of, self.read = whole.names, whole.nbytes, whole.type_of, whole.read
+
+
 class Loaded:
     """One kind of kernels on the bundled model, on one thread and on two."""
 
@@ -95,16 +104,17 @@ class Loaded:
         self.kind = kind
         self.model = model
         self.runners: dict[int, LayerRunner[Any]] = {}
+        weights = model.weights if kind.kernels is Kernels.AVX512_BF16 else Shallow(model.weights)
         for threads in (1, 2):
             options = LoadOptions(
-                layers=model.spec.all_layers,
+                layers=weights.spec.all_layers,
                 weights=kind.weights,
                 n_blocks=BLOCKS,
                 threads=threads,
                 kernel_cache=Home.from_environment().kernels,
                 prompt_weights=kind.prompt_weights,
             )
-            self.runners[threads] = load_runner(kind.kernels, model.weights, options)
+            self.runners[threads] = load_runner(kind.kernels, weights, options)
         self.queue = requests(model)[:: 1 if kind.kernels is Kernels.AVX512_BF16 else 3]  # torch takes its time
         self.alone = self.run(Scenario(batch=1, threads=1))[0]
 
@@ -190,6 +200,8 @@ def shelf(paceline_home: object) -> Iterator[Shelf]:
 @pytest.mark.parametrize(("kind", "scenario"), list(matrix()))
 def test_same_tokens(shelf: Shelf, kind: Kind, scenario: Scenario) -> None:
     loaded = shelf.get(kind)
+    if not loaded.runners[1].holds_identity:
+        pytest.skip("on this processor these kernels don't hold identity, and say so")
     tokens, engine = loaded.run(scenario)
     assert tokens == loaded.alone
     assert all(len(answer) == ANSWER for answer in tokens.values())

@@ -2,7 +2,8 @@
 
 Keys count in absolute blocks of 128 from position 0. Every product has 128 keys or one head's width as its inner length, so a row's
 sums never depend on how long the others' contexts are; blocks are added one after the other in float32; masked keys weigh exactly
-zero, so trailing blocks add nothing. Values beyond a sequence's end are zeroed: a stale NaN of another sequence can't leak in.
+zero, so trailing blocks add nothing. Where the processor does not multiply bf16 the products are float32's, always of `BLOCK` rows. Values
+beyond a sequence's end are zeroed: a stale NaN of another sequence can't leak in.
 
 Shapes: T rows, S sequences of one group, R rows each, H query heads, N KV heads, G = H / N, D head dimension, B keys in whole blocks.
 """
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.backends.torch.linear import BLOCK
+from paceline.backends.torch.processor import multiplies_bf16
 from paceline.backends.torch.step import Rope, row_blocks, row_positions
 from paceline.core.model import ModelSpec
 from paceline.engine.executor import Path
@@ -88,6 +92,7 @@ class CpuStep:
         self._slots = torch.from_numpy((first_slot * pool.block_size + positions[:, None] % pool.block_size).ravel())
         self._groups = tuple(_group(plan, members, pool) for members in _alike(plan))
         self._scale = spec.head_dim**-0.5
+        self._bmm = torch.bmm if multiplies_bf16() else _wide_bmm
 
     def rotate(self, x_THD: Tensor) -> Tensor:
         return self._rope.rotate(x_THD, self._turn)
@@ -106,7 +111,8 @@ class CpuStep:
         n_kv, head_dim, r = self._pool.n_kv, self._pool.head_dim, tile.n_rows
         per_kv = q_THD.shape[1] // n_kv
         q = q_THD.view(-1, r, n_kv, per_kv, head_dim).transpose(1, 2).reshape(len(keys), -1, head_dim)
-        scores = torch.bmm(q, keys.transpose(1, 2)).float().mul_(self._scale)
+        in_blocks = [keys[:, first : first + KEYS] for first in range(0, tile.keys, KEYS)]
+        scores = torch.cat([self._bmm(q, block.transpose(1, 2)) for block in in_blocks], 2).float().mul_(self._scale)
         scores.view(-1, n_kv, r, per_kv, tile.keys).masked_fill_(tile.hidden, -math.inf)
         weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
         part_sums = weights.view(*weights.shape[:2], -1, KEYS).sum(-1)
@@ -114,12 +120,19 @@ class CpuStep:
         total, norm = None, None
         for b in range(tile.keys // KEYS):
             at = slice(b * KEYS, (b + 1) * KEYS)
-            part, part_sum = torch.bmm(weights[:, :, at], values[:, at]).float(), part_sums[:, :, b]
+            part, part_sum = self._bmm(weights[:, :, at], values[:, at]).float(), part_sums[:, :, b]
             total, norm = (part, part_sum) if total is None or norm is None else (total.add_(part), norm + part_sum)
         assert total is not None
         assert norm is not None
         mean = total.div_(norm[:, :, None]).bfloat16()
         return mean.view(-1, n_kv, r, per_kv, head_dim).transpose(1, 2).reshape(q_THD.shape)
+
+
+def _wide_bmm(x_PTK: Tensor, y_PKN: Tensor) -> Tensor:
+    """`torch.bmm` of bf16, in float32 and `BLOCK` rows at a time."""
+    block = BLOCK[torch.float32]
+    rows = F.pad(x_PTK.float(), (0, 0, 0, -x_PTK.shape[1] % block)).unflatten(1, (-1, block))
+    return torch.matmul(rows, y_PKN.float()[:, None]).flatten(1, 2)[:, : x_PTK.shape[1]]
 
 
 def _alike(plan: RowPlan) -> Iterator[np.ndarray[tuple[int], np.dtype[np.intp]]]:

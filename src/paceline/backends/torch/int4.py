@@ -103,12 +103,12 @@ class PackedMatrix:
         spread = lambda t: t.T[:, :, None]  # noqa: E731
         return torch.addcmul(spread(zero), codes.reshape(len(rows_T), -1, GROUP), spread(scale)).reshape(len(rows_T), self.k)
 
-    def dequantise(self, out_KN: Tensor) -> Tensor:
-        """All weights, transposed: bf16, rounded once, written to `out_KN` [K, N padded] and returned."""
+    def dequantise(self, out_NK: Tensor) -> Tensor:
+        """All weights: bf16, rounded once, written to `out_NK` [N padded, K] and returned."""
         layout, groups = _layout(), self.k // GROUP
         half = layout.block // 2
         packed = self._packed.view(-1, self.bits // 4, groups, GROUP, half)
-        out = out_KN.view(groups, GROUP, -1, 2, half).permute(2, 0, 1, 3, 4)
+        out = out_NK.view(-1, 2, half, groups, GROUP).permute(0, 3, 4, 1, 2)
         # The last table's scale is the code's own, for either width.
         table = self._table[-groups:].view(groups, 1, -1, 2, half, 2).permute(2, 0, 1, 3, 4, 5)
         for side, nibble in enumerate((packed & 15, packed >> 4)):
@@ -117,11 +117,11 @@ class PackedMatrix:
                 torch.addcmul(zero, nibble[:, 0].bfloat16().sub_(8), scale, out=out[:, :, :, side])
             else:
                 torch.mul(_signed(nibble[:, 0], nibble[:, 1]), scale, out=out[:, :, :, side])
-        return out_KN
+        return out_NK
 
     @property
     def padded(self) -> int:
-        """Outputs, padding included: `dequantise` wants room for `k * padded` numbers."""
+        """Outputs, padding included: `dequantise` wants room for `padded * k` numbers."""
         return -(-self.n // ROWS) * ROWS
 
 

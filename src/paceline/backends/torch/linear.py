@@ -1,8 +1,10 @@
 """Matrix products of a layer: `linear(x, path)`, whatever format the weights are in.
 
-Quantised weights run torch's int4 kernel on the generated path and a bf16 product on the prompt path, of weights that were
+Quantised weights run torch's int4 kernel on the generated path and a library's product on the prompt path, of weights that were
 dequantised at load (resident) or are now, into one scratch buffer (streamed): the same function fills both, so the bytes are the
-same. bf16 weights run one product for both paths. A single row is padded to two: libraries take other kernels for vectors.
+same. Libraries choose kernels by how many rows there are, and their kernels add in different orders: so the prompt path's product is always of
+as many rows, `BLOCK`, in bf16 where the processor multiplies that, else in float32. bf16 weights run one product for both paths, of whatever
+rows there are; a single row is padded to two.
 
 Shapes: T rows, N outputs, K inputs.
 """
@@ -19,9 +21,14 @@ from torch import Tensor
 
 from paceline.backends.quantize import to_bf16_bits, to_grouped
 from paceline.backends.torch.int4 import PackedMatrix
+from paceline.backends.torch.processor import multiplies_bf16
 from paceline.core.model import WeightsFormat
 from paceline.core.weights import StoredTensor
 from paceline.engine.executor import Path
+
+BLOCK = {torch.bfloat16: 64, torch.float32: 16}
+"""Rows of a prompt that are multiplied at once. With 16 every library seen gives a row the same bits in each place of a block, with 64 not in
+float32 under AVX2; fewer are slower."""
 
 
 class Linear(Protocol):
@@ -59,8 +66,8 @@ class Scratch:
         if numbers > self._room.numel():
             self._room = torch.empty(numbers, dtype=torch.bfloat16)
 
-    def take(self, k: int, n: int) -> Tensor:
-        return self._room[: k * n].view(k, n)
+    def take(self, n: int, k: int) -> Tensor:
+        return self._room[: n * k].view(n, k)
 
 
 class QuantLinear:
@@ -68,24 +75,28 @@ class QuantLinear:
 
     def __init__(self, matrix: PackedMatrix, bias_N: Tensor | None, scratch: Scratch | None) -> None:
         self._matrix, self._bias_N, self._scratch = matrix, bias_N, scratch
+        self._dtype = torch.bfloat16 if multiplies_bf16() else torch.float32
         self._resident: Tensor | None = None
         if scratch is None:
-            self._resident = matrix.dequantise(torch.empty(matrix.k, matrix.padded, dtype=torch.bfloat16))
+            self._resident = matrix.dequantise(torch.empty(matrix.padded, matrix.k, dtype=torch.bfloat16))
         else:
             scratch.reserve(matrix.k * matrix.padded)
 
     def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
-        y_TN = self._matrix.multiply(x_TK) if path is Path.GENERATED else two_rows(self._prompt_product, x_TK)
+        y_TN = self._matrix.multiply(x_TK) if path is Path.GENERATED else self._prompt_product(x_TK)
         return y_TN if self._bias_N is None else y_TN + self._bias_N
 
     def rows(self, rows_T: Tensor) -> Tensor:
         return self._matrix.rows(rows_T)
 
     def _prompt_product(self, x_TK: Tensor) -> Tensor:
-        matrix, scratch = self._matrix, self._scratch
-        weight_KN = self._resident if scratch is None else matrix.dequantise(scratch.take(matrix.k, matrix.padded))
-        assert weight_KN is not None
-        return torch.mm(x_TK, weight_KN)[:, : matrix.n]
+        matrix, scratch, block = self._matrix, self._scratch, BLOCK[self._dtype]
+        weight_NK = self._resident if scratch is None else matrix.dequantise(scratch.take(matrix.padded, matrix.k))
+        assert weight_NK is not None
+        weight_NK = weight_NK.to(self._dtype)
+        whole = F.pad(x_TK.to(self._dtype), (0, 0, 0, -len(x_TK) % block))
+        y_TN = torch.cat([F.linear(rows, weight_NK) for rows in whole.split(block)])
+        return y_TN[: len(x_TK), : matrix.n].bfloat16()
 
 
 class HeadLinear:

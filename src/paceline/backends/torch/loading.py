@@ -11,15 +11,18 @@ from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
+from llvmlite import binding
 from torch import Tensor
 
 from paceline.backends.heap import give_memory_back
 from paceline.backends.memory import available_bytes, check_kv
 from paceline.backends.numerics import CUTS, ROWS, Numerics, answer, measure
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
+from paceline.backends.torch import probe
 from paceline.backends.torch.attention import KEYS, KvPool
 from paceline.backends.torch.linear import Scratch
 from paceline.backends.torch.llama import LlamaLayer
+from paceline.backends.torch.processor import multiplies_bf16, onednn_isa
 from paceline.backends.torch.qwen2 import Qwen2Layer
 from paceline.backends.torch.qwen3 import Qwen3Layer
 from paceline.backends.torch.qwen3_moe import Qwen3MoeLayer
@@ -103,10 +106,10 @@ def _measured(model: Model, options: LoadOptions) -> Numerics:
         small = LoadOptions(source.spec.all_layers, options.weights, -(-ROWS // options.block_size), options.block_size, threads)
         return _runner(load_model(source, small, None, torch.device("cpu")), 1, small, Numerics("", holds_identity=False))
 
-    capability = torch.backends.cpu.get_cpu_capability()
-    label = f"torch-cpu {torch.__version__} {capability} {options.weights}"
+    capability, processor = torch.backends.cpu.get_cpu_capability(), "" if multiplies_bf16() else binding.get_host_cpu_name()
+    label = f"torch-cpu {torch.__version__} {capability} {onednn_isa()} {processor} {options.weights}"
     found = measure(make, model.spec, {1, options.threads}, tensor_bytes, label)
-    return Numerics(found.id, found.holds_identity and _first_layer_holds(model, options))
+    return Numerics(found.id, found.holds_identity and _first_layer_holds(model, options) and probe.holds(model.spec, options.weights))
 
 
 def _first_layer_holds(model: Model, options: LoadOptions) -> bool:

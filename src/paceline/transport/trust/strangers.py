@@ -66,7 +66,6 @@ class StrangerWatch:
         self._port = None
 
     def _arrived(self, remotes: set[Remote]) -> None:
-        self._known &= remotes
         for remote in remotes - self._known:
             if len(self._silent) < MAX_WATCHED:
                 self._silent.add(remote)
@@ -77,7 +76,9 @@ class StrangerWatch:
         self._timer = None
         if self._port is None:
             return
-        gone = self._silent - connections(self._port)
+        open_now = connections(self._port)
+        self._known &= open_now  # not by what was open when a handshake began: whoever has called since would be taken for a stranger
+        gone = self._silent - open_now
         for host, port in sorted(gone):
             self._silent.discard((host, port))
             self._refusals.note(

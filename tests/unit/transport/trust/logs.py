@@ -23,7 +23,7 @@ class LogLines(logging.Handler):
 
     async def line(self, *words: str) -> str:
         """The first line that holds all of some words."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while True:
                 for line in self.lines:
                     if all(word in line for word in words):
