@@ -25,6 +25,7 @@ import httpx
 import size_fleet
 import size_load
 import size_speed
+import size_weights
 from contender import ContenderError, Kind, kinds
 from paceline.testing.seeded_models import shape, write_gguf
 from quiet import Patience
@@ -43,9 +44,14 @@ class Bench:
     threads: int
     rounds: int
     limit_bytes: int
+    peers_venv: Path
 
     def load(self) -> Iterator[Row]:
         yield from size_load.measure(OURS, self.before, self.llama, self.model, self.scratch, threads=self.threads, rounds=self.rounds)
+
+    def weights(self) -> Iterator[Row]:
+        yield from size_weights.bytes_a_token(self.model)
+        yield from size_weights.weight_error(size_weights.find_ggml(self.peers_venv), self.scratch)
 
     def speed(self) -> Iterator[Row]:
         if self.llama is None:
@@ -100,7 +106,7 @@ def guarded(part: str, rows: Iterator[Row]) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    "load": Bench.load, "fleet": Bench.fleet, "speed": Bench.speed, "context": Bench.context, "bytes": Bench.bytes,
+    "load": Bench.load, "weights": Bench.weights, "fleet": Bench.fleet, "speed": Bench.speed, "context": Bench.context, "bytes": Bench.bytes,
 }  # fmt: skip
 
 
@@ -123,6 +129,7 @@ def main() -> int:
             options.threads,
             options.rounds,
             int(options.limit_gib * size_fleet.GIB),
+            options.peers_venv.absolute(),
         )
         for part in options.parts:
             print(f"== {part}", flush=True)

@@ -58,8 +58,10 @@ class Fleet:
         return load_runner(choose(self.model.spec, WeightsFormat.INT4), self.model.weights, options)
 
 
-def run(executor: Executor, model: OpenedModel, batch: int, queue: list[GenerationRequest] | None = None) -> dict[str, tuple[int, ...]]:
-    engine = Engine(executor, model.tokenizer, EngineConfig(max_context=1024, max_running=batch, prefix_cache=batch > 1), SystemClock())
+def run(
+    executor: Executor, model: OpenedModel, batch: int, queue: list[GenerationRequest] | None = None, context: int = 1024
+) -> dict[str, tuple[int, ...]]:
+    engine = Engine(executor, model.tokenizer, EngineConfig(max_context=context, max_running=batch, prefix_cache=batch > 1), SystemClock())
     for request in requests(model) if queue is None else queue:
         engine.add(request)
     tokens: dict[str, tuple[int, ...]] = {}
