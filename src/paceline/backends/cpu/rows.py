@@ -116,16 +116,16 @@ def widen_bf16(_, x, n, out):
 
 
 @intrinsic(prefer_literal=True)
-def quantize(_, bits, x, n, out, scales):
+def quantize(_, bits, x, n, out, scales, sums):
     """A bf16 row as int8 or int16 codes with a scale a group of 32: x = scale * code, scale = max |x| / 127 or 32767.
 
-    `scales` has 16 bytes a group: scale and scale * sum of the codes (fp32), then -32 * the sum of each half's codes (int32). The scheme of llama.cpp's Q8_1. What is not finite leaves a scale that is not, and so reaches the products; zeros leave scale 0.
+    `scales` has scale and scale * sum of a group's codes (fp32), `sums` of 8 bits -32 * the sum of each half's codes (int32). The scheme of llama.cpp's Q8_1. What is not finite leaves a scale that is not, and so reaches the products; zeros leave scale 0.
     """
     width = bits.literal_value
     most = ir.Constant(F32, float(2 ** (width - 1) - 1))
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        x, n, out, scales = args
+        x, n, out, scales, sums = args
         b = e.b
         with e.loop(b.lshr(n, e.i64(5))) as g:
             halves = [e.load_bf16(x, b.add(e.mul(g, 64), e.i64(32 * half))) for half in range(2)]
@@ -136,14 +136,13 @@ def quantize(_, bits, x, n, out, scales):
             codes = [e.narrow(e.to_int(b.fmul(half, inverse)), width) for half in halves]
             for half in range(2):
                 e.store(codes[half], out, b.add(e.mul(g, 4 * width), e.i64(2 * width * half)))
-            sums = [e.sum_int(b.sext(half, I)) for half in codes]
-            place = e.at(scales, e.mul(g, 16))
-            e.store(scale, place, 0, align=4)
-            e.store(b.fmul(scale, b.sitofp(b.add(*sums), F32)), place, 4, align=4)
-            for half in range(2):
-                e.store(b.mul(sums[half], ir.Constant(I32, -32)), place, 8 + 4 * half, align=4)
+            halves_sums = [e.sum_int(b.sext(half, I)) for half in codes]
+            e.store(scale, scales, e.mul(g, 8), align=4)
+            e.store(b.fmul(scale, b.sitofp(b.add(*halves_sums), F32)), scales, b.add(e.mul(g, 8), e.i64(4)), align=4)
+            for half in range(2 if width == 8 else 0):
+                e.store(b.mul(halves_sums[half], ir.Constant(I32, -32)), sums, b.add(e.mul(g, 8), e.i64(4 * half)), align=4)
 
-    return lowered(body, types.void, bits, *[types.int64] * 4)
+    return lowered(body, types.void, bits, *[types.int64] * 5)
 
 
 @intrinsic

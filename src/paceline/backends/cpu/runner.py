@@ -162,6 +162,8 @@ class CpuRunner:
             held[first + kind] = aligned(count if kind is Inputs.INT8 else 2 * count)
             if kind is not Inputs.BF16:
                 held[first + step.TO_SCALES + kind] = aligned(count // GROUP * SCALES_BYTES)
+            if kind is Inputs.INT8:
+                held[first + step.TO_SUMS] = aligned(count // GROUP * SCALES_BYTES)
         return held
 
     def embed(self, token_ids_T: Int32) -> Bf16:

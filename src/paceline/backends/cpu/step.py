@@ -30,13 +30,13 @@ from paceline.backends.cpu.tiles import SCALES_BYTES
 AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
 
 # Places in `buffers` (addresses). H, ATT and ACT hold activations for products, each as int8, int16 and bf16 where a matrix takes them so,
-# then the scales of the first two.
-(X, X_BF16, H, H_16, H_BF16, H_SCALES, H_16_SCALES, ATT, ATT_16, ATT_BF16, ATT_SCALES, ATT_16_SCALES,
- ACT, ACT_16, ACT_BF16, ACT_SCALES, ACT_16_SCALES, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES, RECORDS, UNFINISHED,
- HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, N_BUFFERS) = range(36)  # fmt: skip
+# then the scales of the first two and the sums of the first (`rows.quantize`).
+(X, X_BF16, H, H_16, H_BF16, H_SCALES, H_16_SCALES, H_SUMS, ATT, ATT_16, ATT_BF16, ATT_SCALES, ATT_16_SCALES, ATT_SUMS,
+ ACT, ACT_16, ACT_BF16, ACT_SCALES, ACT_16_SCALES, ACT_SUMS, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES, RECORDS, UNFINISHED,
+ HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, N_BUFFERS) = range(39)  # fmt: skip
 Q_BF16 = ATT_BF16
 """Queries; each gives its place to what attention mixed for it."""
-TO_SCALES = H_SCALES - H
+TO_SCALES, TO_SUMS = H_SCALES - H, H_SUMS - H
 
 # Places in `batch` (int64): what changes with each batch.
 ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, N_BATCH = range(10)
@@ -68,9 +68,9 @@ def _hold(kinds, x, n, at, place, buffers):
     """Hold `n` bf16 activations from `x` as inputs `at`, ... of the rows at `place`, in every one of `kinds` (bits by `Inputs`)."""
     scales = at // 32 * SCALES_BYTES
     if kinds & (1 << _INT8):
-        quantize(8, x, n, buffers[place + _INT8] + at, buffers[place + TO_SCALES + _INT8] + scales)
+        quantize(8, x, n, buffers[place + _INT8] + at, buffers[place + TO_SCALES + _INT8] + scales, buffers[place + TO_SUMS] + scales)
     if kinds & (1 << _INT16):
-        quantize(16, x, n, buffers[place + _INT16] + 2 * at, buffers[place + TO_SCALES + _INT16] + scales)
+        quantize(16, x, n, buffers[place + _INT16] + 2 * at, buffers[place + TO_SCALES + _INT16] + scales, 0)
     if kinds & (1 << _BF16) and x != buffers[place + _BF16] + 2 * at:
         copy_bf16(x, n, buffers[place + _BF16] + 2 * at)
 
@@ -81,8 +81,9 @@ def _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_st
     kind, stride = weights[layer, place, INPUTS], k // 32 * weights[layer, place, EIGHT_GROUPS] // 8
     x_stride, scales_stride = k if kind == _INT8 else 2 * k, k // 32 * SCALES_BYTES
     scales = 0 if kind == _BF16 else buffers[x + TO_SCALES + kind] + row * scales_stride
+    sums = buffers[x + TO_SUMS] + row * scales_stride if kind == _INT8 else 0
     call_product(weights[layer, place, PRODUCT], weights[layer, place, AT] + block * stride, stride, blocks, buffers[x + kind] + row * x_stride,
-                 x_stride, scales, scales_stride, rows, out, out_stride, bounds, segments)  # fmt: skip
+                 x_stride, scales, sums, scales_stride, rows, out, out_stride, bounds, segments)  # fmt: skip
 
 
 @njit(nogil=True)

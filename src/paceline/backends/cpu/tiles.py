@@ -25,8 +25,8 @@ MOST_SEGMENTS = 16
 _LEVELS = MOST_SEGMENTS.bit_length()
 """Sums that wait for their neighbour, at most."""
 
-SCALES_BYTES = 16
-"""Of a row's group, beside its codes: scale and scale * sum (fp32), then -32 * the sum of each half's codes (int32)."""
+SCALES_BYTES = 8
+"""Of a row's group, beside its codes: scale and scale * sum (fp32); apart from these, -32 * the sum of each half's codes (int32)."""
 
 _WORDS = {Inputs.INT8: 8, Inputs.INT16: 16, Inputs.BF16: 16}
 """32-bit words of a row's group: one dot product of four or two inputs each."""
@@ -125,10 +125,11 @@ class _Tile:
     def write(self, args: Sequence[Value]) -> None:
         e = self._e
         b = e.b
-        w, w_stride, x, x_stride, scales, scales_stride, out, out_stride, bounds, segments = args
+        w, w_stride, x, x_stride, scales, sums, scales_stride, out, out_stride, bounds, segments = args
         w_n = [e.at(w, e.mul(w_stride, n)) for n in self._blocks]
         x_m = [e.at(x, e.mul(x_stride, m)) for m in self._rows]
         scales_m = [e.at(scales, e.mul(scales_stride, m)) for m in self._rows]
+        sums_m = [e.at(sums, e.mul(scales_stride, m)) for m in self._rows]
         waiting = cgutils.alloca_once(b, ir.ArrayType(F, _LEVELS * len(self._rows) * len(self._blocks)))
         waiting.align = 64
         depth = e.var(e.i64(0))
@@ -137,7 +138,7 @@ class _Tile:
                 b.store(e.const(0.0), total)
             first, stop = (e.load(I64, bounds, b.add(e.mul(s, 8), e.i64(8 * end)), align=8) for end in range(2))
             with e.loop(stop, first) as group:
-                self._add_group(w_n, x_m, scales_m, group)
+                self._add_group(w_n, x_m, scales_m, sums_m, group)
             # The segments so far form whole subtrees; what this one completes are as many as its number ends in ones.
             with e.loop(b.cttz(b.add(s, e.i64(1)), ir.Constant(ir.IntType(1), 1))):
                 self._join(waiting, depth)
@@ -168,7 +169,7 @@ class _Tile:
             e.b.store(e.b.fadd(e.b.load(self._slot(waiting, at, i)), e.b.load(total)), total)
         e.b.store(at, depth)
 
-    def _add_group(self, w_n: list[Value], x_m: list[Value], scales_m: list[Value], group: Value) -> None:
+    def _add_group(self, w_n: list[Value], x_m: list[Value], scales_m: list[Value], sums_m: list[Value], group: Value) -> None:
         e, layout = self._e, self._layout
         b = e.b
         ahead = layout.bytes_of_eight_groups // 8
@@ -186,7 +187,7 @@ class _Tile:
             # Exact: below 2**24 whichever way it is formed.
             value: list[list[Value]] = []
             for half in range(2):
-                acc = [[e.splat(e.load(I32, scale, 8 + 4 * half), I)] * len(w_n) for scale in scales_g]
+                acc = [[e.splat(e.load(I32, sums, b.add(e.mul(group, SCALES_BYTES), e.i64(4 * half))), I)] * len(w_n) for sums in sums_m]
                 words = range(half * self._words // 2, (half + 1) * self._words // 2)
                 part = self._sums(record_n, x_g, words, acc)
                 sub = [record.sub_scales()[half] for record in record_n]
@@ -220,7 +221,7 @@ class _Tile:
 
 
 @intrinsic(prefer_literal=True)
-def tile(_, form, rows, blocks, w, w_stride, x, x_stride, scales, scales_stride, out, out_stride, bounds, segments):
+def tile(_, form, rows, blocks, w, w_stride, x, x_stride, scales, sums, scales_stride, out, out_stride, bounds, segments):
     """out[M, 16 * NB] of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1]."""
     layout = LAYOUT[Form(form.literal_value)]
     n_rows, n_blocks = rows.literal_value, blocks.literal_value
@@ -228,4 +229,4 @@ def tile(_, form, rows, blocks, w, w_stride, x, x_stride, scales, scales_stride,
     def body(e: Emit, args: Sequence[Value]) -> None:
         _Tile(e, layout, n_rows, n_blocks).write(args)
 
-    return lowered(body, types.void, form, rows, blocks, *[types.int64] * 10)
+    return lowered(body, types.void, form, rows, blocks, *[types.int64] * 11)

@@ -32,33 +32,33 @@ SEGMENTS = {
 
 
 @njit
-def quantize_int8(x: int, n: int, out: int, scales: int) -> None:
-    quantize(8, x, n, out, scales)
+def quantize_int8(x: int, n: int, out: int, scales: int, sums: int) -> None:
+    quantize(8, x, n, out, scales, sums)
 
 
 @njit
-def quantize_int16(x: int, n: int, out: int, scales: int) -> None:
-    quantize(16, x, n, out, scales)
+def quantize_int16(x: int, n: int, out: int, scales: int, sums: int) -> None:
+    quantize(16, x, n, out, scales, sums)
 
 
 @njit
 def call(
-    address: int, w: int, w_stride: int, blocks: int, x: int, x_stride: int, scales: int, scales_stride: int, rows: int, out: int, bounds: int,
+    address: int, w: int, w_stride: int, blocks: int, x: int, x_stride: int, scales: int, sums: int, scales_stride: int, rows: int, out: int, bounds: int,
     segments: int,
 ) -> None:  # fmt: skip
-    call_product(address, w, w_stride, blocks, x, x_stride, scales, scales_stride, rows, out, 64 * blocks, bounds, segments)
+    call_product(address, w, w_stride, blocks, x, x_stride, scales, sums, scales_stride, rows, out, 64 * blocks, bounds, segments)
 
 
 QUANTIZE = {8: quantize_int8, 16: quantize_int16}
 
 
-def quantized(x: npt.NDArray[np.uint16], bits: int) -> tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.float32]]:
-    """Codes [T, K] and (scale, scale * sum, -32 * sums of halves as bits) [T, G, 4] as the kernel writes them."""
+def quantized(x: npt.NDArray[np.uint16], bits: int) -> tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    """Codes [T, K], (scale, scale * sum) [T, G, 2] and -32 * sums of halves [T, G, 2] as the kernel writes them."""
     codes = np.zeros(x.shape, np.int8 if bits == 8 else np.int16)
-    scales = np.zeros((len(x), x.shape[1] // 32, 4), np.float32)
+    scales, sums = (np.zeros((len(x), x.shape[1] // 32, 2), kind) for kind in (np.float32, np.int32))
     for row in range(len(x)):
-        QUANTIZE[bits](x[row].ctypes.data, x.shape[1], codes[row].ctypes.data, scales[row].ctypes.data)
-    return codes, scales
+        QUANTIZE[bits](x[row].ctypes.data, x.shape[1], codes[row].ctypes.data, scales[row].ctypes.data, sums[row].ctypes.data)
+    return codes, scales, sums
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -66,22 +66,23 @@ def test_quantize(bits: int) -> None:
     x = round_to_bf16(
         np.random.default_rng(bits).standard_normal((5, 96), np.float32) * np.array([[1], [1e-30], [1e30], [7], [0]], np.float32)
     )
-    codes, scales = quantized(x, bits)
+    codes, scales, sums = quantized(x, bits)
     wanted_codes, wanted_scales, wanted_sums = arithmetic.quantise(x[:4], bits)
     assert np.array_equal(codes[:4], wanted_codes)
     assert np.array_equal(scales[:4, :, 0], wanted_scales)
     assert np.array_equal(scales[:4, :, 1], wanted_sums)
-    assert np.array_equal(scales[:4, :, 2:].view(np.int32), -32 * wanted_codes.reshape(4, 3, 2, 16).sum(3))
-    assert (scales[4, :, :2] == 0).all()
+    if bits == 8:
+        assert np.array_equal(sums[:4], -32 * wanted_codes.reshape(4, 3, 2, 16).sum(3))
+    assert (scales[4] == 0).all()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_not_hidden_by_quantising(poison: float) -> None:
     x = np.zeros((1, 64), np.float32)
     x[0, 40] = poison
-    _, scales = quantized(round_to_bf16(x), 8)
-    assert (scales[0, 0, :2] == 0).all()
-    assert not np.isfinite(scales[0, 1, :2]).any()
+    _, scales, _ = quantized(round_to_bf16(x), 8)
+    assert (scales[0, 0] == 0).all()
+    assert not np.isfinite(scales[0, 1]).any()
 
 
 class Product:
@@ -95,15 +96,15 @@ class Product:
         self.packed = aligned(layout.packed_bytes(n, k))
         pack_rows(form, self.stored, 0, self.packed)
         self.x = round_to_bf16(rng.standard_normal((rows, k), np.float32) * np.exp2(rng.integers(-20, 20, (rows, k))).astype(np.float32))
-        self._inputs, self._scales = self.x, np.zeros((rows, k // 32, 4), np.float32)
+        self._inputs, self._scales, self._sums = self.x, np.zeros((rows, k // 32, 2), np.float32), np.zeros((rows, k // 32, 2), np.int32)
         if form is not Form.BF16:
-            self._inputs, self._scales = quantized(self.x, 8 if layout.inputs is Inputs.INT8 else 16)
+            self._inputs, self._scales, self._sums = quantized(self.x, 8 if layout.inputs is Inputs.INT8 else 16)
 
     def run(self, first: int, rows: int, bounds: list[int]) -> npt.NDArray[np.float32]:
         blocks = -(-self.n // 16)
         out, ends = np.full((rows, 16 * blocks), np.nan, np.float32), np.array(bounds)
-        x, scales = self._inputs[first:].ctypes.data, self._scales[first:].ctypes.data
-        call(product(self.form), self.packed.ctypes.data, len(self.packed) // blocks, blocks, x, self._inputs.strides[0], scales,
+        x, scales, sums = (array[first:].ctypes.data for array in (self._inputs, self._scales, self._sums))
+        call(product(self.form), self.packed.ctypes.data, len(self.packed) // blocks, blocks, x, self._inputs.strides[0], scales, sums,
              self._scales.strides[0], rows, out.ctypes.data, ends.ctypes.data, len(ends) - 1)  # fmt: skip
         assert not out[:, self.n :].any(), "outputs beyond the last"
         return out[:, : self.n]
