@@ -43,7 +43,7 @@ def working_bytes(spec: ModelSpec, *, max_rows: int, threads: int, n_blocks: int
     attended = spec.n_heads * spec.head_dim
     context = min(spec.max_context, n_blocks * BLOCK)
     # As if a layer had matrices that take their inputs in each of the ways.
-    held = sum(_INPUT_BYTES.values()) + 2 * SCALES_BYTES / GROUP
+    held = sum(_INPUT_BYTES.values()) + 3 * SCALES_BYTES / GROUP
     row = 6 * spec.hidden + held * (spec.hidden + attended + spec.ffn) + 4 * math.ceil(context / BLOCK) + 4 * (4 + N_PIECE)
     split = cutter.split_records
     pieces = split * (spec.n_heads * (record_bytes(spec.head_dim) + 8) + 4 * N_PIECE)
