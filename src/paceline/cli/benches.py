@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
+from paceline.node.bench import Sampled
 from paceline.node.fleet_settings import DEFAULT_PRESET
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
@@ -27,6 +28,12 @@ def bench(
     answer_tokens: AnswerTokens = 128,
     concurrency: Annotated[str, typer.Option("--concurrency", help="Answers side by side, measured one after the other.")] = "1,4,16",
     rounds: Rounds = 3,
+    sampling: Annotated[
+        Sampled,
+        typer.Option(
+            "--sampling", help="How tokens are drawn; default is temperature 1, as the API's, qwen3 0.7 with top-p 0.8 and top-k 20."
+        ),
+    ] = Sampled.DEFAULT,
     weights: Weights = None,
     device: Device = None,
     threads: Threads = None,
@@ -39,7 +46,13 @@ def bench(
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
     run_benchmark(
-        settings, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds, as_json=as_json
+        settings,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        concurrency=concurrency,
+        rounds=rounds,
+        sampling=sampling,
+        as_json=as_json,
     )
 
 

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from random import Random
 from statistics import median
 from typing import Any, Protocol
@@ -25,6 +26,26 @@ from paceline.node.settings import NodeSettings
 from paceline.node.timing import Spread, Timing
 
 
+class Sampled(StrEnum):
+    """How the tokens of a bench are drawn."""
+
+    GREEDY = "greedy"
+    DEFAULT = "default"
+    """As the API draws what says nothing of it: at temperature 1."""
+    QWEN3 = "qwen3"
+    """As Qwen3's makers recommend: temperature 0.7, top-p 0.8, top-k 20."""
+
+    @property
+    def params(self) -> SamplingParams:
+        match self:
+            case Sampled.GREEDY:
+                return SamplingParams(temperature=0.0)
+            case Sampled.DEFAULT:
+                return SamplingParams(seed=0)
+            case Sampled.QWEN3:
+                return SamplingParams(temperature=0.7, top_p=0.8, top_k=20, seed=0)
+
+
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
     """What to measure."""
@@ -36,6 +57,7 @@ class BenchPlan:
     prefill_tokens: int = 512
     """Prompt of the run that measures prefill alone, with one token of answer."""
     rounds: int = 3
+    sampling: Sampled = Sampled.DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +146,9 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
             name = f"round {turn} of {plan.rounds}" if turn else "warm-up"
             for concurrency, timings in decode.items():
                 tell(f"{name}: {concurrency} at once")
-                timings.append(drive(built.engine, prompts.make(concurrency, plan.prompt_tokens), plan.answer_tokens, clock))
+                timings.append(drive(built.engine, prompts.make(concurrency, plan.prompt_tokens), plan.answer_tokens, clock, plan.sampling))
             tell(f"{name}: a prompt of {plan.prefill_tokens}")
-            prefill.append(drive(built.engine, prompts.make(1, plan.prefill_tokens), 1, clock))
+            prefill.append(drive(built.engine, prompts.make(1, plan.prefill_tokens), 1, clock, plan.sampling))
         return BenchReport(
             model=built.model.name,
             weights=str(built.setup.weights),
@@ -178,8 +200,10 @@ class PromptMaker:
         return [tuple(self._random.choices(self._ids, k=length)) for _ in range(count)]
 
 
-def drive(engine: StepsRequests, prompts: Sequence[tuple[int, ...]], answer_tokens: int, clock: Clock) -> Timing:
-    """Answer all prompts at once, greedily, in exactly `answer_tokens` tokens each, and note when each token was there.
+def drive(
+    engine: StepsRequests, prompts: Sequence[tuple[int, ...]], answer_tokens: int, clock: Clock, sampling: Sampled = Sampled.GREEDY
+) -> Timing:
+    """Answer all prompts at once, in exactly `answer_tokens` tokens each, and note when each token was there.
 
     Raises:
         PacelineError: a sequence ended otherwise than by its length.
@@ -189,7 +213,7 @@ def drive(engine: StepsRequests, prompts: Sequence[tuple[int, ...]], answer_toke
             RequestId(f"bench-{number}"),
             prompt,
             answer_tokens,
-            SamplingParams(temperature=0.0),
+            sampling.params,
             ignore_eos=True,
             draft="off",
         )

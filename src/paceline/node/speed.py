@@ -20,7 +20,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.engine.sampling import Sampler
-from paceline.node.bench import PromptMaker, StepsRequests, drive
+from paceline.node.bench import PromptMaker, Sampled, StepsRequests, drive
 from paceline.node.memory_rate import is_disturbed
 from paceline.store.home import Home, read_json_object, write_cache
 
@@ -119,7 +119,7 @@ def measure(engine: StepsRequests, vocabulary: Vocabulary, max_context: int, clo
     def run(prompt: int, answer: int) -> tuple[float, float]:
         answer = max(2, min(answer, max_context - 1))
         prompt = max(1, min(prompt, max_context - answer))
-        timing = drive(engine, prompts.make(1, prompt), answer, clock)
+        timing = drive(engine, prompts.make(1, prompt), answer, clock, Sampled.DEFAULT)
         return timing.sequence_decode_per_s, timing.prefill_per_s(prompt)
 
     first, _ = run(8, LEAST_TOKENS)  # also warms up

@@ -12,7 +12,7 @@ from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
-from paceline.node.bench import BenchPlan, BenchReport, DecodeRow, PromptMaker, check_plan, drive, run_bench
+from paceline.node.bench import BenchPlan, BenchReport, DecodeRow, PromptMaker, Sampled, check_plan, drive, run_bench
 from paceline.node.settings import NodeSettings
 from paceline.node.timing import Spread
 from paceline.testing.null_backend import ByteVocabulary, NullRunner
@@ -45,6 +45,16 @@ def test_every_sequence_gets_exactly_the_tokens_asked_for() -> None:
     assert [len(times) for times in timing.arrivals_s] == [5, 5, 5]
     assert timing.started_s == 1.0
     assert all(list(times) == sorted(times) for times in timing.arrivals_s)
+
+
+def test_tokens_are_drawn_as_asked() -> None:
+    drawn: dict[Sampled, list[int]] = {}
+    for sampling in Sampled:
+        subject = engine()
+        step, tokens = subject.step, drawn.setdefault(sampling, [])
+        subject.step = lambda step=step, tokens=tokens: [tokens.extend(chunk.token_ids) or chunk for chunk in step()]  # type: ignore[method-assign]
+        drive(subject, PromptMaker(VOCABULARY).make(1, 7), 40, Ticks(), sampling)
+    assert len({tuple(tokens) for tokens in drawn.values()}) == len(Sampled)
 
 
 def test_an_engine_can_be_driven_again() -> None:
