@@ -22,7 +22,6 @@ from paceline.core.model import WeightsFormat
 from paceline.node.bench import PromptMaker, drive
 from paceline.node.build import build_engine
 from paceline.node.settings import NodeSettings
-from paceline.node.shapes import stored_format
 from paceline.store.catalog import open_model, resolve
 from paceline.store.home import Home
 
@@ -88,7 +87,7 @@ def weigh(model: str, weights: str, kv_tokens: int, threads: int, device: Kernel
 def _import_kernels(model: str, weights: WeightsFormat | None, device: Kernels | None) -> None:
     """Import what the load will import on this machine: libraries are not the model's weight."""
     opened = open_model(model)
-    match table.choose(opened.spec, weights or stored_format(opened.weights), asked=device, cuda=False):
+    match table.choose(opened.spec, weights or WeightsFormat.STORED, asked=device, cuda=False):
         case Kernels.AVX512_BF16:
             from paceline.backends.cpu import kernel_cache
 

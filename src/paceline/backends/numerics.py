@@ -42,7 +42,7 @@ class Numerics:
 
 def measure(
     make: Callable[[WeightSource, int], LayerRunner[Any]],
-    spec: ModelSpec,
+    source: WeightSource,
     threads: Iterable[int],
     to_bytes: Callable[[Any], bytes],
     label: str,
@@ -51,12 +51,11 @@ def measure(
 
     Args:
         make: loads a runner of all layers of a source, with edges, on a number of threads.
-        spec: the model that will run; the seeded one is of its family, head size and expert count, and small.
+        source: a small seeded model, of the family, head size and expert count of the one that will run.
         threads: thread counts in use.
         to_bytes: of the runner's activations.
         label: names kernels and weights format: different ones never share an id.
     """
-    source = SeededWeights(small(spec))
     answers: dict[Path, set[bytes]] = {Path.PROMPT: set(), Path.GENERATED: set()}
     for count in sorted(set(threads)):
         runner = make(source, count)
@@ -110,7 +109,13 @@ class SeededWeights:
     def type_of(self, name: str) -> str:  # noqa: ARG002  (all alike)
         return "F32"
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def random_of(self, name: str) -> np.random.Generator:
+        """The numbers a tensor is drawn from."""
+        return np.random.Generator(np.random.PCG64((_SEED, self._places[name])))
+
     def read(self, name: str, rows: slice | None = None) -> StoredTensor:
-        rng = np.random.Generator(np.random.PCG64((_SEED, self._places[name])))
-        whole = rng.standard_normal(self._shapes[name], np.float32) * _SPREAD
+        whole = self.random_of(name).standard_normal(self._shapes[name], np.float32) * _SPREAD
         return DenseTensor(whole if rows is None else whole[rows], "f32")

@@ -1,16 +1,17 @@
 """Between stored tensors and the uniform formats: requantise, widen, round. Compiled, shared by all backends.
 
-int4 is held as Q4_1, a group's minimum to its maximum; int8 as Q8_0, symmetric about zero. Blocks of 4-bit codes with a scale and an
+int4 is held as Q4_1, a group's minimum to its maximum; int8 as Q8_0, symmetric about zero; Q5_1 lies between. Blocks of 4-bit codes with a scale and an
 offset (Q4_0, Q4_1, Q4_K) keep their codes as int4, and Q8_0 is int8; anything else goes through float32. Work goes in slabs of rows,
 shared among threads, so that temporaries stay small beside the tensor.
 
-Shapes: N outputs (rows), K inputs (columns), B bytes of a row.
+Shapes: N outputs (rows), K inputs (columns), G = K / 32 groups, B bytes of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -19,18 +20,41 @@ import numpy.typing as npt
 from paceline.backends.ggml import quantise
 from paceline.backends.ggml.dequantise import dequantise
 from paceline.core.errors import UnsupportedModel
-from paceline.core.weights import GROUP, BlockTensor, DenseTensor, GroupedTensor, StoredTensor
+from paceline.core.weights import GROUP, BlockTensor, DenseTensor, StoredTensor
 
 Float32 = npt.NDArray[np.float32]
-Uniform = Literal["Q4_1", "Q8_0"]
+Target = Literal["Q4_1", "Q5_1", "Q8_0"]
 
 SLAB_WEIGHTS: Final = 1 << 20
 """Weights a slab holds: its float32 takes 4 MiB. Raising it gains little speed."""
-_ROW_BYTES_OF_GROUP: Final = {"Q4_1": 20, "Q8_0": 34}
+_GROUP_BYTES: Final = {"Q4_1": 20, "Q5_1": 24, "Q8_0": 34}
 
 
-def to_blocks(tensor: StoredTensor, kind: Uniform, threads: int = 1) -> BlockTensor:
-    """A matrix [N, K] as blocks of a uniform format.
+@dataclass(frozen=True, slots=True)
+class GroupedTensor:
+    """A matrix quantised in groups of 32 inputs: `w[n, k] = scale[n, k // 32] * code[n, k] + offset[n, k // 32]`.
+
+    Attributes:
+        codes_NK: uint8 of 0..15 (`bits` 4) or int8 (`bits` 8).
+        scale_NG: float16.
+        offset_NG: float16, or None where it is zero (`bits` 8).
+    """
+
+    bits: Literal[4, 8]
+    codes_NK: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
+    scale_NG: npt.NDArray[np.float16]
+    offset_NG: npt.NDArray[np.float16] | None
+
+
+_REQUANTISE: Final[Mapping[str, Callable[[Float32, npt.NDArray[np.uint8]], None]]] = {
+    "Q4_1": quantise.to_q4_1,
+    "Q5_1": quantise.to_q5_1,
+    "Q8_0": quantise.to_q8_0,
+}
+
+
+def to_blocks(tensor: StoredTensor, kind: Target, threads: int = 1) -> BlockTensor:
+    """A matrix [N, K] as blocks of another type.
 
     Raises:
         UnsupportedModel: it is no matrix, or its rows are no whole groups.
@@ -40,14 +64,14 @@ def to_blocks(tensor: StoredTensor, kind: Uniform, threads: int = 1) -> BlockTen
     shape = tensor_shape(tensor)
     if len(shape) != 2 or shape[1] % GROUP:
         raise UnsupportedModel(f"A tensor of shape {list(shape)} can't be held in groups of {GROUP} inputs", "Use --weights bf16.")
-    out_NB = np.empty((shape[0], shape[1] // GROUP * _ROW_BYTES_OF_GROUP[kind]), np.uint8)
+    out_NB = np.empty((shape[0], shape[1] // GROUP * _GROUP_BYTES[kind]), np.uint8)
     each_slab(shape, threads, lambda rows: blocks_of(tensor, kind, rows, out_NB[rows]))
     return BlockTensor(kind, shape, out_NB)
 
 
-def to_grouped(tensor: StoredTensor, bits: Literal[4, 8]) -> GroupedTensor:
+def to_grouped(tensor: StoredTensor, bits: Literal[4, 8], threads: int = 1) -> GroupedTensor:
     """`to_blocks`, taken apart."""
-    blocks = to_blocks(tensor, "Q4_1" if bits == 4 else "Q8_0")
+    blocks = to_blocks(tensor, "Q4_1" if bits == 4 else "Q8_0", threads)
     n, k = blocks.shape
     groups_NGB = blocks.rows_NB.reshape(n, k // GROUP, -1)
     halves_at = lambda at: np.ascontiguousarray(groups_NGB[:, :, at : at + 2]).view(np.float16).reshape(n, -1)  # noqa: E731
@@ -59,17 +83,15 @@ def to_grouped(tensor: StoredTensor, bits: Literal[4, 8]) -> GroupedTensor:
     return GroupedTensor(4, codes_NGK.reshape(n, k), halves_at(0), halves_at(2))
 
 
-def blocks_of(tensor: StoredTensor, kind: Uniform, rows: slice, out_NB: npt.NDArray[np.uint8]) -> None:
-    """Write rows of a matrix as blocks of a uniform format."""
+def blocks_of(tensor: StoredTensor, kind: Target, rows: slice, out_NB: npt.NDArray[np.uint8]) -> None:
+    """Write rows of a matrix as blocks of another type."""
     match tensor:
         case BlockTensor(type="Q4_0") if kind == "Q4_1":
             quantise.q4_0_to_q4_1(tensor.rows_NB[rows], out_NB)
         case BlockTensor(type="Q4_K") if kind == "Q4_1":
             quantise.q4_k_to_q4_1(tensor.rows_NB[rows], out_NB)
-        case _ if kind == "Q4_1":
-            quantise.to_q4_1(_widen(tensor, rows), out_NB)
         case _:
-            quantise.to_q8_0(_widen(tensor, rows), out_NB)
+            _REQUANTISE[kind](_widen(tensor, rows), out_NB)
 
 
 def to_float32(tensor: StoredTensor, threads: int = 1) -> Float32:

@@ -10,7 +10,7 @@ from paceline.backends.table import Kernels
 from paceline.core.model import WeightsFormat
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a folder, or a GGUF file.", show_default=True)]
-Weights = Annotated[WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: nearest to the file's.")]
+Weights = Annotated[WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: as the file has it.")]
 KvTokens = Annotated[int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.")]
 Context = Annotated[int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
 Device = Annotated[

@@ -9,6 +9,8 @@ from enum import StrEnum
 class WeightsFormat(StrEnum):
     """How linear weights are held in memory. Part of what decides a model's bytes."""
 
+    STORED = "stored"
+    """Each matrix in the form that keeps what its file holds. Kernels of one form for all hold the uniform format nearest to it."""
     INT4 = "int4"
     """Groups of 32 along the input: 4-bit codes, one scale and one offset a group (GGUF's Q4_1). The head is at least int8."""
     INT8 = "int8"

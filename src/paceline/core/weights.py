@@ -4,7 +4,7 @@ Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`, `model.embed
 `model.norm.weight`). Sources translate (GGUF's names, GGUF's permuted q/k rows of the llama family) and read lazily:
 only what is asked for is read, a range of rows at a time where that is asked. Nothing is widened here: quantised blocks travel as they lie.
 
-Shapes: N outputs (rows), K inputs (columns), B bytes of a row, G = K / 32 groups.
+Shapes: N outputs (rows), K inputs (columns), B bytes of a row.
 """
 
 from __future__ import annotations
@@ -48,22 +48,6 @@ class BlockTensor:
     type: str
     shape: Shape
     rows_NB: npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedTensor:
-    """A matrix quantised in groups of 32 inputs: `w[n, k] = scale[n, k // 32] * code[n, k] + offset[n, k // 32]`.
-
-    Attributes:
-        codes_NK: uint8 of 0..15 (`bits` 4) or int8 (`bits` 8).
-        scale_NG: float16.
-        offset_NG: float16, or None where it is zero (`bits` 8).
-    """
-
-    bits: Literal[4, 8]
-    codes_NK: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
-    scale_NG: npt.NDArray[np.float16]
-    offset_NG: npt.NDArray[np.float16] | None
 
 
 StoredTensor = DenseTensor | BlockTensor

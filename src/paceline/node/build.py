@@ -13,6 +13,7 @@ from paceline.backends.memory import human
 from paceline.backends.options import LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
+from paceline.core.model import WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
@@ -109,10 +110,15 @@ def build_engine(
     config = setup.config(kv)
     runner = setup.load(layers, kv.n_blocks, config.max_rows, progress)
     executor = LocalExecutor(runner)
-    notes: list[str] = []
+    notes = list(setup.notes)
     if kv.shortened_from:
         notes.append(f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)")
-    if setup.kernels is not Kernels.CUDA and settings.device is None and accelerator.has_cuda():
+    if (
+        setup.kernels is not Kernels.CUDA
+        and settings.device is None
+        and settings.weights not in {None, WeightsFormat.BF16}
+        and accelerator.has_cuda()
+    ):
         notes.append(f"the GPU is not used: it holds bf16, and --weights {setup.weights} was asked for")
     if not runner.holds_identity:
         notes.append(

@@ -7,15 +7,17 @@ its own). Speeds are those measured when a model was last loaded (`node.speed`);
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.backends import table
 from paceline.core.errors import PacelineError
 from paceline.core.model import ModelSpec, WeightsFormat
-from paceline.fleet.card import ModelOffer, Role, ShardState
-from paceline.node.shapes import model_shape, stored_format
+from paceline.core.weights import tensor_shapes
+from paceline.fleet.card import ModelOffer, ModelShape, Role, ShardState
+from paceline.node import accelerator
+from paceline.node.shapes import fits_gpu, model_shape
 from paceline.node.speed import Speed, SpeedCache, SpeedKey
 from paceline.store.catalog import ModelLocation, locations, open_weights
 from paceline.store.digests import DigestCache
@@ -32,7 +34,7 @@ class WarmModel:
     name: str
     digest: str
     weights: WeightsFormat
-    spec: ModelSpec
+    shape: ModelShape
     context: int
     """As served: memory may allow less than the model's own."""
     size_bytes: int
@@ -45,7 +47,8 @@ class _Head:
 
     spec: ModelSpec
     size_bytes: int
-    stored: WeightsFormat
+    types: Mapping[str, str]
+    """The type that each tensor is stored in."""
     digest: str
     """Empty where it is not known yet."""
     keys: dict[Path, str]
@@ -80,13 +83,14 @@ class Shelf:
         """None where the model can't run here, or is damaged."""
         try:
             head = self._head(location)
-            weights = WeightsFormat.BF16 if self._cuda else head.stored
-            table.choose(head.spec, weights, cuda=self._cuda)
+            cuda = self._cuda and fits_gpu(head.spec, head.types.__getitem__, accelerator.total_cuda_bytes())
+            weights = WeightsFormat.BF16 if cuda else WeightsFormat.STORED
+            shape = model_shape(head.spec, weights, head.types.__getitem__, table.choose(head.spec, weights, cuda=cuda))
         except (PacelineError, OSError) as error:
             logger.debug("%s is not offered: %s", location.name, error)
             return None
         speed = self._speeds.find(SpeedKey(head.digest, weights, self._threads)) if head.digest else None
-        return _offer(location.name, head.digest, weights, head.spec, head.size_bytes, speed)
+        return _offer(location.name, head.digest, weights, shape, head.size_bytes, speed)
 
     def _head(self, location: ModelLocation) -> _Head:
         head = self._heads.get(location.path)
@@ -94,13 +98,14 @@ class Shelf:
             weights = open_weights(location.path, self._digests)
             keys = {file: identity_key(file, "head") for file in weights.files}
             size = sum(file.stat().st_size for file in weights.files)
-            head = self._heads[location.path] = _Head(weights.spec, size, stored_format(weights), weights.known_digest or "", keys)
+            types = {name: weights.type_of(name) for name in tensor_shapes(weights.spec)}
+            head = self._heads[location.path] = _Head(weights.spec, size, types, weights.known_digest or "", keys)
         return head
 
 
 def warm_offer(model: WarmModel) -> ModelOffer:
     """A model that serves, as a card says it."""
-    offer = _offer(model.name, model.digest, model.weights, model.spec, model.size_bytes, model.speed)
+    offer = _offer(model.name, model.digest, model.weights, model.shape, model.size_bytes, model.speed)
     assert offer.shape is not None
     return replace(offer, warm=True, shape=replace(offer.shape, max_context=model.context))
 
@@ -164,8 +169,8 @@ class _Stopped(Exception):
     """Raised inside a file that is being read."""
 
 
-def _offer(name: str, digest: str, weights: WeightsFormat, spec: ModelSpec, size_bytes: int, speed: Speed | None) -> ModelOffer:
-    offer = ModelOffer(name, Role.VERIFIER, str(weights), digest=digest, size_bytes=size_bytes, shape=model_shape(spec, weights))
+def _offer(name: str, digest: str, weights: WeightsFormat, shape: ModelShape, size_bytes: int, speed: Speed | None) -> ModelOffer:
+    offer = ModelOffer(name, Role.VERIFIER, str(weights), digest=digest, size_bytes=size_bytes, shape=shape)
     if speed is None:
         return offer
     return replace(

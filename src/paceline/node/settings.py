@@ -18,7 +18,7 @@ class NodeSettings:
     model: str = DEFAULT_MODEL
     """A bundled name, a pulled model, a folder, or a GGUF file."""
     weights: WeightsFormat | None = None
-    """None: the format nearest to what the file holds, so that nothing is lost or inflated."""
+    """None: each matrix as its file has it, so that nothing is lost or inflated; bf16 on a GPU."""
     kv_tokens: int | None = None
     """Tokens of KV to hold in all. More keep longer chats and more of them in memory; each costs `kv_bytes_per_token`."""
     context: int | None = None

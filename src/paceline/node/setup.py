@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
-from paceline.backends.memory import available_bytes
+from paceline.backends.cpu.choice import part_bytes, uniform_format
+from paceline.backends.memory import available_bytes, human
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
@@ -23,8 +24,8 @@ from paceline.node.cores import usable_cores
 from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.offers import WarmModel
 from paceline.node.settings import NodeSettings
-from paceline.node.shapes import model_shape, stored_format
-from paceline.node.sizing import KvPlan, plan_kv
+from paceline.node.shapes import fits_gpu, model_shape, weights_bytes
+from paceline.node.sizing import KvPlan, load_bytes, plan_kv, working_bytes
 from paceline.node.speed import Speed
 from paceline.server.inference import ServedModel, fingerprint_of
 from paceline.store.catalog import OpenedModel, open_model
@@ -45,6 +46,8 @@ class Setup:
     weights: WeightsFormat
     kernels: Kernels
     threads: int
+    notes: tuple[str, ...] = ()
+    """Where what was left open was not decided the obvious way."""
 
     @property
     def digest(self) -> str:
@@ -63,11 +66,14 @@ class Setup:
             ConfigError: what was asked contradicts itself or the model.
             OutOfMemory: it does not fit.
         """
-        shape, settings = model_shape(self.opened.spec, self.weights), self.settings
+        spec, settings = self.opened.spec, self.settings
+        held = weights_bytes(spec, self.weights, self.opened.weights.type_of, self.kernels)
+        most = EngineConfig(max_context=2, max_running=settings.max_running, prefill_chunk=settings.prefill_chunk)
         return plan_kv(
-            self.opened.spec,
+            spec,
             free_bytes=accelerator.free_cuda_bytes() if self.kernels is Kernels.CUDA else available_bytes(),
-            weights_bytes=shape.edge_bytes * edges + shape.layer_bytes * len(layers),
+            weights_bytes=part_bytes(held, layers, edges=edges),
+            working_bytes=working_bytes(spec, most.max_rows, most.max_logits_rows if edges else 0) + load_bytes(self.threads),
             max_running=settings.max_running,
             block_size=BLOCK_SIZE,
             context=None if unasked else settings.context,
@@ -140,7 +146,8 @@ class Setup:
         """The model as this node's card shows it."""
         source = self.opened.weights
         size = sum(source.nbytes(name) for name in source.names())
-        return WarmModel(self.opened.name, self.digest, self.weights, self.opened.spec, kv.context, size, speed)
+        shape = model_shape(self.opened.spec, self.weights, source.type_of, self.kernels)
+        return WarmModel(self.opened.name, self.digest, self.weights, shape, kv.context, size, speed)
 
 
 def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
@@ -154,10 +161,21 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         UserError: something asked for can't be had.
     """
     opened = open_model(settings.model)
+    spec, type_of, notes = opened.spec, opened.weights.type_of, list[str]()
     cuda = settings.device in {None, Kernels.CUDA} and accelerator.has_cuda()
-    weights = settings.weights or (WeightsFormat.BF16 if cuda and not spread else stored_format(opened.weights))
-    kernels = table.choose(opened.spec, weights, asked=settings.device, cuda=cuda)
-    return Setup(settings, opened, weights, kernels, settings.threads or usable_cores())
+    would_take = settings.weights is WeightsFormat.BF16 or (settings.weights is None and not spread)
+    if cuda and settings.device is None and would_take and not fits_gpu(spec, type_of, accelerator.free_cuda_bytes()):
+        needed = part_bytes(weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA), spec.all_layers, edges=True)
+        notes.append(
+            f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(accelerator.free_cuda_bytes())} is free there"
+        )
+        cuda = False
+    weights = settings.weights or (WeightsFormat.BF16 if cuda and not spread else WeightsFormat.STORED)
+    kernels = table.choose(spec, weights, asked=settings.device, cuda=cuda)
+    if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16:
+        kept = uniform_format(spec, type_of)
+        notes.append(f"{kernels} holds all matrices in one format: {kept}, nearest to what the file holds")
+    return Setup(settings, opened, weights, kernels, settings.threads or usable_cores(), tuple(notes))
 
 
 def must_compile() -> bool:

@@ -1,41 +1,42 @@
-"""What a model takes in memory, by its sizes and its weights format: arithmetic, before anything is loaded."""
+"""What a model takes in memory, tensor by tensor, by the forms it is held in: arithmetic, before anything is loaded."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping
 
+from paceline.backends.cpu.choice import forms_by, held_bytes, part_bytes, uniform_format
+from paceline.backends.table import Kernels
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import EMBEDDING, HEAD, WeightSource, tensor_shapes
 from paceline.fleet.card import ModelShape
 
-_BITS = {WeightsFormat.INT4: 5.0, WeightsFormat.INT8: 8.5, WeightsFormat.BF16: 16.0}
-"""Bits a weight takes in memory, its group's scale and offset included."""
+GPU_SHARE = 0.9
+"""Of a GPU's free memory, how much weights may take. Raising it leaves less to KV and to what kernels need while they run."""
+
+TypeOf = Callable[[str], str]
+"""GGML's name of the type a tensor is stored in."""
 
 
-def model_shape(spec: ModelSpec, weights: WeightsFormat) -> ModelShape:
-    """By layer, as a card says it. All layers count as the average one; the embedding and the head are held at 8 bits or more."""
-    bits = _bits(spec, weights)
-    in_layers = sum(n for name, n in bits.items() if name.startswith("model.layers."))
+def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> Mapping[str, int]:
+    """Bytes of each tensor in memory."""
+    if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16:
+        weights = uniform_format(spec, type_of)
+    return held_bytes(spec, forms_by(weights, type_of))
+
+
+def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> ModelShape:
+    """As a card says it. Every layer counts as the largest one: who holds any of them has room."""
+    held = weights_bytes(spec, weights, type_of, kernels)
     return ModelShape(
         n_layers=spec.n_layers,
         hidden=spec.hidden,
-        layer_bytes=math.ceil(in_layers / 8 / spec.n_layers),
-        edge_bytes=math.ceil((sum(bits.values()) - in_layers) / 8),
+        layer_bytes=max(part_bytes(held, LayerRange(layer, layer + 1), edges=False) for layer in range(spec.n_layers)),
+        edge_bytes=part_bytes(held, LayerRange(0, 0), edges=True),
         kv_bytes_per_token_per_layer=spec.kv_bytes_per_token(LayerRange(0, 1)),
         max_context=spec.max_context,
     )
 
 
-def stored_format(source: WeightSource) -> WeightsFormat:
-    """The format nearest to what a file holds: fewer bits would lose, more would only take memory."""
-    spec = source.spec
-    name = "model.layers.0.self_attn.o_proj.weight"
-    bits = 8 * source.nbytes(name) / (spec.hidden * spec.n_heads * spec.head_dim)
-    return WeightsFormat.INT4 if bits < 7 else WeightsFormat.INT8 if bits < 12 else WeightsFormat.BF16
-
-
-def _bits(spec: ModelSpec, weights: WeightsFormat) -> dict[str, float]:
-    edge_bits = max(_BITS[weights], _BITS[WeightsFormat.INT8])
-    return {
-        name: math.prod(shape) * (edge_bits if name in {EMBEDDING, HEAD} else _BITS[weights]) for name, shape in tensor_shapes(spec).items()
-    }
+def fits_gpu(spec: ModelSpec, type_of: TypeOf, gpu_bytes: int) -> bool:
+    """Whether a GPU with so much memory has room for all of a model in bf16."""
+    held = weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA)
+    return part_bytes(held, spec.all_layers, edges=True) <= GPU_SHARE * gpu_bytes

@@ -76,17 +76,20 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     from paceline.backends.cpu import kernel_cache
 
     kernel_cache.use(options.kernel_cache)
+    from paceline.backends.cpu.choice import forms_by, held_bytes, matrices, part_bytes
     from paceline.backends.cpu.kv_blocks import BLOCK
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
-    from paceline.backends.cpu.weights import pack_model, uniform_forms
+    from paceline.backends.cpu.weights import pack_model
 
-    kv_bytes = source.spec.kv_bytes_per_token(options.layers)
-    model = pack_model(source, options.layers, uniform_forms(options.weights), edges=options.edges, progress=progress)
-    identity = numerics_id(source.spec, options.weights, options.threads)
+    form_of = forms_by(options.weights, source.type_of)
+    weights = part_bytes(held_bytes(source.spec, form_of), options.layers, edges=options.edges)
+    check_kv(options.n_blocks * BLOCK, source.spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
+    # Of the whole model: stages that hold other layers of it have the same id.
+    identity = numerics_id(source.spec, {form_of(name) for name in matrices(source.spec)}, options.threads)
+    model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress)
     kernel_cache.complete()
     give_memory_back()
-    check_kv(options.n_blocks * BLOCK, kv_bytes, available_bytes())
     return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)
 
 

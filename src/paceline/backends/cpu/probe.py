@@ -2,32 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
 from paceline.backends import numerics
+from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.pack import row_bytes
 from paceline.backends.cpu.runner import CpuRunner
-from paceline.backends.cpu.weights import pack_model, uniform_forms
+from paceline.backends.cpu.weights import pack_model
+from paceline.backends.numerics import SeededWeights
 from paceline.core.errors import PacelineError
-from paceline.core.model import ModelSpec, WeightsFormat
-from paceline.core.weights import WeightSource
+from paceline.core.model import ModelSpec
+from paceline.core.weights import BlockTensor, StoredTensor, WeightSource
+
+SCALES: Final[Mapping[Form, Sequence[tuple[int, float]]]] = {
+    Form.Q4_0: ((0, 0.04),), Form.Q4_1: ((0, 0.04), (2, -0.3)), Form.Q5_0: ((0, 0.02),), Form.Q5_1: ((0, 0.02), (2, -0.3)),
+    Form.Q8_0: ((0, 0.003),), Form.Q4_K: ((0, 0.001), (2, 0.0075)), Form.Q5_K: ((0, 0.0005), (2, 0.0075)), Form.Q6_K: ((208, 0.0002),),
+}  # fmt: skip
+"""Half-precision numbers of a block, and where they lie, that give random codes the spread of weights."""
 
 
-def numerics_id(spec: ModelSpec, weights: WeightsFormat, threads: int) -> str:
-    """Hex id of what the kernels compute for a family and a weights format, on one thread and on as many as are in use.
+class SeededBlocks(SeededWeights):
+    """Random codes in every form asked for, in turn over the matrices; bf16 is rounded from the seeded numbers."""
+
+    def __init__(self, spec: ModelSpec, forms: Collection[Form]) -> None:
+        super().__init__(spec)
+        turns = cycle(sorted(forms))
+        self.forms = {name: next(turns) for name in self.names() if len(self.shape_of(name)) == 2}
+
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+        form = self.forms.get(name, Form.BF16)
+        if form is Form.BF16:
+            return super().read(name, rows)
+        n, k = self.shape_of(name)
+        raw_NB = self.random_of(name).integers(0, 256, (n, row_bytes(form, k)), np.uint8)
+        block = row_bytes(form, 256 if form in {Form.Q4_K, Form.Q5_K, Form.Q6_K} else 32)
+        words = raw_NB.view("<u2").reshape(-1, block // 2)
+        for at, value in SCALES[form]:
+            words[:, at // 2] = np.float16(value).view(np.uint16)
+        part = raw_NB if rows is None else raw_NB[rows]
+        return BlockTensor(form.name, (len(part), k), part)
+
+
+def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
+    """Hex id of what the kernels compute for a family and the forms of its matrices, on one thread and on as many as are in use.
 
     Raises:
         PacelineError: batching or threads changed a byte: these kernels can't be trusted here.
     """
+    # Rows of whole superblocks.
+    small = replace(numerics.small(spec), hidden=256, n_heads=8, ffn=256)
+    source = SeededBlocks(small, forms)
 
-    def make(source: WeightSource, count: int) -> CpuRunner:
-        model = pack_model(source, source.spec.all_layers, uniform_forms(weights), edges=True)
+    def make(_: WeightSource, count: int) -> CpuRunner:
+        model = pack_model(source, small.all_layers, source.forms.__getitem__, edges=True)
         return CpuRunner(model, n_blocks=4, threads=count, numerics_id="", max_rows=64)
 
     def to_bytes(x_TD: npt.NDArray[np.uint16]) -> bytes:
         return x_TD.tobytes()
 
-    measured = numerics.measure(make, spec, {1, threads}, to_bytes, f"cpu-avx512bf16-{weights}")
+    label = f"cpu-avx512bf16-{'-'.join(form.name for form in sorted(forms))}"
+    measured = numerics.measure(make, source, {1, threads}, to_bytes, label)
     if not measured.holds_identity:
         raise PacelineError(
             f"The compiled kernels gave other bytes for other cuts of one prompt, on 1 or {threads} threads",

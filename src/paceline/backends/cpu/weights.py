@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
+from paceline.backends.cpu.choice import FormOf
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
-from paceline.backends.cpu.pack import pack_rows
+from paceline.backends.cpu.pack import pack_rows, row_bytes
 from paceline.backends.options import LoadProgress
-from paceline.backends.quantize import to_bf16_bits, to_blocks, to_float32
-from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
-from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, BlockTensor, StoredTensor, WeightSource, tensor_shapes
+from paceline.backends.quantize import blocks_of, slabs, tensor_shape, to_bf16_bits, to_float32
+from paceline.core.errors import UnsupportedModel
+from paceline.core.model import LayerRange, ModelSpec
+from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, BlockTensor, WeightSource, tensor_shapes
 
 Shape = tuple[int, int]
 """(N, K): outputs and inputs."""
@@ -38,86 +42,117 @@ class PackedModel:
     arrays: tuple[npt.NDArray[np.generic], ...]
 
 
-class _Packer:
-    """Reads tensors of one source and packs them into one array, so that large pages can back it; counts what was read."""
+class _Arena:
+    """One array for all records, so that large pages can back it. Its pages are first touched by the threads that pack."""
 
-    def __init__(self, source: WeightSource, n_bytes: int, total: int, progress: LoadProgress | None) -> None:
-        self.arena = aligned(n_bytes)
-        self.vectors: list[npt.NDArray[np.float32]] = []
+    def __init__(self, n_bytes: int) -> None:
+        self.bytes = aligned(n_bytes)
         self._used = 0
-        self._source, self._total, self._progress, self._done = source, total, progress, 0
 
-    def _read(self, name: str) -> StoredTensor:
-        tensor = self._source.read(name)
-        self._done += self._source.nbytes(name)
-        if self._progress:
-            self._progress(self._done, self._total)
-        return tensor
-
-    def vector(self, names: Sequence[str]) -> int:
-        joined = np.concatenate([to_float32(self._read(name)).ravel() for name in names])
-        self.vectors.append(joined)
-        return joined.ctypes.data
-
-    def matrix(self, name: str, shape: Shape, form: Form) -> int:
-        n_bytes = LAYOUT[form].packed_bytes(*shape)
-        records = self.arena[self._used : self._used + n_bytes]
+    def take(self, n_bytes: int) -> npt.NDArray[np.uint8]:
+        start = self._used
         self._used += -(-n_bytes // CACHE_LINE) * CACHE_LINE
-        pack_rows(form, _stored_as(self._read(name), form), 0, records)
-        return records.ctypes.data
+        return self.bytes[start : start + n_bytes]
 
 
-def uniform_forms(weights: WeightsFormat) -> Callable[[str], Form]:
-    """The form of each matrix by its tensor's name, where a model is held in one format; embedding and head at least in 8 bits."""
-    form = {WeightsFormat.INT4: Form.Q4_1, WeightsFormat.INT8: Form.Q8_0, WeightsFormat.BF16: Form.BF16}[weights]
-    head_form = Form.Q8_0 if form is Form.Q4_1 else form
-    return lambda name: head_form if name in {EMBEDDING, HEAD} else form
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """Rows of a matrix that one thread reads and packs at a time."""
+
+    name: str
+    rows: slice
+    form: Form
+    records: npt.NDArray[np.uint8]
+    """Of the whole matrix."""
+
+
+def _pack(source: WeightSource, slab: _Slab) -> int:
+    """Read rows and write their records. Returns the bytes read, of the file's."""
+    tensor = source.read(slab.name, slab.rows)
+    whole = slice(0, slab.rows.stop - slab.rows.start)
+    match slab.form.name:
+        case "BF16":
+            rows_NB = np.ascontiguousarray(to_bf16_bits(tensor)).view(np.uint8)
+        case name if isinstance(tensor, BlockTensor) and tensor.type == name:
+            rows_NB = tensor.rows_NB
+        case "Q4_1" | "Q5_1" | "Q8_0" as name:
+            rows_NB = np.empty((whole.stop, row_bytes(slab.form, tensor_shape(tensor)[1])), np.uint8)
+            blocks_of(tensor, name, whole, rows_NB)
+        case name:
+            raise UnsupportedModel(f"Tensor {slab.name} can't be held as {name}", "Ask for --weights int8 or bf16.")
+    pack_rows(slab.form, rows_NB, slab.rows.start, slab.records)
+    return tensor.rows_NB.nbytes if isinstance(tensor, BlockTensor) else tensor.data.nbytes
+
+
+def _pack_all(source: WeightSource, todo: Sequence[_Slab], threads: int, progress: Callable[[int], None]) -> None:
+    """Pack all slabs on so many threads, telling the bytes of each in the calling thread."""
+    if threads == 1:
+        for slab in todo:
+            progress(_pack(source, slab))
+        return
+    with ThreadPoolExecutor(threads, "pack") as pool:
+        # What is left is cancelled where one fails, or `progress` gives up.
+        for n_bytes in pool.map(partial(_pack, source), todo):
+            progress(n_bytes)
 
 
 def pack_model(
-    source: WeightSource, layers: LayerRange, form_of: Callable[[str], Form], *, edges: bool, progress: LoadProgress | None = None
+    source: WeightSource, layers: LayerRange, form_of: FormOf, *, edges: bool, threads: int = 1, progress: LoadProgress | None = None
 ) -> PackedModel:
-    """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head.
+    """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head. Nothing but the records is ever held whole.
 
     Args:
-        form_of: the form of a matrix, by its tensor's name. A tied head is held once, as the embedding.
+        source: its tensors.
+        layers: which.
+        form_of: the form of a matrix. A tied head is held once, as the embedding.
+        edges: with embedding, final norm and head.
+        threads: that read and pack side by side.
+        progress: called in this thread with bytes of the file.
     """
     spec = source.spec
     shapes = tensor_shapes(spec)
     rows = [_layer_names(spec, layer) for layer in range(layers.start, layers.stop)]
     head = EMBEDDING if spec.tied_head else HEAD
     rows.append({step.FINAL_NORM: [FINAL_NORM], step.HEAD: [head]} if edges else {})
-    matrices = {name for row in rows for place, names in row.items() if place in MATRICES for name in names} | (
-        {EMBEDDING} if edges else set()
-    )
-    forms_by_name = {name: form_of(name) for name in matrices}
-    names = {name for row in rows for place in row.values() for name in place} | matrices
-    n_bytes = sum(LAYOUT[form].packed_bytes(*_matrix(shapes[name])) + CACHE_LINE for name, form in forms_by_name.items())
-    packer = _Packer(source, n_bytes, sum(map(source.nbytes, names)), progress)
+    held = [name for row in rows for place, names in row.items() if place in MATRICES for name in names]
+    if edges and EMBEDDING not in held:
+        held.append(EMBEDDING)
+    form_by_name = {name: form_of(name) for name in held}
+    vectors = [name for row in rows for place, names in row.items() if place not in MATRICES for name in names]
+    done, total = 0, sum(map(source.nbytes, [*held, *vectors]))
+
+    def tell(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        if progress:
+            progress(done, total)
+
+    arena = _Arena(sum(LAYOUT[form].packed_bytes(*_matrix(shapes[name])) + CACHE_LINE for name, form in form_by_name.items()))
+    records = {name: arena.take(LAYOUT[form].packed_bytes(*_matrix(shapes[name]))) for name, form in form_by_name.items()}
+    todo = [_Slab(name, part, form, records[name]) for name, form in form_by_name.items() for part in slabs(shapes[name])]
+    _pack_all(source, todo, threads, tell)
     addresses = np.zeros((len(rows), step.N_WEIGHTS), np.int64)
     forms = np.full_like(addresses, -1)
-    embedding = packer.matrix(EMBEDDING, _matrix(shapes[EMBEDDING]), forms_by_name[EMBEDDING]) if edges else 0
+    kept: list[npt.NDArray[np.float32]] = []
     for row, row_forms, places in zip(addresses, forms, rows, strict=True):
-        for place, tensors in places.items():
-            if place not in MATRICES:
-                row[place] = packer.vector(tensors)
-                continue
-            (name,) = tensors
-            row_forms[place] = forms_by_name[name]
-            row[place] = embedding if name == EMBEDDING else packer.matrix(name, _matrix(shapes[name]), forms_by_name[name])
-    padded_vocab = -(-spec.vocab // LANES) * LANES
+        for place, names in places.items():
+            if place in MATRICES:
+                (name,) = names
+                row_forms[place], row[place] = form_by_name[name], records[name].ctypes.data
+            else:
+                kept.append(np.concatenate([to_float32(source.read(name)).ravel() for name in names]))
+                row[place] = kept[-1].ctypes.data
+                tell(sum(map(source.nbytes, names)))
     return PackedModel(
-        spec, layers, addresses, forms, embedding, forms_by_name.get(EMBEDDING), padded_vocab, (packer.arena, *packer.vectors)
+        spec,
+        layers,
+        addresses,
+        forms,
+        records[EMBEDDING].ctypes.data if edges else 0,
+        form_by_name.get(EMBEDDING),
+        -(-spec.vocab // LANES) * LANES,
+        (arena.bytes, *kept),
     )
-
-
-def _stored_as(tensor: StoredTensor, form: Form) -> npt.NDArray[np.uint8]:
-    """A matrix as GGML stores it in a form's type, uint8 [N, row bytes]."""
-    if isinstance(tensor, BlockTensor) and tensor.type == form.name:
-        return tensor.rows_NB
-    if form is Form.BF16:
-        return np.ascontiguousarray(to_bf16_bits(tensor)).view(np.uint8)
-    return to_blocks(tensor, "Q8_0" if form is Form.Q8_0 else "Q4_1").rows_NB
 
 
 MATRICES = {

@@ -1,4 +1,4 @@
-"""From float32 to GGML's Q4_1 and Q8_0, and from the 4-bit types to Q4_1, codes untouched. Codes fit the scale as a half holds it.
+"""From float32 to GGML's Q4_1, Q5_1 and Q8_0, and from the 4-bit types to Q4_1, codes untouched. Codes fit the scale as a half holds it.
 
 Rows are uint8 [N, row bytes], values float32 [N, K].
 """
@@ -42,6 +42,29 @@ def to_q4_1(values_NK, out_NB):
                 first = min(max((x[i] - from_) * inverse, F(0)), F(15)) + ROUND - ROUND
                 second = min(max((x[16 + i] - from_) * inverse, F(0)), F(15)) + ROUND - ROUND
                 block[4 + i] = np.int32(first) | np.int32(second) << 4
+
+
+@njit(nogil=True, cache=in_use())
+def to_q5_1(values_NK, out_NB):
+    """A group's smallest to its largest weight in 32 steps."""
+    for values, out in zip(values_NK, out_NB):
+        for g in range(values.size // 32):
+            x, block = values[32 * g : 32 * g + 32], out[24 * g : 24 * g + 24]
+            low, high = x[0], x[0]
+            for i in range(32):
+                low, high = min(low, x[i]), max(high, x[i])
+            scale, offset = half_bits((high - low) / F(31)), half_bits(low)
+            _put_half(block, 0, scale)
+            _put_half(block, 2, offset)
+            inverse, from_ = _inverse(single(scale)), single(offset)
+            fifth = np.uint32(0)
+            for i in range(16):
+                first = np.uint32(min(max((x[i] - from_) * inverse, F(0)), F(31)) + ROUND - ROUND)
+                second = np.uint32(min(max((x[16 + i] - from_) * inverse, F(0)), F(31)) + ROUND - ROUND)
+                block[8 + i] = first & 15 | (second & 15) << 4
+                fifth |= first >> 4 << i | second >> 4 << (16 + i)
+            for byte in range(4):
+                block[4 + byte] = fifth >> (8 * byte) & 255
 
 
 @njit(nogil=True, cache=in_use())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.backends.cpu import kernel_cache
+from paceline.backends.cpu.choice import uniform_format
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.core.model import WeightsFormat
 
 if TYPE_CHECKING:
     from paceline.core.weights import WeightSource
@@ -23,6 +26,8 @@ def load(
         ConfigError: what was asked for can't be.
         OutOfMemory: the KV pool does not fit.
     """
+    if options.weights is WeightsFormat.STORED:
+        options = replace(options, weights=uniform_format(source.spec, source.type_of))
     # Before the modules that hold compiled functions.
     kernel_cache.use(options.kernel_cache)
     if device == "cuda":

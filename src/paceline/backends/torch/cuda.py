@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.backends.memory import check_kv
-from paceline.backends.numerics import ROWS, Numerics, measure
+from paceline.backends.numerics import ROWS, Numerics, SeededWeights, measure, small
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.torch.graphs import DecodeGraphs
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
@@ -148,7 +148,7 @@ def _measured(model: Model, options: LoadOptions, device: torch.device) -> Numer
         return CudaRunner(load_model(source, small, None, device), 1, blocks, Numerics("", holds_identity=False), device)
 
     label = f"torch-cuda {torch.__version__} {torch.cuda.get_device_name(device)} {options.weights}"
-    found = measure(make, model.spec, {options.threads}, tensor_bytes, label)
+    found = measure(make, SeededWeights(small(model.spec)), {options.threads}, tensor_bytes, label)
     holds = found.holds_identity
     if holds and model.layers:
         rows = min(_LONG, model.spec.max_context)

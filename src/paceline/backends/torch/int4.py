@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.backends.quantize import GroupedTensor
 from paceline.core.errors import UnsupportedModel
-from paceline.core.weights import GROUP, GroupedTensor
+from paceline.core.weights import GROUP
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 

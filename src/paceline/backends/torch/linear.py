@@ -127,19 +127,19 @@ def make_linear(
     if weights is WeightsFormat.BF16:
         return DenseLinear(dense(tensors, device), bias_N)
     bits = 4 if weights is WeightsFormat.INT4 else 8
-    return QuantLinear(PackedMatrix([to_grouped(tensor, bits) for tensor in tensors]), bias_N, scratch)
+    return QuantLinear(PackedMatrix([to_grouped(tensor, bits, torch.get_num_threads()) for tensor in tensors]), bias_N, scratch)
 
 
 def make_table(tensor: StoredTensor, weights: WeightsFormat, device: torch.device) -> Linear:
     """An embedding or a head: bf16, or 8 bits under either quantised format."""
     if weights is WeightsFormat.BF16:
         return DenseLinear(dense([tensor], device))
-    return HeadLinear(PackedMatrix([to_grouped(tensor, 8)]))
+    return HeadLinear(PackedMatrix([to_grouped(tensor, 8, torch.get_num_threads())]))
 
 
 def dense(tensors: list[StoredTensor], device: torch.device) -> Tensor:
     """bf16 tensors, joined along their first dimension."""
-    bits = [to_bf16_bits(tensor) for tensor in tensors]
+    bits = [to_bf16_bits(tensor, torch.get_num_threads()) for tensor in tensors]
     joined = bits[0] if len(bits) == 1 else np.concatenate(bits)
     return torch.from_numpy(joined.view(np.int16)).view(torch.bfloat16).to(device)
 

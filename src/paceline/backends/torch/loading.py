@@ -14,9 +14,10 @@ import torch
 from llvmlite import binding
 from torch import Tensor
 
+from paceline.backends.cpu.choice import forms_by, held_bytes, part_bytes
 from paceline.backends.heap import give_memory_back
 from paceline.backends.memory import available_bytes, check_kv
-from paceline.backends.numerics import CUTS, ROWS, Numerics, answer, measure
+from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.backends.torch import probe
 from paceline.backends.torch.attention import KEYS, KvPool
@@ -30,13 +31,13 @@ from paceline.backends.torch.reader import Reader, linear_numbers
 from paceline.backends.torch.runner import Edges, Layer, Model, TorchRunner, wire_bits
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
+from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, WeightSource
 from paceline.engine.executor import Path
 from paceline.engine.local import LayerRunner
 
-RESIDENT_SHARE = 0.5
-"""Of the memory free before loading, how much resident prompt weights may take unasked. Raising it leaves less for KV."""
+RESIDENT_SHARE = 0.9
+"""Of the memory free before loading, how much weights, KV and resident prompt weights may take together, unasked."""
 
 
 class Family(Protocol):
@@ -64,7 +65,7 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
     family = FAMILIES.get(spec.model_type)
     if family is None:
         raise UnsupportedModel(f"The torch backend does not run the family {spec.model_type!r}", f"It runs {', '.join(FAMILIES)}.")
-    reader = Reader(source, options.weights, _scratch(spec, options), device, progress)
+    reader = Reader(source, options.weights, _scratch(source, options), device, progress)
     reader.expect(options.layers, edges=options.edges)
     layers = [family(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
     edges = None
@@ -87,10 +88,11 @@ def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress 
             f"A KV block of {options.block_size} tokens does not divide an attention block of {KEYS}", "Choose a power of two."
         )
     with _threads(options.threads), torch.inference_mode():
+        token_bytes, tokens = source.spec.kv_bytes_per_token(options.layers), options.n_blocks * options.block_size
+        # Before a byte is loaded.
+        check_kv(tokens, token_bytes, available_bytes() - _needed(source, options) + tokens * token_bytes)
         model = load_model(source, options, progress, torch.device("cpu"))
         give_memory_back()
-        tokens = options.n_blocks * options.block_size
-        check_kv(tokens, model.spec.kv_bytes_per_token(options.layers), available_bytes())
         return _runner(model, len(options.layers), options, _measured(model, options))
 
 
@@ -108,7 +110,7 @@ def _measured(model: Model, options: LoadOptions) -> Numerics:
 
     capability, processor = torch.backends.cpu.get_cpu_capability(), "" if multiplies_bf16() else binding.get_host_cpu_name()
     label = f"torch-cpu {torch.__version__} {capability} {onednn_isa()} {processor} {options.weights}"
-    found = measure(make, model.spec, {1, options.threads}, tensor_bytes, label)
+    found = measure(make, SeededWeights(small(model.spec)), {1, options.threads}, tensor_bytes, label)
     return Numerics(found.id, found.holds_identity and _first_layer_holds(model, options) and probe.holds(model.spec, options.weights))
 
 
@@ -138,13 +140,22 @@ def tensor_bytes(x_TD: Tensor) -> bytes:
     return wire_bits(x_TD).tobytes()
 
 
-def _scratch(spec: ModelSpec, options: LoadOptions) -> Scratch | None:
+def _needed(source: WeightSource, options: LoadOptions) -> int:
+    """Bytes that weights and KV will take."""
+    held = held_bytes(source.spec, forms_by(options.weights, source.type_of))
+    return part_bytes(held, options.layers, edges=options.edges) + options.n_blocks * options.block_size * source.spec.kv_bytes_per_token(
+        options.layers
+    )
+
+
+def _scratch(source: WeightSource, options: LoadOptions) -> Scratch | None:
     """A buffer for streamed prompt weights; None where they are resident, or one path needs no second copy."""
     if options.weights is WeightsFormat.BF16:
         return None
     where = options.prompt_weights
     if where is None:
-        fits = 2 * linear_numbers(spec, options.layers) < RESIDENT_SHARE * available_bytes()
+        resident = 2 * linear_numbers(source.spec, options.layers)
+        fits = resident + _needed(source, options) < RESIDENT_SHARE * available_bytes()
         where = PromptWeights.RESIDENT if fits else PromptWeights.STREAMED
     return None if where is PromptWeights.RESIDENT else Scratch()
 

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 from paceline.backends import table
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.table import Kernels
 from paceline.core.errors import BadPipelineRequest, ModelNotFound, PacelineError, PipelineError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.manifest import ModelPart
+from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.fleet.card import NodeCard
@@ -160,8 +162,16 @@ def load_layers(source: WeightSource, options: LoadOptions, progress: LoadProgre
     Raises:
         UserError: it has none, or they don't fit.
     """
-    kernels = table.choose(source.spec, options.weights, cuda=accelerator.has_cuda())
-    return load_runner(kernels, source, options, progress)
+    return load_runner(kernels_for(source.spec, options.weights), source, options, progress)
+
+
+def kernels_for(spec: ModelSpec, weights: WeightsFormat) -> Kernels:
+    """Which kernels run a stage's layers here.
+
+    Raises:
+        UserError: none do.
+    """
+    return table.choose(spec, weights, cuda=accelerator.has_cuda())
 
 
 class _GivenUp(Exception):

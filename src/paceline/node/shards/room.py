@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from paceline.backends.cpu.choice import part_bytes
 from paceline.backends.memory import human
+from paceline.backends.table import Kernels
 from paceline.core.errors import BadPipelineRequest, ShardUnavailable
 from paceline.core.model import ModelSpec
-from paceline.node.shapes import model_shape
+from paceline.core.weights import WeightSource
+from paceline.node.shapes import weights_bytes
 from paceline.node.shards.limits import KV_SHARE
+from paceline.node.sizing import working_bytes
 from paceline.parallel.sessions import StageRequest
 
 LEAST_ROWS = 512
 """Of a batch, whatever the first caller asks for: the next may want more, and rows take little."""
 
 
-def fixed_bytes(spec: ModelSpec, request: StageRequest) -> int:
+def fixed_bytes(source: WeightSource, request: StageRequest, kernels: Kernels) -> int:
     """Weights, and working memory for rows.
 
     Raises:
         BadPipelineRequest: the model has no such layers.
     """
+    spec = source.spec
     if request.layers.stop > spec.n_layers:
         raise BadPipelineRequest(f"{request.model_id} has {spec.n_layers} layers, and up to {request.layers.stop} were asked for")
-    width = 4 * spec.hidden + 2 * spec.n_heads * spec.head_dim + 2 * spec.ffn
-    return model_shape(spec, request.weights).layer_bytes * len(request.layers) + 4 * width * rows_for(request)
+    held = weights_bytes(spec, request.weights, source.type_of, kernels)
+    return part_bytes(held, request.layers, edges=False) + working_bytes(spec, rows_for(request))
 
 
 def rows_for(request: StageRequest) -> int:

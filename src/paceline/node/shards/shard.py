@@ -13,6 +13,7 @@ from typing import Any
 from paceline.core.errors import ShardUnavailable
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.engine.local import LayerRunner
+from paceline.fleet.card import ModelShape
 from paceline.node.shards.leases import Leases
 from paceline.node.shards.load_meter import LoadMeter
 from paceline.node.shards.session import Place, Session
@@ -28,6 +29,7 @@ class Loaded:
     name: str
     """The model's, on this machine."""
     spec: ModelSpec
+    shape: ModelShape
     runner: LayerRunner[Any]
     max_rows: int
     memory_bytes: int

@@ -18,10 +18,11 @@ from paceline.backends.options import LoadOptions
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
 from paceline.node.setup import BLOCK_SIZE
+from paceline.node.shapes import model_shape
 from paceline.node.shards.leases import Leases
 from paceline.node.shards.limits import FREE_SHARE, HostLimits
 from paceline.node.shards.load_meter import LoadMeter
-from paceline.node.shards.loading import FindsWeights, FoundWeights, LoadsLayers, in_pipelines_terms, load_in_thread
+from paceline.node.shards.loading import FindsWeights, FoundWeights, LoadsLayers, in_pipelines_terms, kernels_for, load_in_thread
 from paceline.node.shards.meter import ShardMeter
 from paceline.node.shards.room import block_bytes, blocks_for, fixed_bytes, rows_for
 from paceline.node.shards.shard import Claim, Loaded, Shard
@@ -218,7 +219,8 @@ class WarmShards:
 
     async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> Loaded:
         spec = found.source.spec
-        fixed, a_block = fixed_bytes(spec, request), block_bytes(spec, request, BLOCK_SIZE)
+        kernels = kernels_for(spec, request.weights)
+        fixed, a_block = fixed_bytes(found.source, request, kernels), block_bytes(spec, request, BLOCK_SIZE)
         # Nothing makes way for a load that no caller waits for.
         while shard.claims and fixed + request.n_blocks * a_block > self.left_bytes() and await self._evict_one():
             pass
@@ -235,7 +237,8 @@ class WarmShards:
         )
         runner = await load_in_thread(self._load, found, options, shard.meter.packed.show)
         size = sum(found.source.nbytes(name) for name in found.source.names())
-        return Loaded(found.name, spec, runner, options.max_rows, fixed + n_blocks * a_block, size)
+        shape = model_shape(spec, request.weights, found.source.type_of, kernels)
+        return Loaded(found.name, spec, shape, runner, options.max_rows, fixed + n_blocks * a_block, size)
 
     async def _evict_one(self) -> bool:
         """Free the shard that has been idle for longest. Returns False where all are in use."""

@@ -17,7 +17,6 @@ from paceline.core.manifest import PIECE, ModelPart
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, WeightSource
 from paceline.node.fetch import fetch_model, fetch_part
-from paceline.node.shapes import stored_format
 from paceline.store.catalog import list_models, open_model, resolve
 from paceline.store.home import Home
 from paceline.store.partial import covers, list_parts, open_part
@@ -61,7 +60,7 @@ async def test_layers_come_alone_and_run_to_the_same_bytes(
     assert came * PIECE < wanted + extras + (8 << 20 if which == "bundled" else 0)
     found = open_part(digest, part, taker)
     assert (found.digest, found.spec) == (digest, whole.spec)
-    weights = stored_format(whole)
+    weights = WeightsFormat.STORED
     assert residual(found, layers, weights) == residual(whole, layers, weights)
     (held,) = list_parts(taker)
     assert (held.name, held.digest, held.n_layers, held.edges) == (name, digest, whole.spec.n_layers, False)

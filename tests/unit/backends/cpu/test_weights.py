@@ -1,0 +1,80 @@
+"""Which form each matrix takes, and that loading gives the same records however many threads pack them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+
+from paceline.backends import cpu
+from paceline.backends.cpu.choice import NEAREST, forms_by, held_bytes, part_bytes, uniform_format
+from paceline.backends.cpu.forms import Form
+from paceline.backends.ggml.dequantise import TYPES
+from paceline.backends.numerics import SeededWeights, small
+from paceline.backends.quantize import to_blocks, to_float32
+from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
+from paceline.core.weights import BlockTensor
+
+SPEC = ModelSpec("llama", 2, 512, 8, 2, 64, 768, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=False)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_what_has_a_form_is_held_as_it_lies(name: str) -> None:
+    assert forms_by(WeightsFormat.STORED, lambda _: name)("model.layers.0.mlp.down_proj.weight").name == name
+
+
+def test_every_type_has_a_form() -> None:
+    assert NEAREST.keys() == {*TYPES, "F32", "F16", "BF16"}
+
+
+@pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0", "MXFP4"])
+def test_other_types_lose_little_beside_what_their_file_lost(name: str) -> None:
+    """Of the types that gguf-py can make; the others are measured in docs/performance.md."""
+    weights = np.random.default_rng(3).standard_normal((16, 2048), np.float32)
+    blocks = BlockTensor(name, weights.shape, quantize(weights, gguf.GGMLQuantizationType[name]))
+    kept = to_float32(to_blocks(blocks, NEAREST[name].name))  # type: ignore[arg-type]
+    own = np.linalg.norm(dequantize(blocks.rows_NB, gguf.GGMLQuantizationType[name]) - weights)
+    assert np.linalg.norm(kept - weights) <= 1.05 * own
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Q4_K", "int4"), ("Q4_0", "int4"), ("Q3_K", "int4"), ("Q5_0", "int8"), ("Q5_K", "int8"), ("Q6_K", "int8"), ("IQ4_XS", "int8"),
+     ("Q8_0", "int8"), ("F16", "bf16"), ("BF16", "bf16")],
+)  # fmt: skip
+def test_one_format_for_all_is_the_nearest_and_five_bits_never_become_four(name: str, expected: str) -> None:
+    assert uniform_format(SPEC, lambda tensor: "Q6_K" if "v_proj" in tensor or "embed" in tensor else name) == expected
+
+
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
+@pytest.mark.parametrize("form", [Form.Q4_1, Form.Q6_K, Form.BF16])
+def test_records_are_the_same_on_any_number_of_threads_and_take_what_was_planned(form: Form) -> None:
+    from paceline.backends.cpu.probe import SeededBlocks
+    from paceline.backends.cpu.weights import pack_model
+
+    source = SeededBlocks(replace(SPEC, vocab=5000), {form})
+    seen: list[tuple[int, int]] = []
+    one = pack_model(source, LayerRange(1, 2), lambda _: form, edges=True)
+    many = pack_model(source, LayerRange(1, 2), lambda _: form, edges=True, threads=3, progress=lambda *told: seen.append(told))
+    np.testing.assert_array_equal(one.arrays[0], many.arrays[0])
+    held = part_bytes(held_bytes(source.spec, lambda _: form), LayerRange(1, 2), edges=True)
+    assert held <= sum(array.nbytes for array in one.arrays) <= held + 64 * 10
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len(seen) > 3
+
+
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
+def test_a_load_that_is_given_up_ends() -> None:
+    from paceline.backends.cpu.weights import pack_model
+
+    class GivenUp(Exception):
+        pass
+
+    def give_up(_: int, __: int) -> None:
+        raise GivenUp
+
+    with pytest.raises(GivenUp):
+        pack_model(SeededWeights(small(SPEC)), LayerRange(0, 1), lambda _: Form.Q8_0, edges=True, threads=2, progress=give_up)
