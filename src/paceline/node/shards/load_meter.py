@@ -24,11 +24,16 @@ class LoadMeter:
 
     fetched: _Phase = field(default_factory=_Phase)
     packed: _Phase = field(default_factory=_Phase)
+    _fetches: list[_Phase] = field(default_factory=list[_Phase])
     _ahead: list[LoadMeter] = field(default_factory=list["LoadMeter"])
 
     def wait_for(self, other: LoadMeter) -> None:
         """Another load comes first: its bytes count as this one's."""
         self._ahead.append(other)
+
+    def wait_for_fetch(self, other: LoadMeter) -> None:
+        """Another load's fetch comes first: its bytes count as this one's."""
+        self._fetches.append(other.fetched)
 
     def end(self) -> None:
         """Nothing more is fetched or packed: the load is over, or was given up."""
@@ -38,8 +43,9 @@ class LoadMeter:
     @property
     def progress(self) -> tuple[int, int]:
         """Bytes done, of bytes; 0 of 0 while nothing is known. What is fetched is packed afterwards, so it counts twice."""
-        done = self.fetched.done + self.packed.done
-        total = self.fetched.total + (self.packed.total or self.fetched.total)
+        phases = (self.fetched, self.packed, *self._fetches)
+        done = sum(phase.done for phase in phases)
+        total = sum(phase.total for phase in phases) + (0 if self.packed.total else self.fetched.total)
         for other in self._ahead:
             more_done, more_total = other.progress
             done, total = done + more_done, total + more_total

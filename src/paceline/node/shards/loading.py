@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from paceline.backends import table
 from paceline.backends.options import LoadOptions, LoadProgress
@@ -26,6 +26,7 @@ from paceline.fleet.sources import weights_sources
 from paceline.node import accelerator
 from paceline.node.fetch import Dial, Fetch, fetch_part, in_thread
 from paceline.node.setup import load_runner
+from paceline.node.shards.load_meter import LoadMeter
 from paceline.parallel.sessions import StageRequest
 from paceline.store.arriving import Arrivals, open_arriving
 from paceline.store.catalog import ModelLocation, find_whole, list_models
@@ -48,8 +49,8 @@ class FoundWeights:
 class FindsWeights(Protocol):
     """Where a host's weights come from."""
 
-    async def find(self, request: StageRequest, progress: LoadProgress) -> FoundWeights:
-        """Weights of that digest with all tensors of those layers.
+    async def find(self, request: StageRequest, meter: LoadMeter) -> FoundWeights:
+        """Weights of that digest with all tensors of those layers; `meter` is told what is fetched for that.
 
         Raises:
             WeightsMismatch: only others of that name are to be had.
@@ -78,18 +79,22 @@ class FleetWeights:
         beside: Sequence[ModelLocation] = (),
     ) -> None:
         self._own, self._home, self._cards, self._dial, self._beside = own, home, cards, dial, beside
-        self._fetching: dict[str, asyncio.Task[None]] = {}
-        """By digest."""
+        self._fetching: dict[str, tuple[asyncio.Task[None], LoadMeter]] = {}
+        """By digest: one fetch of a model at a time."""
 
-    async def find(self, request: StageRequest, progress: LoadProgress) -> FoundWeights:
+    async def find(self, request: StageRequest, meter: LoadMeter) -> FoundWeights:
         """As `FindsWeights`; layers that are not here are fetched, can be read while they come, and stay on disk."""
         part = ModelPart(request.layers, edges=False)
-        if (fetching := self._fetching.get(request.digest)) is not None:  # one at a time may fetch a model
-            await asyncio.wait({fetching})
-        try:
-            return await in_thread(partial(self._here, request.digest, part))
-        except ModelNotFound:
-            return await self._arriving(request, part, progress)
+        while True:
+            while (other := self._fetching.get(request.digest)) is not None:
+                fetching, its_meter = other
+                meter.wait_for_fetch(its_meter)
+                await asyncio.wait({fetching})
+            try:
+                return await in_thread(partial(self._here, request.digest, part))
+            except ModelNotFound:
+                if request.digest not in self._fetching:  # another load may have begun one meanwhile
+                    return await self._arriving(request, part, meter)
 
     def _here(self, digest: str, part: ModelPart) -> FoundWeights:
         whole = find_whole(digest, self._home, self._beside)
@@ -99,22 +104,23 @@ class FleetWeights:
         note = read_note(self._home.partial / digest)
         return FoundWeights(digest[:12] if note is None else note.name, source)
 
-    async def _arriving(self, request: StageRequest, part: ModelPart, progress: LoadProgress) -> FoundWeights:
+    async def _arriving(self, request: StageRequest, part: ModelPart, meter: LoadMeter) -> FoundWeights:
         sources = weights_sources(self._own, self._cards(), request.digest)
         if not sources:
-            await in_thread(partial(self._refuse, request))
+            return await in_thread(partial(self._refuse, request))
+        # Nothing is awaited between the caller's look at what is being fetched and this fetch's entry there.
         arrivals = Arrivals()
-        fetch = Fetch(sources, self._dial, self._home, progress, _say_nothing)
+        fetch = Fetch(sources, self._dial, self._home, meter.fetched.show, _say_nothing)
         fetching = asyncio.create_task(fetch_part(fetch, part, arrivals), name=f"fetch-{request.model_id}")
-        self._fetching[request.digest] = fetching
+        self._fetching[request.digest] = fetching, meter
 
         def over(task: asyncio.Task[None]) -> None:
-            del self._fetching[request.digest]
             error = ShardUnavailable("The fetch was given up") if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, PacelineError):
                 logger.error("a fetch failed", exc_info=error)
                 error = PipelineError(f"A fetch failed: {type(error).__name__}")
             arrivals.end(error or ModelNotFound("What came is not all that was asked for", "Ask again"))
+            del self._fetching[request.digest]
 
         def stop() -> None:
             fetching.cancel()
@@ -124,19 +130,19 @@ class FleetWeights:
             source = await in_thread(partial(open_arriving, part, self._home, arrivals), stop)
         except ModelNotFound:  # there was nothing to fetch any more
             return await in_thread(partial(self._here, request.digest, part))
-        except PacelineError:
+        except BaseException:
             stop()
             raise
         return FoundWeights(sources[0].model_id, source, stop)
 
     async def close(self) -> None:
         """End what is being fetched."""
-        fetching = list(self._fetching.values())
+        fetching = [task for task, _ in self._fetching.values()]
         for task in fetching:
             task.cancel()
         await asyncio.gather(*fetching, return_exceptions=True)
 
-    def _refuse(self, request: StageRequest) -> None:
+    def _refuse(self, request: StageRequest) -> NoReturn:
         offers = [(offer.model_id, offer.digest) for card in self._cards() for offer in card.models if offer.digest and offer.shard is None]
         known = [*offers, *((model.name, model.digest or "") for model in list_models(self._home))]
         others = sorted({digest[:12] for name, digest in known if name.lower() == request.model_id.lower() and digest})

@@ -190,7 +190,7 @@ class WarmShards:
         """Find, make room, load."""
         meter = shard.meter
         try:
-            found = await self._weights.find(request, meter.fetched.show)
+            found = await self._weights.find(request, meter)
             if self._queue:
                 meter.wait_for(self._queue[-1])
             self._queue.append(meter)

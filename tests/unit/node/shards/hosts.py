@@ -28,6 +28,7 @@ from paceline.engine.local import Int32, LayerRunner, RowPlan
 from paceline.node.shards.ends import Expected
 from paceline.node.shards.host import NodeShardHost
 from paceline.node.shards.limits import HostLimits
+from paceline.node.shards.load_meter import LoadMeter
 from paceline.node.shards.loading import FoundWeights, LoadsLayers
 from paceline.node.shards.meter import ShardMeter
 from paceline.node.shards.tensor_ends import NodeTensorEnds
@@ -131,7 +132,7 @@ class CountingLoads:
 class SeededFinder:
     """`FindsWeights` with one model."""
 
-    async def find(self, request: StageRequest, progress: LoadProgress) -> FoundWeights:
+    async def find(self, request: StageRequest, meter: LoadMeter) -> FoundWeights:
         if request.digest != DIGEST:
             raise BadPipelineRequest(f"Nobody has {request.digest[:12]}")
         return FoundWeights(MODEL, SeededWeights(SPEC))

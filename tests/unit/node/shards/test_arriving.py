@@ -20,11 +20,15 @@ from paceline.core.ids import NodeId
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.core.weights import BlockTensor, WeightSource
 from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.node.shards.load_meter import LoadMeter
 from paceline.node.shards.loading import FleetWeights
 from paceline.parallel.sessions import StageRequest
+from paceline.store import arriving
 from paceline.store.catalog import open_model
+from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.pull import pull
+from paceline.store.tensor_files import TensorFiles
 from paceline.testing.seeded_models import write_gguf
 
 SPEC = ModelSpec(
@@ -46,10 +50,9 @@ class Giver:
     def request(self) -> StageRequest:
         return wanted(0, 4, model_id="seeded", digest=self.whole.digest)
 
-    async def find(self) -> tuple[WeightSource, list[tuple[int, int]]]:
-        seen: list[tuple[int, int]] = []
-        found = await self.weights.find(self.request(), lambda done, total: seen.append((done, total)))
-        return found.source, seen
+    async def find(self) -> tuple[WeightSource, LoadMeter]:
+        meter = LoadMeter()
+        return (await self.weights.find(self.request(), meter)).source, meter
 
 
 @asynccontextmanager
@@ -79,7 +82,7 @@ def same(one: WeightSource, other: WeightSource, name: str) -> bool:
 @in_loop
 async def test_the_first_layers_are_read_before_the_last_have_come(tmp_path: Path) -> None:
     async with giver(tmp_path, pieces=6) as given:
-        source, seen = await given.find()
+        source, meter = await given.find()
         assert await in_thread(same, source, given.whole, FIRST)
         late = asyncio.create_task(in_thread(same, source, given.whole, LAST))
         await until(lambda: len(given.node.library.reads) >= 5)
@@ -87,11 +90,44 @@ async def test_the_first_layers_are_read_before_the_last_have_come(tmp_path: Pat
         given.goes_on.set()
         assert await late
         assert {*source.names()} == {name for name in given.whole.names() if name.startswith("model.layers.")}
-        await until(lambda: seen[-1][0] == seen[-1][1])
+        await until(lambda: 0 < meter.fetched.total == meter.fetched.done)
         # All of it is on disk by then, and opened from there.
-        again, told = await given.find()
+        again, meter = await given.find()
         assert await in_thread(same, again, given.whole, LAST)
-        assert not told
+        assert not meter.fetched.total
+
+
+@in_loop
+async def test_several_who_want_other_layers_of_a_model_at_once_all_get_them(tmp_path: Path) -> None:
+    async with giver(tmp_path, pieces=1 << 30) as given:
+        requests = [wanted(first, first + 1, model_id="seeded", digest=given.whole.digest) for first in range(4)]
+        found = await asyncio.gather(*(given.weights.find(request, LoadMeter()) for request in requests))
+        for layer, each in enumerate(found):
+            assert await in_thread(same, each.source, given.whole, f"model.layers.{layer}.mlp.gate_proj.weight")
+
+
+@in_loop
+async def test_who_waits_for_a_fetch_of_other_layers_says_how_far_it_is(tmp_path: Path) -> None:
+    async with giver(tmp_path, pieces=6) as given:
+        _, fetching = await given.find()
+        waits = LoadMeter()
+        waiting = asyncio.create_task(given.weights.find(wanted(0, 2, model_id="seeded", digest=given.whole.digest), waits))
+        await until(lambda: 0 < waits.progress[0] == fetching.fetched.done)
+        given.goes_on.set()
+        await waiting
+
+
+@in_loop
+async def test_files_that_can_not_be_opened_end_their_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path, digests: DigestCache) -> TensorFiles:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(arriving, "open_weights", fails)
+    async with giver(tmp_path, pieces=6) as given:
+        with pytest.raises(PermissionError):
+            await given.find()
+        monkeypatch.undo()
+        assert await in_thread(same, (await given.find())[0], given.whole, FIRST)
 
 
 @in_loop
@@ -106,7 +142,7 @@ async def test_where_the_source_goes_away_reads_that_wait_end(tmp_path: Path) ->
 @in_loop
 async def test_a_load_that_is_given_up_ends_its_reads_and_its_fetch(tmp_path: Path) -> None:
     async with giver(tmp_path, pieces=6) as given:
-        found = await given.weights.find(given.request(), lambda done, total: None)
+        found = await given.weights.find(given.request(), LoadMeter())
         reading = asyncio.create_task(in_thread(found.source.read, LAST))
         await until(lambda: len(given.node.library.reads) >= 5)
         found.stop()
