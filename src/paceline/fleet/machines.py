@@ -214,7 +214,12 @@ def _host(machine: Machine, barred: Collection[NodeId]) -> Machine | None:
         return None
     # What is loaded and idle makes way for what is wanted.
     idle = sum(offer.shard.memory_bytes for offer in card.models if offer.warm and offer.shard is not None and not offer.shard.streams)
-    return replace(machine, room_bytes=max(0, min(_free_bytes(card), card.shard_memory_bytes) + idle))
+    return replace(machine, room_bytes=free_for_layers(card) + idle)
+
+
+def free_for_layers(card: NodeCard) -> int:
+    """Bytes that layers for others may take on a machine while nothing makes way for them."""
+    return max(0, min(_free_bytes(card), card.shard_memory_bytes))
 
 
 def speed_order(machine: Machine) -> tuple[float, int, str]:

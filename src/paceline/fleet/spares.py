@@ -11,7 +11,18 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
-from paceline.fleet.machines import Links, Machine, barred_hosts, fetchers, groups, live_cards, matching_offers, speed_order, stage_machines
+from paceline.fleet.machines import (
+    Links,
+    Machine,
+    barred_hosts,
+    fetchers,
+    free_for_layers,
+    groups,
+    live_cards,
+    matching_offers,
+    speed_order,
+    stage_machines,
+)
 from paceline.fleet.plan import PlanRequest, Spare
 
 
@@ -52,7 +63,8 @@ def spares_for(
 
 
 def _fits(machine: Machine, span: LayerRange) -> bool:
-    return machine.takes_layers and machine.room_bytes >= machine.needs(len(span), edges=False)
+    """Nothing makes way for a spare."""
+    return machine.takes_layers and free_for_layers(machine.card) >= machine.needs(len(span), edges=False)
 
 
 def _has(machine: Machine, span: LayerRange) -> bool:

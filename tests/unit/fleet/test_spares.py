@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.node.pipelines.test_choosing import BEE, CARDS, CAT, DOG, GIB, OFFER, OWN, PINNED
 
+from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
@@ -63,8 +64,12 @@ def test_machines_without_memory_or_trust_are_no_spares() -> None:
     assert found == (Spare(ELK, b"elk", CATS),)
 
 
-def test_layers_that_are_idle_make_way() -> None:
+def test_layers_that_are_idle_make_way_for_a_stage_and_not_for_a_spare() -> None:
     idle = replace(OFFER, role=Role.SHARD, digest="e" * 64, warm=True, shard=ShardState(LayerRange(0, 24), 4, memory_bytes=4 * GIB))
-    assert DOG in spares(changed(DOG, models=(OFFER, idle), shard_memory_bytes=0))
+    cards = changed(DOG, models=(OFFER, idle), shard_memory_bytes=0)
+    assert DOG not in spares(cards)
+    pinned = replace(REQUEST, pins=(Pin(OWN), Pin(DOG, BEES), Pin(CAT, CATS)))
+    assert [stage.node_id for stage in plan(cards, pinned).chosen.stages] == [OWN, DOG, CAT]
     busy = replace(idle, shard=replace(idle.shard, streams=1))  # type: ignore[type-var]
-    assert DOG not in spares(changed(DOG, models=(OFFER, busy), shard_memory_bytes=0))
+    with pytest.raises(PlacementError):
+        plan(changed(DOG, models=(OFFER, busy), shard_memory_bytes=0), pinned)
