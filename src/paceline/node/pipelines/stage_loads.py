@@ -23,14 +23,13 @@ class _Load:
     began_s: float
     began_bytes: int
     news: StageLoading
-    now_s: float
 
-    @property
-    def seconds_left(self) -> float | None:
+    def seconds_left(self, now_s: float) -> float | None:
+        """At its pace until now: while nothing comes, it takes longer."""
         gained = self.news.bytes_done - self.began_bytes
-        if gained <= 0 or self.now_s <= self.began_s:
+        if gained <= 0 or now_s <= self.began_s:
             return None
-        return (self.news.bytes_total - self.news.bytes_done) * (self.now_s - self.began_s) / gained
+        return (self.news.bytes_total - self.news.bytes_done) * (now_s - self.began_s) / gained
 
 
 class StageLoads:
@@ -56,8 +55,8 @@ class StageLoads:
         """A machine said how far it is."""
         now = self._clock.monotonic()
         with self._lock:
-            load = self._loads.setdefault(part, _Load(now, news.bytes_done, news, now))
-            load.news, load.now_s = news, now
+            load = self._loads.setdefault(part, _Load(now, news.bytes_done, news))
+            load.news = news
             self._most[part] = max(self._most.get(part, 0), news.bytes_done)
 
     def opened(self, part: Part) -> None:
@@ -74,9 +73,10 @@ class StageLoads:
     @property
     def opening(self) -> Opening:
         """All of it."""
+        now = self._clock.monotonic()
         with self._lock:
             loads = [(part, load) for part in self._parts if (load := self._loads.get(part)) is not None]
-            left = [load.seconds_left for _, load in loads if load.news.bytes_done < load.news.bytes_total]
+            left = [load.seconds_left(now) for _, load in loads if load.news.bytes_done < load.news.bytes_total]
             known = [seconds for seconds in left if seconds is not None]
             return Opening(
                 sum(load.news.bytes_done for _, load in loads),

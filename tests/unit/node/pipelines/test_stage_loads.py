@@ -27,6 +27,8 @@ def test_it_is_as_far_as_all_its_machines_are_and_takes_as_long_as_the_slowest()
     assert (opening.nodes, opening.bytes_done, opening.bytes_total) == (("bee", "cat"), 190, 400)
     assert opening.seconds_left == 40
     assert str(opening) == "47 %, 40 s left"
+    clock.advance(30)
+    assert loads.opening.seconds_left == 160, "nothing came since"
     loads.opened(CAT)
     assert (loads.opening.nodes, loads.opening.bytes_done) == (("bee",), 240)
 
