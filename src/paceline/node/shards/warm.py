@@ -17,6 +17,7 @@ from paceline.backends.heap import give_memory_back
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
+from paceline.core.model import LayerRange, WeightsFormat
 from paceline.node.setup import BLOCK_SIZE
 from paceline.node.shapes import model_shape
 from paceline.node.shards.leases import Leases
@@ -30,8 +31,13 @@ from paceline.parallel.sessions import StageRequest
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 120.0
+"""How long layers that could not be loaded are not loaded again for callers that may come. One that is there has them tried at once."""
 ENDING_S = 2.0
 """How long a stream that is about to become free is waited for. One in use is not waited for at all."""
+
+Held = tuple[str, WeightsFormat, LayerRange]
+"""Layers of a model, by its digest, in one format."""
 
 
 class WarmShards:
@@ -42,7 +48,7 @@ class WarmShards:
         load: makes runners of them.
         limits: bounds.
         free_bytes: memory there is now.
-        low_bytes: with less than this free, shards that nobody uses go.
+        low_bytes: none of these are taken; with less free, shards that nobody uses go.
         threads: of a runner.
         kernel_cache: see `LoadOptions`.
         meter: counts.
@@ -72,6 +78,8 @@ class WarmShards:
         self._one_load: Final = asyncio.Semaphore(1)
         self._queue: list[LoadMeter] = []
         """Of the load that has its turn, and those behind it."""
+        self._failed: dict[Held, tuple[PipelineError, float]] = {}
+        """Layers that could not be loaded: why, and when."""
         self._closed = False
 
     @property
@@ -87,7 +95,8 @@ class WarmShards:
         """What further shards may take."""
         free = self._free_bytes()
         bound = self._limits.memory_bytes
-        return int(free * FREE_SHARE) if bound is None else min(bound - self.used_bytes, free)
+        most = int(free * FREE_SHARE) if bound is None else bound - self.used_bytes
+        return min(most, free - self._low_bytes)
 
     async def claim(self, request: StageRequest) -> tuple[Shard, Claim]:
         """A stream on a shard that has the layers, which may still be loading. Release it.
@@ -122,16 +131,19 @@ class WarmShards:
         """A shard that a caller may come to claim: loaded, if it is not there, as far as memory is free. Asked again, it is kept.
 
         Raises:
-            ShardUnavailable: memory, or the machine, is wanted for others.
+            ShardUnavailable: memory, or the machine, is wanted for others, or the layers could not be loaded a moment ago.
         """
         shard = self._holding(request)
-        if shard is None or not shard.suits(request):
+        if shard is not None and not shard.suits(request):
+            raise ShardUnavailable(f"{shard.shard_id} is loaded with less room than is asked for")
+        if shard is None:
             if self._closed:
                 raise ShardUnavailable("This machine is stopping")
             if any(other.is_loading for other in self._shards):
                 raise ShardUnavailable("Other layers are being loaded here")
-            if shard is not None or len(self._shards) >= self._limits.max_shards:
+            if len(self._shards) >= self._limits.max_shards:
                 raise ShardUnavailable(f"{len(self._shards)} shards are loaded here already")
+            self._check_failed(request)
             shard = self._added(request)
             self._on_change()
         shard.used_at = self._clock.monotonic()
@@ -171,6 +183,18 @@ class WarmShards:
         found = [shard for shard in self._shards if shard.holds(request.digest, request.weights, request.layers)]
         return min(found, key=lambda shard: (shard.is_full or not shard.suits(request), len(shard.layers)), default=None)
 
+    def _check_failed(self, request: StageRequest) -> None:
+        """Raise why these layers could not be loaded, where that is not long ago."""
+        error, at_s = self._failed.get(_held(request), (None, 0.0))
+        if error is not None and self._clock.monotonic() - at_s < RETRY_S:
+            raise ShardUnavailable(error.message, error.hint)
+
+    def _note_failed(self, request: StageRequest, error: PipelineError) -> PipelineError:
+        now = self._clock.monotonic()
+        self._failed = {held: known for held, known in self._failed.items() if now - known[1] < RETRY_S}
+        self._failed[_held(request)] = error, now
+        return error
+
     def _claimed(self, shard: Shard) -> Claim:
         claim = Claim()
         shard.claims.add(claim)
@@ -204,13 +228,15 @@ class WarmShards:
                 self._queue.remove(meter)
             shard.leases = Leases(shard.loaded.runner.n_blocks)
             shard.used_at = self._clock.monotonic()
+            self._failed.pop(_held(request), None)
             self._meter.loads += 1
             logger.info("%s is loaded for others, with KV for %d tokens", shard.shard_id, shard.leases.n_blocks * BLOCK_SIZE)
         except PacelineError as error:
-            raise in_pipelines_terms(error) from error
+            raise self._note_failed(request, in_pipelines_terms(error)) from error
         except (OSError, MemoryError, ValueError) as error:
             logger.exception("%s can't be loaded", shard.shard_id)
-            raise PipelineError(f"{shard.shard_id} can't be loaded: {type(error).__name__}") from error
+            told = PipelineError(f"{shard.shard_id} can't be loaded: {type(error).__name__}")
+            raise self._note_failed(request, told) from error
         finally:
             meter.end()
             if shard.loaded is None:
@@ -276,6 +302,10 @@ class WarmShards:
         shard.gone = True
         if shard in self._shards:
             self._shards.remove(shard)
+
+
+def _held(request: StageRequest) -> Held:
+    return request.digest, request.weights, request.layers
 
 
 async def _changed(shard: Shard) -> bool:

@@ -19,7 +19,7 @@ from tests.unit.node.fleet.nodes import BOUND_S, Given
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.background import Background
-from paceline.core.clock import SystemClock
+from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BadPipelineRequest, NotTrusted
 from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
@@ -194,12 +194,13 @@ async def hosting(
     refuse: Sequence[str] = (),
     free_bytes: Callable[[], int] = lambda: 1 << 30,
     low_bytes: int = 0,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Hosting]:
     identity, limits, meter, loads = net.identity(name), limits or HostLimits(), ShardMeter(), CountingLoads()
     listener, ends = net.ends(identity)
     warm = WarmShards(
         SeededFinder(), load or loads, limits, free_bytes=free_bytes, low_bytes=low_bytes, threads=1, kernel_cache=None,
-        meter=meter, clock=SystemClock(), on_change=lambda: None,
+        meter=meter, clock=clock or SystemClock(), on_change=lambda: None,
     )  # fmt: skip
 
     def check(caller: Member) -> None:

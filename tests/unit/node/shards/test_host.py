@@ -24,8 +24,10 @@ from paceline.core.errors import (
 from paceline.core.ids import BatchId, NodeId
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.offers import ShardOffers
+from paceline.node.shards.warm import RETRY_S
 from paceline.parallel.sessions import ActivationDtype, NextStage, StageRequest
 from paceline.store.home import Home
+from paceline.testing.clock import FakeClock
 from paceline.transport.shard_client import open_stage
 
 
@@ -119,6 +121,46 @@ async def test_a_machine_short_of_memory_unloads_what_nobody_uses() -> None:
         await a.warm.evict_idle()
         assert [shard.layers.start for shard in a.warm.shards] == [0]
         assert not used.lost.done()
+
+
+@in_loop
+async def test_layers_are_not_loaded_into_memory_whose_lack_would_unload_them() -> None:
+    net, free = Net(), 1 << 30
+    async with hosting(net, "a", free_bytes=lambda: free, low_bytes=free - (1 << 12), limits=HostLimits(memory_bytes=free)) as a:
+        async with User(net) as user:
+            with pytest.raises(ShardUnavailable, match="may be taken here"):
+                await user.open(a)
+        assert a.warm.left_bytes() == 1 << 12
+
+
+@in_loop
+async def test_layers_that_could_not_be_loaded_are_not_loaded_again_soon_but_for_a_caller_that_waits() -> None:
+    net, clock = Net(), FakeClock()
+    async with hosting(net, "a", clock=clock) as a, User(net) as user:
+        a.loads.fault = UnsupportedModel("no such layers here")
+        assert not warmed(a)
+        await until(lambda: not a.warm.shards)
+        for _ in range(3):
+            with pytest.raises(ShardUnavailable, match="no such layers here"):
+                warmed(a)
+        assert not warmed(a, wanted(3, 6)), "those are others"
+        await until(lambda: not a.warm.shards)
+        clock.advance(RETRY_S + 1)
+        assert not warmed(a)
+        await until(lambda: not a.warm.shards)
+        assert len(a.loads.asked) == 3
+        a.loads.fault = None
+        await (await user.open(a)).close()
+        assert warmed(a)
+
+
+@in_loop
+async def test_layers_that_are_there_with_too_little_room_are_named() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        await (await user.open(a)).close()
+        with pytest.raises(ShardUnavailable, match="tiny:0-2 is loaded with less room than is asked for"):
+            warmed(a, wanted(max_rows=4096))
 
 
 @in_loop
