@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu.attention import SEGMENT
-from paceline.backends.cpu.step import PIECE_OF, PIECE_RECORDS, PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_TILE
+from paceline.backends.cpu.step import N_PIECE, PIECE_OF, PIECE_RECORDS, PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_TILE
 
 Int32 = npt.NDArray[np.int32]
 
@@ -26,6 +26,11 @@ TASKS_A_THREAD = 4
 
 SPLIT_ROWS = 8
 """Rows of the longest context whose segments may be apart at once. Raising it takes memory for their records."""
+
+
+_ONE_ROW = np.zeros(N_PIECE, np.int32)
+_ONE_ROW[[PIECE_ROWS, PIECE_STOP, PIECE_OF]] = 1
+"""A row and the one segment it sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,15 @@ class Cutter:
             starts: each sequence's first row in the batch; `counts`: its rows; `firsts`: its first row's position.
             out: [pieces, N_PIECE].
         """
-        if len(starts) > 1 or counts[0] > 1:
-            starts, counts, firsts = self._tiles(starts, counts, firsts)
         n = len(starts)
+        if int(counts.max()) == 1:
+            if int(firsts.max()) < SEGMENT:  # answers of short contexts, whose steps are short too
+                out[:n] = _ONE_ROW
+                out[:n, PIECE_ROW] = starts
+                return n
+        else:
+            starts, counts, firsts = self._tiles(starts, counts, firsts)
+            n = len(starts)
         segments = (firsts + counts - 1) // SEGMENT + 1
         work = counts * segments
         if n > 1:
