@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +53,37 @@ def test_damaged_kernels_are_compiled_again(tmp_path: Path, damage: bytes | None
     assert not kernel_cache.known(tmp_path)
     assert not kernel_cache.use(tmp_path)
     assert not kernel.exists()
+
+
+def test_of_damaged_kernels_only_their_functions_are_compiled_again(tmp_path: Path) -> None:
+    kernel_cache.use(tmp_path)
+    folder = Path(os.environ["NUMBA_CACHE_DIR"]) / "cpu"
+    folder.mkdir()
+    names = ["a.f-1.py311.nbi", "a.f-1.py311.1.nbc", "a.f-1.py311.2.nbc", "a.g-9.py311.nbi", "a.g-9.py311.1.nbc"]
+    for name in names:
+        (folder / name).write_bytes(name.encode())
+    kernel_cache.complete()
+    (folder / names[2]).write_bytes(b"cut")
+    assert not kernel_cache.use(tmp_path)
+    assert sorted(file.name for file in folder.iterdir()) == sorted(names[3:])
+    kernel_cache.complete()
+    assert kernel_cache.known(tmp_path)
+
+
+def test_one_process_compiles_and_others_wait_for_what_it_leaves(tmp_path: Path) -> None:
+    kernel_cache.use(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from paceline.backends.cpu import kernel_cache;"
+        "print('asks', flush=True); print(kernel_cache.use(Path(sys.argv[1])))"
+    )
+    with kernel_cache.alone():
+        other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "asks\n"
+        with (Path(os.environ["NUMBA_CACHE_DIR"]) / "lock").open("ab") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kernel_cache.complete()
+    assert other.communicate()[0] == "True\n"
 
 
 def test_a_seal_that_is_no_seal_counts_for_nothing(tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     weights = part_bytes(held_bytes(source.spec, form_of), options.layers, edges=options.edges)
     check_kv(options.n_blocks * BLOCK, source.spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
     # Of the whole model: stages that hold other layers of it have the same id.
-    identity = numerics_id(source.spec, {form_of(name) for name in matrices(source.spec)}, options.threads)
+    with kernel_cache.alone():
+        identity = numerics_id(source.spec, {form_of(name) for name in matrices(source.spec)}, options.threads)
+        kernel_cache.complete()
     model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress)
     kernel_cache.complete()
     give_memory_back()
@@ -104,7 +106,9 @@ def load_sampler(vocab: int, threads: int, kernels: Path | None) -> CompiledSamp
     from paceline.backends.cpu import kernel_cache
 
     kernel_cache.use(kernels)
-    from paceline.backends.cpu.sampler import CompiledSampler
+    with kernel_cache.alone():
+        from paceline.backends.cpu.sampler import CompiledSampler
 
-    kernel_cache.complete()
-    return CompiledSampler(vocab, threads)
+        sampler = CompiledSampler(vocab, threads)
+        kernel_cache.complete()
+    return sampler

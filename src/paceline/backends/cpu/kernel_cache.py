@@ -2,16 +2,23 @@
 
 Numba notices a changed function but not a changed callee, so the folder's name is a hash of all kernel sources, of the compilers'
 versions and of the processor. Must run before the kernel modules are imported.
+
+Processes share the folder: one compiles at a time (`alone`), the others wait and find what it left. Numba renames whole files into place, so what
+differs from the seal was changed after it: by a disk, or by a process that compiled more and was killed. Those functions are compiled again.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,7 +30,7 @@ from paceline.core.files import write_file
 logger = logging.getLogger(__name__)
 
 _VARIABLE = "NUMBA_CACHE_DIR"
-_COMPLETE = "complete"
+_COMPLETE, _LOCK = "complete", "lock"
 _ROOM = 32 << 20
 """Bytes that must be free before kernels are written: Numba would end a start with the error of a full disk."""
 _KEPT = 3
@@ -53,20 +60,43 @@ def known(folder: Path) -> bool:
 def use(folder: Path | None) -> bool:
     """Keep kernels under `folder` (None: beside their sources). Returns whether they are there already.
 
-    Damaged ones are removed. Where nothing can be kept, that is logged, and each start compiles.
+    Damaged ones are removed. Where nothing can be kept, that is logged, and each start compiles. Waits while another process compiles.
     """
     root = folder if folder is not None else Path(__file__).parent / "__pycache__" / "kernels"
     target = root / _version()
     there = _is_whole(target)
     try:
         if not there:
-            _make_room(root, target)
+            target.mkdir(parents=True, exist_ok=True)
+            with _locked(target):
+                there = _is_whole(target)
+                if not there:
+                    _remove_damaged(target)
+                    _make_room(root, target)
         os.environ[_VARIABLE] = str(target)
     except OSError as error:
         logger.warning("compiled kernels can't be kept in %s (%s): each start will compile them", target, error.strerror)
         os.environ.pop(_VARIABLE, None)
     config.reload_config()
     return there
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Compile while no other process does, where compiled kernels are kept and may be written."""
+    folder = Path(os.environ.get(_VARIABLE, ""))
+    if in_use() and os.access(folder, os.W_OK):
+        with _locked(folder):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    with (target / _LOCK).open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def complete() -> None:
@@ -86,22 +116,39 @@ def complete() -> None:
 def _is_whole(target: Path) -> bool:
     """Whether a folder was completed, and its files are still what they were: a cut one would end the process, not raise."""
     try:
-        seal = json.loads((target / _COMPLETE).read_bytes())
-        return all(_digest(target / name) == digest for name, digest in seal.items())
+        return not _changed(target)
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _changed(target: Path) -> list[str]:
+    """Files that are not what the seal says."""
+    seal: dict[str, str] = json.loads((target / _COMPLETE).read_bytes())
+    return [name for name, digest in seal.items() if not (target / name).is_file() or _digest(target / name) != digest]
 
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def _remove_damaged(target: Path) -> None:
+    """Remove the functions, index and machine code, of files that are not what the seal says; all of them where the seal is none."""
+    if not (target / _COMPLETE).exists():
+        return
+    try:
+        names = _changed(target)
+    except (ValueError, AttributeError):
+        names = [str(file.relative_to(target)) for file in target.rglob("*.nb?")]
+    logger.warning("%d files of compiled kernels in %s are damaged: their functions are compiled again", len(names), target)
+    for name in names:
+        function = re.sub(r"(\.\d+)?\.nb.$", "", name)
+        for file in (target / function).parent.glob(f"{Path(function).name}*.nb?"):
+            file.unlink()
+    (target / _COMPLETE).unlink()
+
+
 def _make_room(root: Path, target: Path) -> None:
-    """An empty folder for this version, if it was once complete; old versions removed, but for the latest."""
-    if (target / _COMPLETE).exists():
-        logger.warning("the compiled kernels in %s are damaged, and are compiled again", target)
-        shutil.rmtree(target)
-    target.mkdir(parents=True, exist_ok=True)
+    """Remove old versions, but for the latest, and see that kernels can be written."""
     folders = sorted((f for f in root.iterdir() if f != target), key=lambda f: f.stat().st_mtime, reverse=True)
     for old in folders[_KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
