@@ -60,8 +60,9 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
             break
         limit = min(limit, LONGER * costs.of(step.load))
     if not step.rows[0]:
-        part = base if step.load is base else step.load
-        allowed = limit if step.load is not base or limit == inf else costs.of(part) + (limit - costs.of(part)) / FLOOR
+        # Where no prompt got a row yet, the oldest takes its part of the time, not all of it.
+        taken = costs.of(step.load)
+        allowed = limit if step.load != base or limit == inf else taken + (limit - taken) / FLOOR
         step.take(0, floor, allowed, least=1)
     for place in order:
         step.take(place, most, limit)

@@ -87,7 +87,7 @@ def learn_speed(
     vocabulary: Vocabulary,
     config: EngineConfig,
     clock: Clock,
-    sampler: Sampler | None = None,
+    sampler: Sampler,
 ) -> Speed:
     """The speed of a model just loaded: as it was measured before, or measured now.
 

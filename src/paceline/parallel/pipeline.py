@@ -164,6 +164,7 @@ class PipelineExecutor:
     def reset(self) -> None:
         # Others hold tables of sequences that are gone: a new route begins with none.
         self._pending.clear()
+        self._leases.void(None)
         route, self._route = self._route, None
         if route is not None:
             route.close()

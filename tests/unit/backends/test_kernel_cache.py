@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import os
 import subprocess
@@ -100,3 +101,15 @@ def test_where_nothing_can_be_kept_kernels_are_still_compiled(tmp_path: Path, ca
     assert not kernel_cache.in_use()
     kernel_cache.complete()
     assert "can't be kept" in caplog.text
+
+
+def test_whatever_is_compiled_into_kernels_is_part_of_their_version() -> None:
+    hashed = {source.resolve() for source in kernel_cache.sources()}
+    package = Path(kernel_cache.__file__).parents[2]
+    for source in hashed:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline."):
+                constants = [name.name for name in node.names if name.name.isupper()]
+                origin = package.joinpath(*(node.module or "").split(".")[1:])
+                origin = origin / "__init__.py" if origin.is_dir() else origin.with_suffix(".py")
+                assert not constants or origin.resolve() in hashed, f"{source.name} takes {constants} of {origin.name}"

@@ -18,6 +18,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import EMBEDDING, HEAD, tensor_shapes
 from paceline.engine.config import EngineConfig
+from paceline.engine.sampling import PlainSampler
 from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.figures import two_digits
 from paceline.node import memory_rate as rates
@@ -90,14 +91,14 @@ def test_a_speed_is_measured_once_for_its_key(home: Home) -> None:
     config = EngineConfig(max_context=256, max_running=2)
     key = SpeedKey("d", "int4", 2)
     runner = NullRunner(n_blocks=64, block_size=4)
-    first = learn_speed(home, key, runner, vocabulary, config, SystemClock())
+    first = learn_speed(home, key, runner, vocabulary, config, SystemClock(), PlainSampler(vocabulary.size))
     assert first.tokens_per_second > 0
     assert first.prefill_tokens_per_second > 0
     assert (first.numerics_id, first.holds_identity) == ("null", True)
     run = runner.rows_run
-    assert learn_speed(home, key, runner, vocabulary, config, SystemClock()) == first
+    assert learn_speed(home, key, runner, vocabulary, config, SystemClock(), PlainSampler(vocabulary.size)) == first
     assert runner.rows_run == run
-    learn_speed(home, replace(key, threads=1), runner, vocabulary, config, SystemClock())
+    learn_speed(home, replace(key, threads=1), runner, vocabulary, config, SystemClock(), PlainSampler(vocabulary.size))
     assert runner.rows_run > run
 
 

@@ -37,10 +37,16 @@ _KEPT = 3
 """Folders of other versions to keep; each takes some 5 MiB."""
 
 
+def sources() -> list[Path]:
+    """Files that decide what kernels compute: their own, and those whose constants are compiled into them."""
+    here = Path(__file__).parent
+    constants = ("core/weights.py", "engine/adjustments.py", "engine/arithmetic.py")
+    return [*sorted(here.glob("*.py")), *sorted(here.with_name("ggml").glob("*.py")), *(here.parents[1] / name for name in constants)]
+
+
 def _version() -> str:
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for source in sorted([*here.glob("*.py"), *here.with_name("ggml").glob("*.py")]):
+    for source in sources():
         digest.update(source.read_bytes())
     digest.update(f"{version('numba')} {version('llvmlite')} {version('numpy')} {binding.get_host_cpu_name()}".encode())
     digest.update(binding.get_host_cpu_features().flatten().encode())

@@ -20,6 +20,9 @@ from paceline.core.errors import PacelineError
 from paceline.core.model import ModelSpec
 from paceline.core.weights import BlockTensor, StoredTensor, WeightSource
 
+ARITHMETIC: Final = 2
+"""Of `docs/arithmetic.md`. To be raised with every change that changes a byte: what is too long for the probe, as a context of several segments, stands
+in no hash."""
 SCALES: Final[Mapping[Form, Sequence[tuple[int, float]]]] = {
     Form.Q4_0: ((0, 0.04),), Form.Q4_1: ((0, 0.04), (2, -0.3)), Form.Q5_0: ((0, 0.02),), Form.Q5_1: ((0, 0.02), (2, -0.3)),
     Form.Q8_0: ((0, 0.003),), Form.Q4_K: ((0, 0.001), (2, 0.0075)), Form.Q5_K: ((0, 0.0005), (2, 0.0075)), Form.Q6_K: ((208, 0.0002),),
@@ -66,7 +69,7 @@ def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
     def to_bytes(x_TD: npt.NDArray[np.uint16]) -> bytes:
         return x_TD.tobytes()
 
-    label = f"cpu-avx512bf16-{'-'.join(form.name for form in sorted(forms))}"
+    label = f"arithmetic-{ARITHMETIC}-cpu-avx512bf16-{'-'.join(form.name for form in sorted(forms))}"
     measured = numerics.measure(make, source, {1, threads}, to_bytes, label)
     if not measured.holds_identity:
         raise PacelineError(

@@ -69,7 +69,8 @@ def load_proposer(name: str, threads: int | None, progress: LoadProgress | None,
     runner = setup.load(layers, kv.n_blocks, MAX_ROWS, progress)
     config = replace(setup.config(kv), max_running=1, prefill_chunk=MAX_ROWS - 1)
     key = SpeedKey(setup.digest, setup.weights, setup.threads)
-    speed = learn_speed(Home.from_environment(), key, runner, opened.tokenizer, config, clock)
+    with closing(setup.sampler()) as sampler:
+        speed = learn_speed(Home.from_environment(), key, runner, opened.tokenizer, config, clock, sampler)
     kind = JacobiProposer if name.startswith(JACOBI) else DraftModelProposer
     proposer = kind(
         runner,
