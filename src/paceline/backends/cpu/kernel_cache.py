@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -88,7 +88,7 @@ def use(folder: Path | None) -> bool:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone() -> Generator[None]:
     """Compile while no other process does, where compiled kernels are kept and may be written."""
     folder = Path(os.environ.get(_VARIABLE, ""))
     if in_use() and os.access(folder, os.W_OK):
@@ -99,7 +99,7 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def _locked(target: Path) -> Generator[None]:
     with (target / _LOCK).open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
