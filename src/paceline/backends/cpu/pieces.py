@@ -90,7 +90,11 @@ class Cutter:
         """Sequences cut into tiles of rows."""
         most = int(counts.max())
         rows = max(1, self.most_queries // self.group)
-        while rows * self.group > FEWEST_QUERIES and int((-(-counts // rows)).sum()) * self.kv_heads < TASKS_A_THREAD * self.threads:
+        while (
+            rows > 1
+            and rows * self.group > FEWEST_QUERIES
+            and int((-(-counts // rows)).sum()) * self.kv_heads < TASKS_A_THREAD * self.threads
+        ):
             rows = -(-rows // 2)
         if most <= rows:
             return starts, counts, firsts
