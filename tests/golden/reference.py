@@ -84,7 +84,8 @@ def reference(source: WeightSource, weights: WeightsFormat, saved: Path, folder:
 
 
 def _rounded(name: str, tensor: StoredTensor, weights: WeightsFormat) -> Logits:
-    if weights is not WeightsFormat.BF16:
+    # What is not quantised in its file is held as bf16.
+    if weights in {WeightsFormat.INT4, WeightsFormat.INT8}:
         if name.endswith("proj.weight"):
             return to_float32(to_blocks(tensor, "Q4_1" if weights is WeightsFormat.INT4 else "Q8_0"))
         if name in {"model.embed_tokens.weight", "lm_head.weight"}:
