@@ -15,8 +15,9 @@ from tests.unit.node.test_host import drain, host_of, request
 from tests.unit.node.weights.conftest import new_home  # noqa: F401
 
 from paceline.core.errors import ExecutorUnavailable, PacelineError
-from paceline.core.model import ModelSpec, RopeSpec, WeightsFormat
+from paceline.core.model import WeightsFormat
 from paceline.core.text import Tokenizer
+from paceline.fleet.card import ModelShape
 from paceline.node.build import BuiltNode
 from paceline.node.offers import WarmModel
 from paceline.node.serving import FleetServing
@@ -25,16 +26,13 @@ from paceline.server.inference import ServedModel
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
 
-SPEC = ModelSpec(
-    model_type="llama", n_layers=2, hidden=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn=96, vocab=64, max_context=100,
-    rms_eps=1e-5, rope=RopeSpec(10_000.0), tied_head=True,
-)  # fmt: skip
+SHAPE = ModelShape(n_layers=2, hidden=64, layer_bytes=1 << 16, edge_bytes=1 << 16, kv_bytes_per_token_per_layer=64, max_context=128)
 
 
 def built(*engines: EchoEngine) -> BuiltNode:
     """A node with an engine, and those that take its place."""
     speed = Speed(10.0, 100.0, "n" * 16, holds_identity=True, vocabulary="v" * 32)
-    warm = WarmModel("echo", "d" * 64, WeightsFormat.INT4, SPEC, 100, 1 << 20, speed)
+    warm = WarmModel("echo", "d" * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
     host = host_of(engines[0], 4, *engines[1:])
     return BuiltNode(host, ServedModel("echo", 0, 100, cast("Tokenizer", None), "fp"), (), "echo", warm)
 

@@ -10,6 +10,7 @@ from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.pipelines.test_spot_check import Eyes as Sees
 from tests.unit.node.shards.hosts import DIGEST, MODEL, SPEC, Hosting, Net, User, hosting, wanted
 
+from paceline.backends.table import Kernels
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
@@ -33,9 +34,8 @@ class Eyes(Sees):
         return [self._card(node_id) for node_id in (self.node_id, *self.hosts) if node_id not in self.left_out]
 
     def _card(self, node_id: NodeId) -> NodeCard:
-        offer = ModelOffer(
-            MODEL, Role.VERIFIER, "bf16", 9.0, 90.0, DIGEST, numerics_id="counting", shape=model_shape(SPEC, WeightsFormat.BF16)
-        )
+        shape = model_shape(SPEC, WeightsFormat.BF16, lambda _: "BF16", Kernels.TORCH)
+        offer = ModelOffer(MODEL, Role.VERIFIER, "bf16", 9.0, 90.0, DIGEST, numerics_id="counting", shape=shape)
         shards = self.hosts[node_id].warm.shards if node_id in self.hosts else ()
         states = [(ShardState(shard.layers, 4, len(shard.claims)), shard.loaded is not None) for shard in shards]
         models = (offer, *(_shard(offer, state, warm=warm) for state, warm in states))
