@@ -6,7 +6,8 @@ from rich.console import Console
 
 from paceline.cli.bench_report import counts, note_load, print_report, table_of, telling
 from paceline.cli.terminal import counted
-from paceline.node.bench import BenchPlan, BenchReport, Sampled, run_bench
+from paceline.node.bench import BenchPlan, BenchReport, run_bench
+from paceline.node.sampled import Sampled
 from paceline.node.settings import NodeSettings
 
 

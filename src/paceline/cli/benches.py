@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
-from paceline.node.bench import Sampled
 from paceline.node.fleet_settings import DEFAULT_PRESET
+from paceline.node.sampled import Sampled
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
 app = typer.Typer(

@@ -11,39 +11,19 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from random import Random
 from statistics import median
 from typing import Any, Protocol
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.text import Vocabulary
 from paceline.engine.block_tables import blocks_for
+from paceline.node.sampled import Sampled
 from paceline.node.settings import NodeSettings
 from paceline.node.timing import Spread, Timing
-
-
-class Sampled(StrEnum):
-    """How the tokens of a bench are drawn."""
-
-    GREEDY = "greedy"
-    DEFAULT = "default"
-    """As the API draws what says nothing of it: at temperature 1."""
-    QWEN3 = "qwen3"
-    """As Qwen3's makers recommend: temperature 0.7, top-p 0.8, top-k 20."""
-
-    @property
-    def params(self) -> SamplingParams:
-        match self:
-            case Sampled.GREEDY:
-                return SamplingParams(temperature=0.0)
-            case Sampled.DEFAULT:
-                return SamplingParams(seed=0)
-            case Sampled.QWEN3:
-                return SamplingParams(temperature=0.7, top_p=0.8, top_k=20, seed=0)
 
 
 @dataclass(frozen=True, slots=True)

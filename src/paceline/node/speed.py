@@ -20,8 +20,9 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.engine.sampling import Sampler
-from paceline.node.bench import PromptMaker, Sampled, StepsRequests, drive
+from paceline.node.bench import PromptMaker, StepsRequests, drive
 from paceline.node.memory_rate import is_disturbed
+from paceline.node.sampled import Sampled
 from paceline.store.home import Home, read_json_object, write_cache
 
 BUDGET_S = 0.4

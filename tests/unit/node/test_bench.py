@@ -12,7 +12,8 @@ from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
-from paceline.node.bench import BenchPlan, BenchReport, DecodeRow, PromptMaker, Sampled, check_plan, drive, run_bench
+from paceline.node.bench import BenchPlan, BenchReport, DecodeRow, PromptMaker, check_plan, drive, run_bench
+from paceline.node.sampled import Sampled
 from paceline.node.settings import NodeSettings
 from paceline.node.timing import Spread
 from paceline.testing.null_backend import ByteVocabulary, NullRunner
