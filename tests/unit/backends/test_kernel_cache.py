@@ -75,12 +75,13 @@ def test_one_process_compiles_and_others_wait_for_what_it_leaves(tmp_path: Path)
     kernel_cache.use(tmp_path)
     code = (
         "import sys; from pathlib import Path; from paceline.backends.cpu import kernel_cache;"
-        "print('asks', flush=True); print(kernel_cache.use(Path(sys.argv[1])))"
+        "print(kernel_cache.use(Path(sys.argv[1])), flush=True); lock = kernel_cache.alone(); lock.__enter__();"
+        "print(kernel_cache.known(Path(sys.argv[1])))"
     )
     with kernel_cache.alone():
         other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None
-        assert other.stdout.readline() == "asks\n"
+        assert other.stdout.readline() == "False\n", "it does not wait before it has to compile"
         with (Path(os.environ["NUMBA_CACHE_DIR"]) / "lock").open("ab") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         kernel_cache.complete()

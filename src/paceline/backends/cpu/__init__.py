@@ -85,12 +85,12 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     form_of = forms_by(options.weights, source.type_of)
     weights = part_bytes(held_bytes(source.spec, form_of), options.layers, edges=options.edges)
     check_kv(options.n_blocks * BLOCK, source.spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
-    # Of the whole model: stages that hold other layers of it have the same id.
+    model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress)
+    # Behind all bytes: compiling shows no progress, and who waits for a load has patience with it there.
     with kernel_cache.alone():
+        # Of the whole model: stages that hold other layers of it have the same id.
         identity = numerics_id(source.spec, {form_of(name) for name in matrices(source.spec)}, options.threads)
         kernel_cache.complete()
-    model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress)
-    kernel_cache.complete()
     give_memory_back()
     return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)
 

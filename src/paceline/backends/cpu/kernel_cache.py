@@ -66,7 +66,7 @@ def known(folder: Path) -> bool:
 def use(folder: Path | None) -> bool:
     """Keep kernels under `folder` (None: beside their sources). Returns whether they are there already.
 
-    Damaged ones are removed. Where nothing can be kept, that is logged, and each start compiles. Waits while another process compiles.
+    Damaged ones are removed. Where nothing can be kept, that is logged, and each start compiles.
     """
     root = folder if folder is not None else Path(__file__).parent / "__pycache__" / "kernels"
     target = root / _version()
@@ -74,9 +74,10 @@ def use(folder: Path | None) -> bool:
     try:
         if not there:
             target.mkdir(parents=True, exist_ok=True)
-            with _locked(target):
+            with _locked(target, wait=False) as locked:
+                # While another process compiles, nothing is damaged but unfinished.
                 there = _is_whole(target)
-                if not there:
+                if locked and not there:
                     _remove_damaged(target)
                     _make_room(root, target)
         os.environ[_VARIABLE] = str(target)
@@ -99,10 +100,15 @@ def alone() -> Generator[None]:
 
 
 @contextmanager
-def _locked(target: Path) -> Generator[None]:
+def _locked(target: Path, *, wait: bool = True) -> Generator[bool]:
+    """Hold the folder's lock; without `wait` the block runs even if another process has it, and is told so."""
     with (target / _LOCK).open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def complete() -> None:
