@@ -104,7 +104,7 @@ class Background:
 
 
 def _pause_s(failures: int) -> float:
-    return min(PAUSE_S * 2.0 ** (failures - 1), LONGEST_PAUSE_S) if failures else 0.0
+    return min(PAUSE_S * 2.0 ** min(failures - 1, 63), LONGEST_PAUSE_S) if failures else 0.0  # a float ends at 2 ** 1024
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

@@ -65,6 +65,20 @@ async def test_what_fails_is_started_again_after_longer_and_longer_and_named_mea
 
 
 @in_loop
+async def test_what_fails_for_days_is_started_again_all_the_same() -> None:
+    pauses, rounds, times = Pauses(), 1100, 0
+
+    async def fails() -> None:
+        nonlocal times
+        times += 1
+        if times <= rounds:
+            raise OSError("the disk is full")
+
+    await Background(pauses.clock, pauses.sleep).keep(fails, "fleet-watch")
+    assert pauses.seconds[6:] == [60] * (rounds - 6)
+
+
+@in_loop
 async def test_what_went_on_for_long_begins_anew() -> None:
     pauses = Pauses()
     background = Background(pauses.clock, pauses.sleep)
