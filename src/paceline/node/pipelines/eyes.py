@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import grpc.aio
 
+from paceline.core.background import Background
 from paceline.core.errors import FleetError
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
@@ -44,6 +45,11 @@ class FleetEyes:
     @property
     def addresses(self) -> tuple[str, ...]:
         return self._fleet.addresses
+
+    @property
+    def background(self) -> Background:
+        """The node's work beside requests."""
+        return self._fleet.background
 
     def cards(self) -> Sequence[NodeCard]:
         """The live ones; old ones without their shards."""

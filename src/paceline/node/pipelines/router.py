@@ -107,7 +107,7 @@ class FleetRouter:
         self._loads.end()
         self._last = tuple(Part(stage.node_id, stage.layers) for stage in route.stages)
         if self._spares is not None:
-            self._spares.keep(self._last)
+            self._spares.keep(self._last, self.excluded)
         return route
 
     def quarantine(self, fault: Fault) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from paceline.core.background import Background
 from paceline.core.errors import FleetError, PlacementError
 from paceline.core.ids import NodeId
 from paceline.fleet.spares import spares_for
@@ -33,32 +34,42 @@ class SpareKeeper:
         request: what every stage is asked for, but for its layers.
         wanted: what the pipeline is for.
         loop: the node's.
+        background: where spares are asked.
     """
 
-    def __init__(self, fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> None:
-        self._fleet, self._request, self._wanted, self._loop = fleet, request, wanted, loop
-        self._keeping: Future[None] | None = None
+    def __init__(
+        self, fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, background: Background
+    ) -> None:
+        self._fleet, self._request, self._wanted, self._loop, self._background = fleet, request, wanted, loop, background
+        self._keeping: asyncio.Task[None] | None = None
+        """The event loop's alone."""
         self._said: dict[NodeId, str] = {}
 
-    def keep(self, parts: Sequence[Part]) -> None:
-        """There is a route over these machines. For any thread."""
-        self.stop()
-        self._keeping = asyncio.run_coroutine_threadsafe(self._keep(tuple(parts)), self._loop)
+    def keep(self, parts: Sequence[Part], excluded: Callable[[], frozenset[NodeId]]) -> None:
+        """There is a route over these machines. For any thread.
+
+        Args:
+            parts: of the route.
+            excluded: machines that may be no spares now; called on the event loop.
+        """
+        self._on_loop(lambda: self._begin(tuple(parts), excluded))
 
     def stop(self) -> None:
         """There is none. For any thread; idempotent."""
-        keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            keeping.cancel()
+        self._on_loop(self._end)
 
-    async def look(self, parts: Sequence[Part]) -> dict[NodeId, bool]:
+    async def look(self, parts: Sequence[Part], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
         """Ask the spares for a route over these machines to have its spans loaded. On the event loop.
+
+        Args:
+            parts: of the route.
+            exclude: machines that may be no spares.
 
         Returns:
             Whether each has.
         """
         own, taken = self._fleet.node_id, frozenset(part.node_id for part in parts)
-        request = plan_request(own, self._wanted, frozenset())
+        request = plan_request(own, self._wanted, exclude)
         try:
             spares = spares_for(self._fleet.cards(), request, [part.layers for part in parts], taken, self._fleet.trust())
         except PlacementError as error:
@@ -81,10 +92,20 @@ class SpareKeeper:
             self._said[node_id] = words
             logger.info("%s %s", node_id, words)
 
-    async def _keep(self, parts: Sequence[Part]) -> None:
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # a loop that is closed keeps no spares
+            self._loop.call_soon_threadsafe(work)
+
+    def _begin(self, parts: Sequence[Part], excluded: Callable[[], frozenset[NodeId]]) -> None:
+        self._end()
+        self._keeping = self._background.keep(lambda: self._keep(parts, excluded), f"spares of {self._request.model_id}")
+
+    def _end(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
+
+    async def _keep(self, parts: Sequence[Part], excluded: Callable[[], frozenset[NodeId]]) -> None:
         while True:
-            try:
-                await self.look(parts)
-            except Exception:  # what one ask makes go wrong must not end the others
-                logger.exception("spares could not be asked")
+            await self.look(parts, excluded())
             await asyncio.sleep(ASK_S)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.pipelines.test_spot_check import Eyes as Sees
-from tests.unit.node.shards.hosts import DIGEST, MODEL, SPEC, Hosting, Net, User, hosting, wanted
+from tests.unit.node.shards.hosts import DIGEST, MODEL, SPEC, Hosting, Net, User, hosting, in_thread, wanted
 
 from paceline.backends.table import Kernels
+from paceline.core.background import Background
+from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
@@ -52,12 +54,16 @@ def _shard(offer: ModelOffer, state: ShardState, *, warm: bool) -> ModelOffer:
     )
 
 
+def keeper_of(eyes: Eyes) -> SpareKeeper:
+    return SpareKeeper(eyes, wanted(2, 6), WANTED, asyncio.get_running_loop(), eyes.background)
+
+
 @in_loop
 async def test_a_machine_outside_the_route_loads_its_layers_and_takes_over_without_a_load() -> None:
     net = Net()
     async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
         eyes = Eyes(user, {A: a, B: b})
-        keeper = SpareKeeper(eyes, wanted(2, 6, n_blocks=8), WANTED, asyncio.get_running_loop())
+        keeper = keeper_of(eyes)
         stage = await user.open(a, wanted(2, 6))
         assert await keeper.look(USED) == {B: False}
         await until(lambda: any(shard.loaded is not None for shard in b.warm.shards))
@@ -76,10 +82,78 @@ async def test_a_spare_that_refuses_is_asked_again_and_spares_are_kept_until_the
     net = Net()
     async with hosting(net, "a") as a, hosting(net, "b", refuse=("user",)) as b, User(net) as user:
         eyes = Eyes(user, {A: a, B: b})
-        keeper = SpareKeeper(eyes, wanted(2, 6), WANTED, asyncio.get_running_loop())
+        keeper = keeper_of(eyes)
         assert await keeper.look(USED) == {}
         await b.host.close()
         assert await keeper.look(USED) == {}
         both: dict[NodeId, Hosting] = {A: a}
-        alone = SpareKeeper(Eyes(user, both), wanted(2, 6), WANTED, asyncio.get_running_loop())
+        alone = keeper_of(Eyes(user, both))
         assert await alone.look(USED) == {}
+
+
+@in_loop
+async def test_a_machine_that_broke_a_route_is_no_spare_of_the_next() -> None:
+    net = Net()
+    async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
+        keeper = keeper_of(Eyes(user, {A: a, B: b}))
+        assert await keeper.look(USED, frozenset({B})) == {}
+        assert b.warm.shards == ()
+        out: set[NodeId] = {B}
+        asked: list[frozenset[NodeId]] = []
+
+        def excluded() -> frozenset[NodeId]:
+            asked.append(frozenset(out))
+            return asked[-1]
+
+        keeper.keep(USED, excluded)
+        await until(lambda: bool(asked))
+        assert b.warm.shards == ()
+        out.clear()
+        keeper.keep(USED, excluded)
+        await until(lambda: bool(b.warm.shards))
+        keeper.stop()
+
+
+def keeping() -> list[asyncio.Task[None]]:
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("spares of")]
+
+
+@in_loop
+async def test_however_threads_begin_and_stop_it_spares_of_one_route_are_kept_and_after_a_stop_of_none() -> None:
+    net, rounds = Net(), 200
+    async with hosting(net, "a") as a, User(net) as user:
+        keeper = keeper_of(Eyes(user, {A: a}))
+
+        def begin() -> None:
+            for _ in range(rounds):
+                keeper.keep(USED, frozenset)
+
+        def begin_and_stop() -> None:
+            for _ in range(rounds):
+                keeper.keep(USED, frozenset)
+                keeper.stop()
+
+        await asyncio.gather(in_thread(begin), in_thread(begin_and_stop))
+        keeper.keep(USED, frozenset)
+        await until(lambda: len(keeping()) == 1)
+        keeper.stop()
+        await until(lambda: not keeping())
+
+
+@in_loop
+async def test_an_ask_that_goes_wrong_is_no_end_of_asking() -> None:
+    net, times = Net(), 0
+    async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
+        eyes = Eyes(user, {A: a, B: b}, background=Background(SystemClock(), lambda seconds: asyncio.sleep(0)))
+        keeper = keeper_of(eyes)
+
+        def excluded() -> frozenset[NodeId]:
+            nonlocal times
+            times += 1
+            if times < 3:
+                raise ValueError("the view")
+            return frozenset()
+
+        keeper.keep(USED, excluded)
+        await until(lambda: bool(b.warm.shards))
+        keeper.stop()

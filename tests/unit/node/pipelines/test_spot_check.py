@@ -16,6 +16,8 @@ from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.shards.hosts import SPEC, Bits, CountingLoads, Hosting, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.core.background import Background
+from paceline.core.clock import SystemClock
 from paceline.core.errors import FleetError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
@@ -43,6 +45,7 @@ class Eyes:
 
     user: User
     hosts: dict[NodeId, Hosting]
+    background: Background = field(default_factory=lambda: Background(SystemClock()))
 
     @property
     def node_id(self) -> NodeId:
