@@ -40,6 +40,8 @@ class ModelShape:
     """Embedding, final norm and head."""
     kv_bytes_per_token_per_layer: int
     max_context: int
+    row_bytes: int = 0
+    """Working memory that each row of a batch takes, however many layers there are."""
 
 
 @dataclass(frozen=True, slots=True)

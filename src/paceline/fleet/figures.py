@@ -28,6 +28,13 @@ def settled(value: float, shown: float) -> float:
     return shown if abs(value - shown) <= step * (0.5 + SLACK) else rounded
 
 
+def settled_within(value: float, shown: float) -> float:
+    """The same for what may be taken: never more than there is. It falls at once, and rises once the value is clearly beyond the next figure."""
+    rounded = two_digits(value)
+    below = rounded if rounded <= value else two_digits(rounded - 10.0 ** (math.floor(math.log10(value)) - 1))
+    return shown if 0 < shown < below and value < below + SLACK * _step(below) else below
+
+
 def _step(value: float) -> float:
     """One of the last digit of a figure with two."""
     return float(f"1e{int(f'{value:.1e}'.partition('e')[2]) - 1}")

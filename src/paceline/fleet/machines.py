@@ -49,9 +49,11 @@ class Machine:
     """Seconds a prompt token takes in a layer."""
     measured: bool
     room_bytes: int
-    """What weights and KV may take."""
+    """What weights, KV and working memory may take."""
     kv_layer_bytes: int
     """KV of the request in a layer, for all its streams."""
+    working_bytes: int = 0
+    """Beside these, what the rows of a batch take, however many layers it holds."""
     kv_layer_s: float = 0.0
     """Seconds that reading one sequence's KV takes in a layer; part of `layer_s`."""
     edge_row_s: float = 0.0
@@ -83,18 +85,18 @@ class Machine:
         return self.offer.role is Role.VERIFIER
 
     def needs(self, layers: int, *, edges: bool) -> int:
-        """Bytes that so many layers of the model, and KV of the request in them, take."""
-        return layers * (self.shape.layer_bytes + self.kv_layer_bytes) + (self.shape.edge_bytes if edges else 0)
+        """Bytes that so many layers of the model take, KV of the request in them and working memory included."""
+        return layers * (self.shape.layer_bytes + self.kv_layer_bytes) + self.working_bytes + (self.shape.edge_bytes if edges else 0)
 
     @property
     def holds_edges(self) -> bool:
-        return self.room_bytes >= self.shape.edge_bytes
+        return self.room_bytes >= self.needs(0, edges=True)
 
     def holds(self, *, edges: bool) -> int:
         """How many layers fit."""
         if not self.takes_layers:
             return 0
-        room = self.room_bytes - (self.shape.edge_bytes if edges else 0)
+        room = self.room_bytes - self.needs(0, edges=edges)
         return max(0, min(self.shape.n_layers, room // (self.shape.layer_bytes + self.kv_layer_bytes)))
 
 
@@ -252,7 +254,7 @@ def _is_sound(shape: ModelShape | None) -> bool:
         return False
     sizes = (shape.hidden, shape.layer_bytes, shape.max_context)
     return 0 < shape.n_layers <= MAX_LAYERS and all(0 < size < 1 << 62 for size in sizes) and 0 <= shape.edge_bytes < 1 << 62 \
-        and 0 <= shape.kv_bytes_per_token_per_layer < 1 << 40  # fmt: skip
+        and 0 <= shape.kv_bytes_per_token_per_layer < 1 << 40 and 0 <= shape.row_bytes < 1 << 40  # fmt: skip
 
 
 def _same_weights(one: ModelOffer, other: ModelOffer) -> bool:
@@ -291,7 +293,8 @@ def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: Plan
     kv_token = shape.kv_bytes_per_token_per_layer
     kv_token_s = kv_token / (memory * KV_SHARE) if memory is not None else 0.0
     longer = max(0, request.prompt_tokens - MEASURED_PROMPT) / 2
-    held = weights_bytes if offer.warm else 0
+    working = shape.row_bytes * max(0, request.rows)
+    held = weights_bytes + working if offer.warm else 0
     kv_layer_s = kv_token_s * (request.prompt_tokens + request.answer_tokens / 2)
     return Machine(
         card=card,
@@ -302,7 +305,8 @@ def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: Plan
         prompt_layer_s=1 / prefill / shape.n_layers + kv_token_s * PROMPT_KV * longer,
         measured=measured,
         room_bytes=_free_bytes(card) + held,
-        kv_layer_bytes=kv_token * (request.prompt_tokens + request.answer_tokens) * request.streams,
+        kv_layer_bytes=kv_token * max((request.prompt_tokens + request.answer_tokens) * request.streams, request.kv_tokens),
+        working_bytes=working,
         kv_layer_s=kv_layer_s,
         edge_row_s=shape.edge_bytes / layers_bytes / prefill,
     )

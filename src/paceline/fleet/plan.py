@@ -9,6 +9,9 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
 
+LEAST_ROWS = 512
+"""Of a batch, what a stage has room for whatever its first caller asks for: the next may want more, and rows take little."""
+
 
 class Way(StrEnum):
     """How machines share a request."""
@@ -71,6 +74,10 @@ class PlanRequest:
     objective: Objective = Objective.LATENCY
     streams: int = 1
     """Requests whose KV must fit at once."""
+    kv_tokens: int = 0
+    """KV that every stage must have room for in any case: the least that the orchestrator asks of it."""
+    rows: int = LEAST_ROWS
+    """Of a batch, which every machine has working memory for."""
     orchestrator: NodeId | None = None
     """The machine that a pipeline must begin on: it holds embedding and head, and as many layers as are best, none included. The others
     are then machines that serve shards, in the memory they give to that. None: any may begin, and all may take part."""

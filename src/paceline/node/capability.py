@@ -18,7 +18,7 @@ from paceline.backends.memory import available_bytes, total_bytes
 from paceline.backends.table import Kernels
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
-from paceline.fleet.figures import settled
+from paceline.fleet.figures import settled, settled_within
 from paceline.node import accelerator
 from paceline.node.cores import usable_cores
 from paceline.node.memory_rate import memory_rate
@@ -99,7 +99,7 @@ class SelfPortrait:
         """
         before = self._shards, self._shard_memory
         self._shards = _steady(shards, self._shards)
-        self._shard_memory = None if memory_bytes is None else _settled(memory_bytes, self._shard_memory or 0)
+        self._shard_memory = None if memory_bytes is None else int(settled_within(memory_bytes, self._shard_memory or 0))
         return before != (self._shards, self._shard_memory)
 
     def card(self, addresses: tuple[str, ...] = (), links: tuple[Link, ...] = ()) -> NodeCard:

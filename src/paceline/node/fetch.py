@@ -50,6 +50,8 @@ class Fetch:
     announce: Callable[[str], None]
     """Told in words who sends, and who did not go on."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    examined: Progress | None = None
+    """Told how far a source is that reads its files first, to describe them."""
 
 
 async def fetch_model(fetch: Fetch) -> LocalModel:
@@ -198,8 +200,9 @@ class _Attempt(Generic[Result]):
         fetch, source = self.fetch, self.source
         async with fetch.dial(source, address) as channel:
             client = WeightsClient(channel, source.node_id)
-            reads = _say_once(fetch, f"{source.node_id} reads its files of {source.model_id} first")
-            manifest = await client.describe(source.digest, reads)
+            manifest = await client.describe(
+                source.digest, _examined(fetch, f"{source.node_id} reads its files of {source.model_id} first")
+            )
             needed = pieces_needed(manifest, self.part)
             with staged(source.model_id, manifest, fetch.home) as staging:
                 fetch.announce(f"{source.model_id} comes from {source.node_id}")
@@ -215,12 +218,14 @@ class _Attempt(Generic[Result]):
                 return await in_thread(partial(self.end, staging, needed, tally.checked), tally.stop)
 
 
-def _say_once(fetch: Fetch, words: str) -> Callable[[int, int], None]:
+def _examined(fetch: Fetch, words: str) -> Progress:
+    """What is told of a source that reads its files: each time how far it is, and once in words."""
     said = False
 
     def say(done: int, total: int) -> None:
         nonlocal said
-        del done, total
+        if fetch.examined is not None:
+            fetch.examined(done, total)
         if not said:
             said = True
             fetch.announce(words)

@@ -54,6 +54,11 @@ class Setup:
         """Of the weights: SHA-256, hex."""
         return self.opened.weights.digest
 
+    @property
+    def most(self) -> EngineConfig:
+        """An engine's bounds that don't depend on memory: rows of a batch, with and without logits."""
+        return EngineConfig(max_context=2, max_running=self.settings.max_running, prefill_chunk=self.settings.prefill_chunk)
+
     def room(self, layers: LayerRange, *, edges: bool = True, unasked: bool = False) -> KvPlan:
         """KV for layers that are not loaded yet, by the memory that is free now.
 
@@ -68,7 +73,7 @@ class Setup:
         """
         spec, settings = self.opened.spec, self.settings
         held = weights_bytes(spec, self.weights, self.opened.weights.type_of, self.kernels)
-        most = EngineConfig(max_context=2, max_running=settings.max_running, prefill_chunk=settings.prefill_chunk)
+        most = self.most
         return plan_kv(
             spec,
             free_bytes=accelerator.free_cuda_bytes() if self.kernels is Kernels.CUDA else available_bytes(),

@@ -8,6 +8,7 @@ from paceline.backends.cpu.choice import forms_by, held_bytes, part_bytes, unifo
 from paceline.backends.table import Kernels
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape
+from paceline.node.sizing import working_bytes
 
 GPU_SHARE = 0.9
 """Of a GPU's free memory, how much weights may take. Raising it leaves less to KV and to what kernels need while they run."""
@@ -33,6 +34,7 @@ def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernel
         edge_bytes=part_bytes(held, LayerRange(0, 0), edges=True),
         kv_bytes_per_token_per_layer=spec.kv_bytes_per_token(LayerRange(0, 1)),
         max_context=spec.max_context,
+        row_bytes=working_bytes(spec, 1),
     )
 
 

@@ -97,6 +97,7 @@ def _check_offer(who: str, offer: ModelOffer) -> None:
         ("bytes beside layers", shape.edge_bytes, MOST >> 16),
         ("bytes of KV", shape.kv_bytes_per_token_per_layer, 1 << 32),
         ("context", shape.max_context, 1 << 31),
+        ("bytes a row", shape.row_bytes, 1 << 32),
     ):
         _within(who, what, size, 0, most)
 

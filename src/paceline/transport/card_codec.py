@@ -116,6 +116,7 @@ def _write_offer(offer: ModelOffer) -> wire.ModelCapability:
             edge_bytes=shape.edge_bytes,
             kv_bytes_per_token_per_layer=shape.kv_bytes_per_token_per_layer,
             max_context=shape.max_context,
+            row_bytes=shape.row_bytes,
         ),
         shard=None if offer.shard is None else _write_shard(offer.shard),
     )
@@ -147,7 +148,13 @@ def _read_offer(offer: wire.ModelCapability, role: Role) -> ModelOffer:
         holds_identity=offer.holds_identity,
         size_bytes=offer.size_bytes,
         shape=ModelShape(
-            shape.n_layers, shape.hidden, shape.layer_bytes, shape.edge_bytes, shape.kv_bytes_per_token_per_layer, shape.max_context
+            shape.n_layers,
+            shape.hidden,
+            shape.layer_bytes,
+            shape.edge_bytes,
+            shape.kv_bytes_per_token_per_layer,
+            shape.max_context,
+            shape.row_bytes,
         )
         if offer.HasField("shape")
         else None,

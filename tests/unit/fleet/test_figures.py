@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.fleet.figures import settled, two_digits
+from paceline.fleet.figures import settled, settled_within, two_digits
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,16 @@ def test_a_figure_is_near_its_value_and_stable(value: float, before: float) -> N
     shown = settled(value, two_digits(before))
     assert abs(shown - value) <= 0.08 * value
     assert settled(value, shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "shown"),
+    [(167.9, 0, 160), (160, 0, 160), (99.6, 0, 99), (101, 0, 100), (99.9, 100, 99), (160.1, 150, 150), (162.6, 150, 160), (159, 160, 150), (0, 160, 0)],
+)  # fmt: skip
+def test_what_may_be_taken_is_never_more_than_there_is(value: float, before: float, shown: float) -> None:
+    assert settled_within(value, before) == shown
+
+
+@given(st.integers(0, 1 << 62), st.integers(0, 1 << 62))
+def test_nor_whatever_was_shown_before(value: int, before: int) -> None:
+    assert 0 <= settled_within(value, settled_within(before, 0)) <= value

@@ -61,6 +61,7 @@ shapes = st.one_of(
         edge_bytes=st.integers(0, 1 << 40),
         kv_bytes_per_token_per_layer=st.integers(0, 1 << 20),
         max_context=st.integers(0, 1 << 31),
+        row_bytes=st.integers(0, 1 << 32),
     ),
     st.none(),
 )
@@ -644,3 +645,14 @@ def test_an_orchestrator_that_has_loaded_layers_runs_exactly_those(objective: Ob
         assert choice.stages[0].node_id == "ant"
         assert len(choice.stages[0].layers) == held
         assert choice.stages[-1].layers.stop == SHAPE.n_layers
+
+
+@pytest.mark.parametrize("asked", [PlanRequest("m", prompt_tokens=100, answer_tokens=28), PlanRequest("m", kv_tokens=4096, rows=800)])
+def test_a_stage_has_room_for_the_rows_of_a_batch_and_the_least_kv(asked: PlanRequest) -> None:
+    heavy = replace(SHAPE, row_bytes=100_000)
+    card = node("ant", offer(shape=heavy), serves_shards=True, shard_memory_bytes=GIB)
+    machine = replace(groups([(card, card.models[0])], asked)[0][0], room_bytes=GIB)
+    kv = 2048 * max(asked.prompt_tokens + asked.answer_tokens, asked.kv_tokens)
+    fits = (GIB - asked.rows * 100_000) // (heavy.layer_bytes + kv)
+    assert machine.holds(edges=False) == fits == {512: 9, 800: 8}[asked.rows]
+    assert machine.needs(fits, edges=False) <= GIB < machine.needs(fits + 1, edges=False)

@@ -259,7 +259,7 @@ def test_shards_come_and_go_without_a_look(home: Home) -> None:
     offers = [ModelOffer("m", Role.SHARD, "int4", warm=True, shard=shard) for shard in (idle, other)]
     assert portrait.show_shards(offers, 9_876_543_210)
     card = portrait.card()
-    assert (card.serves_shards, card.shard_memory_bytes) == (True, 9_900_000_000)
+    assert (card.serves_shards, card.shard_memory_bytes) == (True, 9_800_000_000)
     assert [offer.shard for offer in card.models if offer.role is Role.SHARD] == [
         replace(idle, memory_bytes=120_000_000),
         replace(other, queue_depth=120, memory_bytes=120_000_000),

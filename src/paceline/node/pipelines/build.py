@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, PipelineDisabled, PlacementError
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import LayerRange
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.intake import context_of
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import Choice, Objective, Pin, PlanRequest, Way
+from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest, Way
 from paceline.node.build import BuiltNode
 from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.host import EngineHost
@@ -35,7 +35,7 @@ from paceline.node.pipelines.router import FleetRouter
 from paceline.node.pipelines.spare_keeper import SpareKeeper
 from paceline.node.pipelines.spot_check import SpotCheck
 from paceline.node.settings import NodeSettings
-from paceline.node.setup import BLOCK_SIZE, set_up
+from paceline.node.setup import BLOCK_SIZE, Setup, set_up
 from paceline.node.shards.ends import TensorEnds
 from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback
@@ -163,12 +163,13 @@ def build_engine_over(
     setup = set_up(settings, spread=True)
     opened, spec, weights, digest = setup.opened, setup.opened.spec, setup.weights, setup.digest
     check_layers(order, opened.name, spec.n_layers)
-    planned = _planned(fleet, order, opened.name, digest, weights, clock)
+    planned = _planned(fleet, order, setup, clock)
     own = LayerRange(0, order.own_layers if order.own_layers is not None else len(planned.stages[0].layers))
     kv = setup.room(own)
     config = replace(setup.config(kv), step_timeout_s=1e6)  # the pipeline has bounds of its own
     max_rows = config.max_rows
     head = setup.load(own, kv.n_blocks, max_rows, progress)
+    least_blocks = -(-(settings.context or min(kv.context, LEAST_TOKENS)) // BLOCK_SIZE)
     wanted = Wanted(
         opened.name,
         digest,
@@ -176,6 +177,8 @@ def build_engine_over(
         spec.n_layers,
         len(own),
         head.numerics_id,
+        kv_tokens=least_blocks * BLOCK_SIZE,
+        rows=max_rows,
         objective=order.objective,
         pins=order.pins,
         max_shards=asked.max_shards_per_request,
@@ -189,7 +192,7 @@ def build_engine_over(
         weights,
         LayerRange(len(own), spec.n_layers),
         n_blocks=kv.n_blocks,
-        least_blocks=-(-(settings.context or min(kv.context, LEAST_TOKENS)) // BLOCK_SIZE),
+        least_blocks=least_blocks,
         max_rows=max_rows,
         dtype=asked.activation_dtype,
         report_s=asked.report_ms / 1000,
@@ -265,19 +268,22 @@ def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
             )
 
 
-def _planned(fleet: SeesFleet, order: PipelineOrder, name: str, digest: str, weights: WeightsFormat, clock: Clock) -> Choice:
+def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) -> Choice:
     """What the plan says of a pipeline that begins here; waits for machines that could take part.
 
     Raises:
         PlacementError: none came in time.
     """
+    name = setup.opened.name
     request = PlanRequest(
-        digest,
-        weights,
+        setup.digest,
+        setup.weights,
         prompt_tokens=TYPICAL_PROMPT,
         ways=frozenset({Way.PIPELINE}),
         pins=order.pins,
         objective=order.objective,
+        kv_tokens=setup.settings.context or 0,
+        rows=max(LEAST_ROWS, setup.most.max_rows),
         orchestrator=fleet.node_id,
         orchestrator_layers=order.own_layers,
         min_host_trust=order.settings.min_host_trust,

@@ -15,7 +15,7 @@ from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.cover import CoverRequest, pick, warm_shards
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import Objective, Pin, PlanRequest, Stage, Way
+from paceline.fleet.plan import LEAST_ROWS, Objective, Pin, PlanRequest, Stage, Way
 from paceline.fleet.spares import spares_for
 
 
@@ -31,6 +31,10 @@ class Wanted:
     """Those below are loaded here."""
     numerics_id: str
     """Of this node's kernels: others give other bytes."""
+    kv_tokens: int = 0
+    """The least KV that is of use."""
+    rows: int = LEAST_ROWS
+    """Of a batch."""
     streams: int = 1
     objective: Objective = Objective.LATENCY
     pins: tuple[Pin, ...] = ()
@@ -108,6 +112,8 @@ def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: 
         pins=pins,
         objective=wanted.objective,
         streams=wanted.streams,
+        kv_tokens=wanted.kv_tokens,
+        rows=max(LEAST_ROWS, wanted.rows),
         orchestrator=own,
         orchestrator_layers=wanted.own_layers,
         exclude=exclude,

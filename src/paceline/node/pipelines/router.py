@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
 from paceline.core.errors import PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
@@ -174,4 +174,5 @@ class FleetRouter:
             return frozenset(node_id for node_id, out in self._left_out.items() if not in_need or out.in_need_until > now)
 
     def _choose(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[Part]:
-        return choose(cards, self._fleet.trust(), self._fleet.node_id, self._wanted, exclude, self._last)
+        wanted = replace(self._wanted, kv_tokens=self._opener.least_blocks * self._opener.block_size)
+        return choose(cards, self._fleet.trust(), self._fleet.node_id, wanted, exclude, self._last)

@@ -50,7 +50,7 @@ class FindsWeights(Protocol):
     """Where a host's weights come from."""
 
     async def find(self, request: StageRequest, meter: LoadMeter) -> FoundWeights:
-        """Weights of that digest with all tensors of those layers; `meter` is told what is fetched for that.
+        """Weights of that digest with all tensors of those layers; `meter` is told what is examined and fetched for that.
 
         Raises:
             WeightsMismatch: only others of that name are to be had.
@@ -110,7 +110,7 @@ class FleetWeights:
             return await in_thread(partial(self._refuse, request))
         # Nothing is awaited between the caller's look at what is being fetched and this fetch's entry there.
         arrivals = Arrivals()
-        fetch = Fetch(sources, self._dial, self._home, meter.fetched.show, _say_nothing)
+        fetch = Fetch(sources, self._dial, self._home, meter.fetched.show, _say_nothing, examined=meter.examined.show)
         fetching = asyncio.create_task(fetch_part(fetch, part, arrivals), name=f"fetch-{request.model_id}")
         self._fetching[request.digest] = fetching, meter
 

@@ -8,13 +8,11 @@ from paceline.backends.table import Kernels
 from paceline.core.errors import BadPipelineRequest, ShardUnavailable
 from paceline.core.model import ModelSpec
 from paceline.core.weights import WeightSource
+from paceline.fleet.plan import LEAST_ROWS
 from paceline.node.shapes import weights_bytes
 from paceline.node.shards.limits import KV_SHARE
 from paceline.node.sizing import working_bytes
 from paceline.parallel.sessions import StageRequest
-
-LEAST_ROWS = 512
-"""Of a batch, whatever the first caller asks for: the next may want more, and rows take little."""
 
 
 def fixed_bytes(source: WeightSource, request: StageRequest, kernels: Kernels) -> int:

@@ -215,6 +215,11 @@ class WarmShards:
         meter = shard.meter
         try:
             found = await self._weights.find(request, meter)
+            try:
+                self._check_room(shard, found, request)
+            except PacelineError:
+                found.stop()  # before its layers come
+                raise
             if self._queue:
                 meter.wait_for(self._queue[-1])
             self._queue.append(meter)
@@ -242,6 +247,18 @@ class WarmShards:
             if shard.loaded is None:
                 self._forget(shard)
             self._on_change()
+
+    def _check_room(self, shard: Shard, found: FoundWeights, request: StageRequest) -> None:
+        """Refuse what would not fit if all made way that may, before it waits for other loads while its layers are fetched.
+
+        Raises:
+            ShardUnavailable: it does not fit.
+            BadPipelineRequest: the model has no such layers.
+        """
+        spec = found.source.spec
+        fixed = fixed_bytes(found.source, request, kernels_for(spec, request.weights))
+        idle = sum(other.memory_bytes for other in self._shards if other.is_idle) if shard.claims else 0
+        blocks_for(request, self._limits.max_streams, self.left_bytes() + idle, fixed, block_bytes(spec, request, BLOCK_SIZE))
 
     async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> Loaded:
         spec = found.source.spec

@@ -177,6 +177,7 @@ class ModelShape(_message.Message):
     EDGE_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_PER_LAYER_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
+    ROW_BYTES_FIELD_NUMBER: _builtins.int
     n_layers: _builtins.int
     hidden: _builtins.int
     layer_bytes: _builtins.int
@@ -184,6 +185,8 @@ class ModelShape(_message.Message):
     """Embedding, final norm and head."""
     kv_bytes_per_token_per_layer: _builtins.int
     max_context: _builtins.int
+    row_bytes: _builtins.int
+    """Working memory that each row of a batch takes, however many layers there are."""
     def __init__(
         self,
         *,
@@ -193,10 +196,11 @@ class ModelShape(_message.Message):
         edge_bytes: _builtins.int = ...,
         kv_bytes_per_token_per_layer: _builtins.int = ...,
         max_context: _builtins.int = ...,
+        row_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge_bytes", b"edge_bytes", "hidden", b"hidden", "kv_bytes_per_token_per_layer", b"kv_bytes_per_token_per_layer", "layer_bytes", b"layer_bytes", "max_context", b"max_context", "n_layers", b"n_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge_bytes", b"edge_bytes", "hidden", b"hidden", "kv_bytes_per_token_per_layer", b"kv_bytes_per_token_per_layer", "layer_bytes", b"layer_bytes", "max_context", b"max_context", "n_layers", b"n_layers", "row_bytes", b"row_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,8 @@ class Eyes:
 class Opens:
     """An `Opener` that says whom it was asked to open a route over."""
 
+    least_blocks, block_size = 2, 16
+
     asked: list[set[NodeId]] = field(default_factory=list[set[NodeId]])
     may: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then it takes its time."""

@@ -132,10 +132,13 @@ class CountingLoads:
 class SeededFinder:
     """`FindsWeights` with one model."""
 
+    stopped: list[StageRequest] = field(default_factory=list[StageRequest])
+    """What was on its way, and was not wanted."""
+
     async def find(self, request: StageRequest, meter: LoadMeter) -> FoundWeights:
         if request.digest != DIGEST:
             raise BadPipelineRequest(f"Nobody has {request.digest[:12]}")
-        return FoundWeights(MODEL, SeededWeights(SPEC))
+        return FoundWeights(MODEL, SeededWeights(SPEC), lambda: self.stopped.append(request))
 
 
 @dataclass(slots=True)
@@ -175,6 +178,7 @@ class Hosting:
     listener: TensorListener
     server: NodeServer
     loads: CountingLoads
+    finder: SeededFinder
 
     def next_stage(self, ticket: bytes) -> NextStage:
         return NextStage(self.node_id, (f"127.0.0.1:{self.listener.port}",), ticket)
@@ -198,8 +202,9 @@ async def hosting(
 ) -> AsyncIterator[Hosting]:
     identity, limits, meter, loads = net.identity(name), limits or HostLimits(), ShardMeter(), CountingLoads()
     listener, ends = net.ends(identity)
+    finder = SeededFinder()
     warm = WarmShards(
-        SeededFinder(), load or loads, limits, free_bytes=free_bytes, low_bytes=low_bytes, threads=1, kernel_cache=None,
+        finder, load or loads, limits, free_bytes=free_bytes, low_bytes=low_bytes, threads=1, kernel_cache=None,
         meter=meter, clock=clock or SystemClock(), on_change=lambda: None,
     )  # fmt: skip
 
@@ -216,7 +221,7 @@ async def hosting(
     port = await server.start("127.0.0.1", 0)
     host.start(Background(SystemClock()))
     try:
-        yield Hosting(identity.node_id, identity.member, f"127.0.0.1:{port}", host, warm, meter, guard, listener, server, loads)
+        yield Hosting(identity.node_id, identity.member, f"127.0.0.1:{port}", host, warm, meter, guard, listener, server, loads, finder)
     finally:
         await server.stop(0.1)
         await host.close()

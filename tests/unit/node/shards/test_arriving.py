@@ -131,6 +131,23 @@ async def test_files_that_can_not_be_opened_end_their_fetch(tmp_path: Path, monk
 
 
 @in_loop
+async def test_files_that_the_source_reads_first_are_progress_for_all_who_wait(tmp_path: Path) -> None:
+    async with giver(tmp_path, pieces=1 << 30) as given:
+        library, meters, described = given.node.library, [LoadMeter(), LoadMeter()], threading.Event()
+        library.describe_as = lambda manifest: manifest if described.wait(BOUND_S) else pytest.fail("never told")
+        for sums in Home(tmp_path / "giver").digests.glob("*.sums"):
+            sums.unlink()
+        finding = [asyncio.create_task(given.weights.find(given.request(), meter)) for meter in meters]
+        try:
+            await until(lambda: all(meter.progress[0] for meter in meters))
+            size = (tmp_path / "seeded.gguf").stat().st_size
+            assert [meter.progress for meter in meters] == [(size, size)] * 2
+        finally:
+            described.set()
+        await asyncio.gather(*finding)
+
+
+@in_loop
 async def test_where_the_source_goes_away_reads_that_wait_end(tmp_path: Path) -> None:
     async with giver(tmp_path, pieces=1 << 30) as given:
         given.node.dies_after(6)

@@ -12,6 +12,8 @@ import pytest
 from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.shards.hosts import SPEC, CountingLoads, Hosting, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
+from paceline.backends.numerics import SeededWeights
+from paceline.backends.table import Kernels
 from paceline.core.errors import (
     BadPipelineRequest,
     NodeUnreachable,
@@ -22,6 +24,8 @@ from paceline.core.errors import (
     UnsupportedModel,
 )
 from paceline.core.ids import BatchId, NodeId
+from paceline.core.model import WeightsFormat
+from paceline.node.shapes import model_shape
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.offers import ShardOffers
 from paceline.node.shards.warm import RETRY_S
@@ -334,6 +338,25 @@ async def test_memory_is_budgeted() -> None:
         with pytest.raises(ShardUnavailable):
             await user.open(a, wanted(3, 6, n_blocks=1 << 20, least_blocks=1 << 20))
         assert a.warm.used_bytes <= budget
+
+
+@in_loop
+async def test_what_can_not_fit_is_refused_before_it_comes_and_not_behind_other_loads() -> None:
+    shape = model_shape(SPEC, WeightsFormat.BF16, SeededWeights(SPEC).type_of, Kernels.AVX512_BF16)
+    budget = 512 * shape.row_bytes + 4 * (shape.layer_bytes + 32 * shape.kv_bytes_per_token_per_layer)
+    net = Net()
+    async with hosting(net, "a", limits=HostLimits(memory_bytes=budget)) as a, User(net) as user:
+        a.loads.gate.clear()
+        first = asyncio.create_task(user.open(a, wanted(0, 1)))
+        await until(lambda: bool(a.loads.asked))
+        too_much = wanted(1, 6)
+        with pytest.raises(ShardUnavailable, match="may be taken here"):
+            await user.open(a, too_much)
+        assert [request.layers for request in a.finder.stopped] == [too_much.layers]
+        a.loads.gate.set()
+        await (await first).close()
+        await until_free(a)
+        await user.open(a, wanted(2, 6))
 
 
 @in_loop
