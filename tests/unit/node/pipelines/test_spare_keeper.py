@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
-from tests.unit.node.fleet.nodes import in_loop, until
+from tests.unit.node.fleet.nodes import BOUND_S, in_loop, until
 from tests.unit.node.pipelines.test_spot_check import Eyes as Sees
 from tests.unit.node.shards.hosts import DIGEST, MODEL, SPEC, Hosting, Net, User, hosting, in_thread, wanted
 
@@ -114,30 +116,37 @@ async def test_a_machine_that_broke_a_route_is_no_spare_of_the_next() -> None:
         keeper.stop()
 
 
-def keeping() -> list[asyncio.Task[None]]:
-    return [task for task in asyncio.all_tasks() if task.get_name().startswith("spares of")]
+class PausingLoop:
+    """An event loop that holds a thread up as soon as it has handed over what it wants done."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.handed, self.go_on = loop, threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loop, name)
+
+    def call_soon_threadsafe(self, *work: Any, **context: Any) -> asyncio.Handle:
+        handle = self.loop.call_soon_threadsafe(*work, **context)
+        if threading.current_thread() is not threading.main_thread():
+            self.handed.set()
+            assert self.go_on.wait(BOUND_S)
+        return handle
 
 
 @in_loop
-async def test_however_threads_begin_and_stop_it_spares_of_one_route_are_kept_and_after_a_stop_of_none() -> None:
-    net, rounds = Net(), 200
+async def test_a_stop_ends_what_another_thread_is_about_to_have_begun() -> None:
+    net = Net()
     async with hosting(net, "a") as a, User(net) as user:
-        keeper = keeper_of(Eyes(user, {A: a}))
+        before, loop = asyncio.all_tasks(), PausingLoop(asyncio.get_running_loop())
+        eyes = Eyes(user, {A: a})
+        keeper = SpareKeeper(eyes, wanted(2, 6), WANTED, cast("asyncio.AbstractEventLoop", loop), eyes.background)
 
-        def begin() -> None:
-            for _ in range(rounds):
-                keeper.keep(USED, frozenset)
-
-        def begin_and_stop() -> None:
-            for _ in range(rounds):
-                keeper.keep(USED, frozenset)
-                keeper.stop()
-
-        await asyncio.gather(in_thread(begin), in_thread(begin_and_stop))
-        keeper.keep(USED, frozenset)
-        await until(lambda: len(keeping()) == 1)
+        begun = asyncio.create_task(in_thread(keeper.keep, USED, frozenset))
+        await until(loop.handed.is_set)
         keeper.stop()
-        await until(lambda: not keeping())
+        loop.go_on.set()
+        await begun
+        await until(lambda: asyncio.all_tasks() <= before)
 
 
 @in_loop
