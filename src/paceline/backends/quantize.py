@@ -132,9 +132,9 @@ def tensor_shape(tensor: StoredTensor) -> tuple[int, ...]:
     return tensor.shape if isinstance(tensor, BlockTensor) else tensor.data.shape
 
 
-def slabs(shape: tuple[int, ...], weights: int = SLAB_WEIGHTS) -> Iterator[slice]:
-    """Ranges of a matrix's rows, some `weights` large, in whole blocks of 16 rows."""
-    step = max(16, weights // max(1, shape[1]) // 16 * 16)
+def slabs(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Ranges of a matrix's rows, some `SLAB_WEIGHTS` large, in whole blocks of 16 rows."""
+    step = max(16, SLAB_WEIGHTS // max(1, shape[1]) // 16 * 16)
     for start in range(0, shape[0], step):
         yield slice(start, min(shape[0], start + step))
 

@@ -48,24 +48,6 @@ def refuses(spec: ModelSpec) -> str | None:
     return f"{odd[0]} is not a multiple of 32" if odd else None
 
 
-def working_bytes(spec: ModelSpec, options: LoadOptions, logits_rows: int) -> int:
-    """Bytes that layers loaded with these options take beside weights and KV, at most.
-
-    Args:
-        spec: the model's sizes.
-        options: as `load` has them.
-        logits_rows: rows of a batch whose logits are wanted, at most; 0 without edges.
-    """
-    from paceline.backends.cpu import kernel_cache
-
-    kernel_cache.use(options.kernel_cache)
-    from paceline.backends.cpu import working
-
-    return working.working_bytes(
-        spec, max_rows=options.max_rows, threads=options.threads, n_blocks=options.n_blocks, logits_rows=logits_rows
-    )
-
-
 def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> CpuRunner:
     """Load a range of layers.
 
