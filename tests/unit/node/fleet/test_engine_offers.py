@@ -67,7 +67,7 @@ async def test_a_request_moves_on_to_a_node_whose_engine_lives(new_home: Callabl
         async with nodes(TestFleet(), ("a", new_home("a"), None), ("b", new_home("b"), None)) as (a, b):
             await until_seen(a.fleet, "a", "b")
             await asyncio.gather(a.attach(broken), b.attach(sound))
-            await until(lambda: offers_echo(a, "b"))
+            await until(lambda: offers_echo(a, "a") and offers_echo(a, "b"))  # else the first request may not be a's own
             # Its first token never came, so that the other answers it from the beginning; and those after it.
             for name in ("one", "two"):
                 chunks = await drain(a.inference.generate("echo", request(name)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ MOST = 16
 @in_loop
 async def test_connections_are_bounded_and_members_come_through_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [option for option in server.SERVER_OPTIONS if option[0] != "grpc.max_allowed_incoming_connections"]
-    monkeypatch.setattr(server, "SERVER_OPTIONS", [*options, ("grpc.max_allowed_incoming_connections", MOST)])
+    bounded = partial(server.NodeServer, options=[*options, ("grpc.max_allowed_incoming_connections", MOST)])
+    monkeypatch.setattr("paceline.node.fleet.NodeServer", bounded)
     fleet = TestFleet()
     a = make_node(fleet, tmp_path, "a")
     async with running(a):
