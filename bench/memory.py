@@ -89,7 +89,7 @@ def _import_kernels(model: str, weights: WeightsFormat | None, device: Kernels |
     opened = open_model(model)
     match table.choose(opened.spec, weights or WeightsFormat.STORED, asked=device, cuda=False):
         case Kernels.AVX512_BF16:
-            from paceline.backends.cpu import kernel_cache
+            from paceline.backends import kernel_cache
 
             kernel_cache.use(Home.from_environment().kernels)
         case _:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
-from paceline.backends.cpu.choice import part_bytes, uniform_format
+from paceline.backends.choice import part_bytes, uniform_format
 from paceline.backends.memory import available_bytes, human
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels

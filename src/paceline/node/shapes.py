@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from paceline.backends.cpu.choice import forms_by, held_bytes, part_bytes, uniform_format
+from paceline.backends.choice import forms_by, held_bytes, part_bytes, uniform_format
 from paceline.backends.table import Kernels
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.backends.cpu import kernel_cache
+from paceline.backends import kernel_cache
 from paceline.store.home import Home
 
 kernel_cache.use(Home.from_environment().kernels)

@@ -33,7 +33,7 @@ def runs_here() -> bool:
 
 def compiled(folder: Path) -> bool:
     """Whether the kernels of this version lie compiled in a cache folder."""
-    from paceline.backends.cpu import kernel_cache
+    from paceline.backends import kernel_cache
 
     return kernel_cache.known(folder)
 
@@ -55,10 +55,10 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
         ModelFileError, UnsupportedModel: from the source.
         OutOfMemory: the KV pool does not fit.
     """
-    from paceline.backends.cpu import kernel_cache
+    from paceline.backends import kernel_cache
 
     kernel_cache.use(options.kernel_cache)
-    from paceline.backends.cpu.choice import forms_by, held_bytes, matrices, part_bytes
+    from paceline.backends.choice import forms_by, held_bytes, matrices, part_bytes
     from paceline.backends.cpu.kv_blocks import BLOCK
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
@@ -85,7 +85,7 @@ def load_sampler(vocab: int, threads: int, kernels: Path | None) -> CompiledSamp
         threads: that share a batch's rows, the caller's included.
         kernels: where compiled kernels are kept; None: beside their sources.
     """
-    from paceline.backends.cpu import kernel_cache
+    from paceline.backends import kernel_cache
 
     kernel_cache.use(kernels)
     with kernel_cache.alone():

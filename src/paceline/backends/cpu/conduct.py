@@ -8,8 +8,8 @@ from __future__ import annotations
 from numba import njit
 
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.cpu.step import CONTROL, FIRST_LAYER, WATCH, phase, prepare_batch, take_part
+from paceline.backends.kernel_cache import in_use
 
 _WATCH_SPINS = 10_000
 _WATCH_YIELDS = 2_000

@@ -16,7 +16,7 @@ from numba import njit, types
 from paceline.backends.cpu import draw_lanes as lanes
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.draw_lanes import BLOCK, ROUNDER, ROUNDER_BITS
-from paceline.backends.cpu.kernel_cache import in_use
+from paceline.backends.kernel_cache import in_use
 from paceline.engine.adjustments import HUGE, TINY
 from paceline.engine.arithmetic import EXP2, LN2, LOG2E, LOG_SERIES, ROOT_HALF, WEIGHT_BITS, WEIGHTLESS
 

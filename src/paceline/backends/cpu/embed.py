@@ -14,8 +14,8 @@ from numba import njit
 from numba.core import types
 
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Layout, Scales
-from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.cpu.words import read, read_half, write, write_bf16
+from paceline.backends.kernel_cache import in_use
 
 
 def embed_rows(form: Form, table: int, ids: npt.NDArray[np.int32], out: npt.NDArray[np.uint16]) -> None:

@@ -17,8 +17,8 @@ from numba import njit
 from numba.core import types
 
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Scales
-from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.cpu.words import read, write
+from paceline.backends.kernel_cache import in_use
 
 
 def row_bytes(form: Form, k: int) -> int:

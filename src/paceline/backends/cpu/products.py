@@ -13,9 +13,9 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import Form
-from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.cpu.simd import I64, Emit, Value, lowered
 from paceline.backends.cpu.tiles import MOST_SEGMENTS, tile
+from paceline.backends.kernel_cache import in_use
 
 WIDE_FROM = 32
 """Rows from which tiles of two blocks of outputs pay. For fewer, one stream of records is what prefetching hides."""

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from paceline.backends.choice import FormOf
 from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
-from paceline.backends.cpu.choice import FormOf
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form
 from paceline.backends.cpu.pack import pack_rows, row_bytes
 from paceline.backends.options import LoadProgress

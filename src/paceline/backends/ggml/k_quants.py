@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.ggml.bits import half_at
+from paceline.backends.kernel_cache import in_use
 
 F = np.float32
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.ggml.bits import half_at, u16, u32
+from paceline.backends.kernel_cache import in_use
 
 F = np.float32
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)

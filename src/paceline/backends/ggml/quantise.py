@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from paceline.backends.cpu.kernel_cache import in_use
 from paceline.backends.ggml.bits import ROUND, bf16_bits, half_at, half_bits, single
 from paceline.backends.ggml.k_quants import scale_and_min
+from paceline.backends.kernel_cache import in_use
 
 F = np.float32
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.backends.cpu import kernel_cache
-from paceline.backends.cpu.choice import uniform_format
+from paceline.backends import kernel_cache
+from paceline.backends.choice import uniform_format
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.model import WeightsFormat
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.backends.cpu.choice import part_bytes
+from paceline.backends.choice import part_bytes
 from paceline.backends.memory import human
 from paceline.backends.table import Kernels
 from paceline.core.errors import BadPipelineRequest, ShardUnavailable

@@ -10,7 +10,7 @@ import pytest
 from gguf.quants import dequantize, quantize
 
 from paceline.backends import cpu
-from paceline.backends.cpu.choice import NEAREST, forms_by, held_bytes, part_bytes, uniform_format
+from paceline.backends.choice import NEAREST, forms_by, held_bytes, part_bytes, uniform_format
 from paceline.backends.cpu.forms import Form
 from paceline.backends.ggml.dequantise import TYPES
 from paceline.backends.numerics import SeededWeights, small

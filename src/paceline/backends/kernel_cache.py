@@ -41,7 +41,7 @@ def sources() -> list[Path]:
     """Files that decide what kernels compute: their own, and those whose constants are compiled into them."""
     here = Path(__file__).parent
     constants = ("core/weights.py", "engine/adjustments.py", "engine/arithmetic.py")
-    return [*sorted(here.glob("*.py")), *sorted(here.with_name("ggml").glob("*.py")), *(here.parents[1] / name for name in constants)]
+    return [*sorted(here.glob("cpu/*.py")), *sorted(here.glob("ggml/*.py")), *(here.parent / name for name in constants)]
 
 
 def _version() -> str:
