@@ -20,14 +20,13 @@ import numpy.typing as npt
 from paceline.backends.ggml import quantise
 from paceline.backends.ggml.dequantise import dequantise
 from paceline.core.errors import UnsupportedModel
-from paceline.core.weights import GROUP, BlockTensor, DenseTensor, StoredTensor
+from paceline.core.weights import GROUP, TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor
 
 Float32 = npt.NDArray[np.float32]
 Target = Literal["Q4_1", "Q5_1", "Q8_0"]
 
 SLAB_WEIGHTS: Final = 1 << 20
 """Weights a slab holds: its float32 takes 4 MiB. Raising it gains little speed."""
-_GROUP_BYTES: Final = {"Q4_1": 20, "Q5_1": 24, "Q8_0": 34}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def to_blocks(tensor: StoredTensor, kind: Target, threads: int = 1) -> BlockTens
     shape = tensor_shape(tensor)
     if len(shape) != 2 or shape[1] % GROUP:
         raise UnsupportedModel(f"A tensor of shape {list(shape)} can't be held in groups of {GROUP} inputs", "Use --weights bf16.")
-    out_NB = np.empty((shape[0], shape[1] // GROUP * _GROUP_BYTES[kind]), np.uint8)
+    out_NB = np.empty((shape[0], TENSOR_TYPES[kind].row_bytes(shape[1])), np.uint8)
     each_slab(shape, threads, lambda rows: blocks_of(tensor, kind, rows, out_NB[rows]))
     return BlockTensor(kind, shape, out_NB)
 

@@ -9,9 +9,9 @@ Shapes: N outputs (rows), K inputs (columns), B bytes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,32 @@ Shape = tuple[int, ...]
 
 GROUP = 32
 """Weights that share one scale, along the input dimension: the group of both uniform quantised formats."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """How GGML stores weights: `block` of them take `nbytes` bytes; `code` names the type in a file."""
+
+    name: str
+    code: int
+    block: int
+    nbytes: int
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of K weights, which are whole blocks."""
+        return k // self.block * self.nbytes
+
+
+TENSOR_TYPES: Final[Mapping[str, TensorType]] = {
+    name: TensorType(name, code, block, nbytes)
+    for code, name, block, nbytes in (
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34), (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136), (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from paceline.backends.choice import forms_by, held_bytes, part_bytes, uniform_format
-from paceline.backends.table import Kernels
+from paceline.backends.choice import forms_by, held_bytes, part_bytes
+from paceline.backends.table import Kernels, held_format
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape
 from paceline.node.sizing import working_bytes
@@ -19,9 +19,7 @@ TypeOf = Callable[[str], str]
 
 def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> Mapping[str, int]:
     """Bytes of each tensor in memory."""
-    if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16:
-        weights = uniform_format(spec, type_of)
-    return held_bytes(spec, forms_by(weights, type_of))
+    return held_bytes(spec, forms_by(held_format(spec, weights, type_of, kernels), type_of))
 
 
 def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> ModelShape:

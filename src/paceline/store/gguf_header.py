@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from paceline.core.weights import TENSOR_TYPES
 from paceline.store.faults import damaged, unreadable, unsupported
-from paceline.store.tensor_files import StoredAt, TensorType
+from paceline.store.tensor_files import StoredAt
 
 MAX_HEADER_BYTES: Final = 256 << 20
 """Beyond the largest vocabularies by ten; raising it lets a damaged count read more of the file before it is found out."""
@@ -31,19 +32,7 @@ _SCALARS: Final[Mapping[int, struct.Struct]] = {
 }  # fmt: skip
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
-
-
-TENSOR_TYPES: Final[Mapping[int, TensorType]] = {
-    code: TensorType(name, block, nbytes)
-    for code, name, block, nbytes in (
-        (0, "F32", 1, 4), (1, "F16", 1, 2), (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24),
-        (8, "Q8_0", 32, 34), (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
-        (14, "Q6_K", 256, 210), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50),
-        (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136), (29, "IQ1_M", 256, 56),
-        (30, "BF16", 1, 2), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36),
-    )
-}  # fmt: skip
-"""GGML's types by their codes in a file."""
+_TYPE_BY_CODE: Final = {kind.code: kind for kind in TENSOR_TYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +299,7 @@ def _parse_tensor(cursor: _Cursor) -> StoredAt:
         raise damaged(path, f"tensor {name} has {n_dims} dimensions")
     dims = [cursor.u64(f"tensor {name}") for _ in range(n_dims)]
     code = cursor.u32(f"tensor {name}")
-    kind = TENSOR_TYPES.get(code)
+    kind = _TYPE_BY_CODE.get(code)
     if kind is None:
         raise unsupported(path, f"tensor {name} is of GGML type {code}, which Paceline does not read")
     offset = cursor.u64(f"tensor {name}")

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, cast
 
-import numpy as np
-
 from paceline.core.errors import ModelFileError
+from paceline.core.weights import TENSOR_TYPES
 from paceline.store.digests import DigestCache
 from paceline.store.faults import damaged, unreadable, unsupported
 from paceline.store.hf_config import spec_from_config
 from paceline.store.json_object import load_object, parse_object
 from paceline.store.selection import INDEX
-from paceline.store.tensor_files import DENSE, StoredAt, TensorFiles, TensorType
+from paceline.store.tensor_files import DENSE, StoredAt, TensorFiles
 
 MAX_HEAD_BYTES: Final = 100_000_000
 """The format's own limit on its table."""
 SINGLE: Final = "model.safetensors"
 CONFIG: Final = "config.json"
 
-_TYPES: Final[Mapping[str, TensorType]] = {name: TensorType(name, 1, np.dtype(kind).itemsize) for name, (_, kind) in DENSE.items()}
 _COMPUTED: Final = ("rotary_emb.inv_freq", "masked_bias")
 """Endings of tensors that old checkpoints hold although they follow from the configuration."""
 
@@ -108,9 +106,9 @@ def _entry(path: Path, name: str, entry: object, data_start: int, size: int) -> 
     kind, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if not isinstance(kind, str) or shape is None or offsets is None or len(offsets) != 2 or len(shape) > 8:
         raise damaged(path, f"its table has {json.dumps(entry)[:100]} for tensor {name}")
-    stored_type = _TYPES.get(kind)
-    if stored_type is None:
+    if kind not in DENSE:
         raise unsupported(path, f"tensor {name} is of type {kind}, which Paceline does not read")
+    stored_type = TENSOR_TYPES[kind]
     start, stop = offsets
     nbytes = math.prod(shape) * stored_type.nbytes
     if stop - start != nbytes:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.model import ModelSpec
-from paceline.core.weights import BlockTensor, DenseTensor, Shape, StoredTensor
+from paceline.core.weights import BlockTensor, DenseTensor, Shape, StoredTensor, TensorType
 from paceline.store.digests import DigestCache, digest_of_files
 from paceline.store.faults import damaged, unreadable
 from paceline.store.layout import check_tensors
@@ -26,15 +26,6 @@ DENSE: Final[Mapping[str, tuple[Literal["f32", "f16", "bf16"], type[np.generic]]
     "BF16": ("bf16", np.uint16),
 }
 """Types of plain numbers: ours, and the one NumPy holds them in."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """A type under its name in the file: `block` weights take `nbytes` bytes."""
-
-    name: str
-    block: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

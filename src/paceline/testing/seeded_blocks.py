@@ -14,11 +14,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from paceline.store.gguf_header import TENSOR_TYPES
+from paceline.core.weights import TENSOR_TYPES
 
 Bytes = npt.NDArray[np.uint8]
 
-TYPES: Final = {kind.name: kind for kind in TENSOR_TYPES.values()}
 DENSE: Final = frozenset({"F32", "F16", "BF16"})
 PIECE_BYTES: Final = 1 << 24
 _SAMPLE_BLOCKS: Final = 4096
@@ -100,7 +99,7 @@ def random_tensor(kind: str, shape: tuple[int, ...], spread: float, seed: tuple[
         seed: what all follows from.
         quiet_rows: the first so many rows are an eighth as large.
     """
-    type_ = TYPES[kind]
+    type_ = TENSOR_TYPES[kind]
     generator = np.random.SFC64(np.random.SeedSequence(seed))
     row_blocks = shape[-1] // type_.block
     n_blocks, quiet_blocks = int(np.prod(shape[:-1], dtype=np.int64)) * row_blocks, quiet_rows * row_blocks
@@ -116,7 +115,7 @@ def _piece(kind: str, generator: np.random.SFC64, spread_N1: npt.NDArray[np.floa
     n = len(spread_N1)
     if kind in DENSE:
         return _dense(kind, _centred(generator, n)[:, None] * spread_N1)
-    blocks_NB = _random_bytes(generator, n * TYPES[kind].nbytes).reshape(n, -1)
+    blocks_NB = _random_bytes(generator, n * TENSOR_TYPES[kind].nbytes).reshape(n, -1)
     _set_scales(kind, blocks_NB, spread_N1 / _unit_spread(kind))
     return blocks_NB
 
@@ -176,6 +175,6 @@ def _unit_spread(kind: str) -> float:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    blocks_NB = _random_bytes(np.random.SFC64(0), _SAMPLE_BLOCKS * TYPES[kind].nbytes).reshape(_SAMPLE_BLOCKS, -1)
+    blocks_NB = _random_bytes(np.random.SFC64(0), _SAMPLE_BLOCKS * TENSOR_TYPES[kind].nbytes).reshape(_SAMPLE_BLOCKS, -1)
     _set_scales(kind, blocks_NB, np.ones((_SAMPLE_BLOCKS, 1), np.float32))
     return float(np.std(dequantize(blocks_NB, GGMLQuantizationType[kind]), dtype=np.float64))

@@ -21,8 +21,9 @@ import numpy as np
 
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
 from paceline.core.rope import inverse_frequencies
+from paceline.core.weights import TENSOR_TYPES
 from paceline.store.gguf_spec import FAMILIES
-from paceline.testing.seeded_blocks import DENSE, TYPES, Bytes, random_tensor
+from paceline.testing.seeded_blocks import DENSE, Bytes, random_tensor
 from paceline.testing.seeded_vocabulary import Vocabulary, vocabulary
 
 _LLAMA3: Final = RopeSpec(500_000.0, llama3=(8.0, 1.0, 4.0, 8192))
@@ -113,10 +114,10 @@ def stored_type(tensor: Tensor, spec: ModelSpec, types: str) -> str:
             ("attn_v" in tensor.name or "ffn_down" in tensor.name) and _more_bits(tensor.name, spec.n_layers)
         )
         chosen = more if generous else most
-    if tensor.shape[-1] % TYPES[chosen].block == 0:
+    if tensor.shape[-1] % TENSOR_TYPES[chosen].block == 0:
         return chosen
     narrow = _NARROW.get(chosen, "F16")
-    return narrow if tensor.shape[-1] % TYPES[narrow].block == 0 else "F16"
+    return narrow if tensor.shape[-1] % TENSOR_TYPES[narrow].block == 0 else "F16"
 
 
 def _more_bits(name: str, n_layers: int) -> bool:
@@ -243,7 +244,7 @@ def shape(preset: str, **changes: int) -> ModelSpec:
 
 
 def _n_bytes(tensor: Tensor, kind: str) -> int:
-    return math.prod(tensor.shape) // TYPES[kind].block * TYPES[kind].nbytes
+    return TENSOR_TYPES[kind].row_bytes(math.prod(tensor.shape))
 
 
 def _bytes_of(tensor: Tensor, kind: str, spec: ModelSpec, seed: int, n_control: int) -> Iterator[Bytes]:

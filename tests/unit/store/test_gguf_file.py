@@ -14,10 +14,10 @@ from gguf.quants import dequantize
 from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.model import MoeSpec, RopeSpec
 from paceline.core.rope import inverse_frequencies
-from paceline.core.weights import BlockTensor, DenseTensor, StoredTensor
+from paceline.core.weights import TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor
 from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import open_gguf
-from paceline.store.gguf_header import TENSOR_TYPES, read_header
+from paceline.store.gguf_header import read_header
 from paceline.store.home import Home
 
 
@@ -80,9 +80,9 @@ def test_k_quants_come_as_they_lie(gguf_model: Any, tmp_path: Path, digests: Dig
 
 
 def test_tensor_sizes_are_those_of_ggml() -> None:
-    for code, kind in TENSOR_TYPES.items():
-        assert GGML_QUANT_SIZES[gguf.GGMLQuantizationType(code)] == (kind.block, kind.nbytes)
-        assert gguf.GGMLQuantizationType(code).name == kind.name
+    for name, kind in TENSOR_TYPES.items():
+        assert GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.code)] == (kind.block, kind.nbytes)
+        assert gguf.GGMLQuantizationType(kind.code).name == kind.name == name
 
 
 def test_the_bundled_model(bundled_gguf: Path, digests: DigestCache) -> None:

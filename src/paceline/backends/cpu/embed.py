@@ -14,7 +14,8 @@ from numba import njit
 from numba.core import types
 
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Layout, Scales
-from paceline.backends.cpu.words import read, read_half, write, write_bf16
+from paceline.backends.cpu.words import read, read_half, write
+from paceline.backends.ggml.bits import bf16_bits
 from paceline.backends.kernel_cache import in_use
 
 
@@ -79,7 +80,7 @@ def _reader(form: Form) -> Callable[..., None]:
                         scale, offset = read_scale(record, g, half, lane)
                         for k in range(16 * half, 16 * half + 16):
                             weight = np.float32(read_code(record, g, k, lane) - zero) * scale
-                            write_bf16(at + 2 * k, weight + offset if with_offset else weight)
+                            write(16, at + 2 * k, bf16_bits(weight + offset if with_offset else weight))
 
     read_rows.__qualname__ = f"embed_{form.name.lower()}"
     return njit(types.void(*[types.int64] * 5), nogil=True, cache=in_use())(read_rows)

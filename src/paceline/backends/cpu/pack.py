@@ -18,13 +18,14 @@ from numba.core import types
 
 from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Scales
 from paceline.backends.cpu.words import read, write
+from paceline.backends.ggml.k_quants import six_bits
 from paceline.backends.kernel_cache import in_use
+from paceline.core.weights import TENSOR_TYPES
 
 
 def row_bytes(form: Form, k: int) -> int:
     """Bytes of a row of K weights in a file of the form's GGML type; bf16 is plain."""
-    layout = LAYOUT[form]
-    return k // (32 * layout.groups) * layout.record_bytes // LANES
+    return TENSOR_TYPES[form.name].row_bytes(k)
 
 
 def pack_rows(form: Form, rows: npt.NDArray[np.uint8], first: int, out: npt.NDArray[np.uint8]) -> None:
@@ -52,13 +53,6 @@ def _spread(bits, i):
     return (picked | picked >> 12) & 0xFF
 
 
-@njit
-def _six_bits(scales, g, minimum):
-    """The scale of group g, or its minimum (`minimum` 1), as Q4_K and Q5_K keep eight of each in twelve bytes."""
-    first = read(8, scales + 4 * minimum + g % 4)
-    return first & 63 if g < 4 else read(8, scales + 4 + g) >> 4 * minimum & 15 | first >> 6 << 4
-
-
 @cache
 def _packer(form: Form) -> Callable[..., None]:
     layout = LAYOUT[form]
@@ -83,8 +77,10 @@ def _packer(form: Form) -> Callable[..., None]:
             for pair in range(4):
                 high = 0
                 for i in range(2):
-                    scale, minimum = _six_bits(block + 4, 2 * pair + i, 0), _six_bits(block + 4, 2 * pair + i, 1)
-                    write(8, record + scales_at + 16 * (2 * pair + i) + lane, scale & 15 | (minimum & 15) << 4)
+                    g = 2 * pair + i
+                    scale = six_bits(read(8, block + 4 + g % 4), read(8, block + 8 + g), g, 0)
+                    minimum = six_bits(read(8, block + 8 + g % 4), read(8, block + 8 + g), g, 1)
+                    write(8, record + scales_at + 16 * g + lane, scale & 15 | (minimum & 15) << 4)
                     high |= (scale >> 4 | minimum >> 4 << 2) << 4 * i
                 write(8, record + scales_at + 128 + 16 * pair + lane, high)
             write(16, record + scales_at + 192 + 2 * lane, read(16, block))

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.simd import F32, I16, I32, I64, Emit, Value, lowered
+from paceline.backends.cpu.simd import F32, I64, Emit, Value, lowered
 
 
 @intrinsic(prefer_literal=True)
@@ -40,16 +40,3 @@ def read_half(_, address):
         return e.b.fpext(e.load(ir.HalfType(), args[0]), F32)
 
     return lowered(body, types.float32, types.int64)
-
-
-@intrinsic
-def write_bf16(_, address, value):
-    """An fp32 number, rounded to the nearest bf16, ties to even."""
-
-    def body(e: Emit, args: Sequence[Value]) -> None:
-        bits = e.b.bitcast(args[1], I32)
-        odd = e.b.and_(e.b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-        rounded = e.b.lshr(e.b.add(bits, e.b.add(odd, ir.Constant(I32, 0x7FFF))), ir.Constant(I32, 16))
-        e.store(e.b.trunc(rounded, I16), args[0])
-
-    return lowered(body, types.void, types.int64, types.float32)

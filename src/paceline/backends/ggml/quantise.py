@@ -25,23 +25,32 @@ def _inverse(scale):
     return F(1) / scale if scale != F(0) else F(0)
 
 
+@njit(nogil=True, inline="always")
+def _put_range(block, x, steps):
+    """Begin a block with the halves of its group's scale, a `steps`th from the smallest to the largest weight, and offset, the smallest."""
+    low, high = x[0], x[0]
+    for i in range(32):
+        low, high = min(low, x[i]), max(high, x[i])
+    _put_half(block, 0, half_bits((high - low) / steps))
+    _put_half(block, 2, half_bits(low))
+
+
+@njit(nogil=True, inline="always")
+def _code(x, offset, inverse, steps):
+    """The step of a range that is nearest to a weight."""
+    return np.uint32(min(max((x - offset) * inverse, F(0)), steps) + ROUND - ROUND)
+
+
 @njit(nogil=True, cache=in_use())
 def to_q4_1(values_NK, out_NB):
     """A group's smallest to its largest weight in 16 steps."""
     for values, out in zip(values_NK, out_NB):
         for g in range(values.size // 32):
             x, block = values[32 * g : 32 * g + 32], out[20 * g : 20 * g + 20]
-            low, high = x[0], x[0]
-            for i in range(32):
-                low, high = min(low, x[i]), max(high, x[i])
-            scale, offset = half_bits((high - low) / F(15)), half_bits(low)
-            _put_half(block, 0, scale)
-            _put_half(block, 2, offset)
-            inverse, from_ = _inverse(single(scale)), single(offset)
+            _put_range(block, x, F(15))
+            inverse, offset = _inverse(half_at(block, 0)), half_at(block, 2)
             for i in range(16):
-                first = min(max((x[i] - from_) * inverse, F(0)), F(15)) + ROUND - ROUND
-                second = min(max((x[16 + i] - from_) * inverse, F(0)), F(15)) + ROUND - ROUND
-                block[4 + i] = np.int32(first) | np.int32(second) << 4
+                block[4 + i] = _code(x[i], offset, inverse, F(15)) | _code(x[16 + i], offset, inverse, F(15)) << 4
 
 
 @njit(nogil=True, cache=in_use())
@@ -50,17 +59,11 @@ def to_q5_1(values_NK, out_NB):
     for values, out in zip(values_NK, out_NB):
         for g in range(values.size // 32):
             x, block = values[32 * g : 32 * g + 32], out[24 * g : 24 * g + 24]
-            low, high = x[0], x[0]
-            for i in range(32):
-                low, high = min(low, x[i]), max(high, x[i])
-            scale, offset = half_bits((high - low) / F(31)), half_bits(low)
-            _put_half(block, 0, scale)
-            _put_half(block, 2, offset)
-            inverse, from_ = _inverse(single(scale)), single(offset)
+            _put_range(block, x, F(31))
+            inverse, offset = _inverse(half_at(block, 0)), half_at(block, 2)
             fifth = np.uint32(0)
             for i in range(16):
-                first = np.uint32(min(max((x[i] - from_) * inverse, F(0)), F(31)) + ROUND - ROUND)
-                second = np.uint32(min(max((x[16 + i] - from_) * inverse, F(0)), F(31)) + ROUND - ROUND)
+                first, second = _code(x[i], offset, inverse, F(31)), _code(x[16 + i], offset, inverse, F(31))
                 block[8 + i] = first & 15 | (second & 15) << 4
                 fifth |= first >> 4 << i | second >> 4 << (16 + i)
             for byte in range(4):

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.backends import kernel_cache
-from paceline.backends.choice import uniform_format
 from paceline.backends.options import LoadOptions, LoadProgress
-from paceline.core.model import WeightsFormat
+from paceline.backends.table import Kernels, held_format
 
 if TYPE_CHECKING:
     from paceline.core.weights import WeightSource
@@ -26,8 +25,7 @@ def load(
         ConfigError: what was asked for can't be.
         OutOfMemory: the KV pool does not fit.
     """
-    if options.weights is WeightsFormat.STORED:
-        options = replace(options, weights=uniform_format(source.spec, source.type_of))
+    options = replace(options, weights=held_format(source.spec, options.weights, source.type_of, Kernels.TORCH))
     # Before the modules that hold compiled functions.
     kernel_cache.use(options.kernel_cache)
     if device == "cuda":

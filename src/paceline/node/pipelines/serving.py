@@ -49,7 +49,7 @@ async def orchestrate(
         try:
             # What others are to run layers of, they must be able to see, and to fetch.
             location = await asyncio.to_thread(resolve, settings.model, whole.home)
-            await whole.offer(location, reading or _say_nothing)
+            await whole.offer(location, reading or _count_unseen)
             eyes, loop = FleetEyes(whole.fleet, order.settings.shard_age_s), asyncio.get_running_loop()
             node = await asyncio.to_thread(partial(build, on_end=give_back), settings, order, eyes, tensor_ends(whole.fleet), loop, clock)
         except BaseException:
@@ -67,5 +67,5 @@ async def orchestrate(
     return node
 
 
-def _say_nothing(done: int, total: int) -> None:
+def _count_unseen(done: int, total: int) -> None:
     del done, total

@@ -110,7 +110,7 @@ class FleetWeights:
             return await in_thread(partial(self._refuse, request))
         # Nothing is awaited between the caller's look at what is being fetched and this fetch's entry there.
         arrivals = Arrivals()
-        fetch = Fetch(sources, self._dial, self._home, meter.fetched.show, _say_nothing, examined=meter.examined.show)
+        fetch = Fetch(sources, self._dial, self._home, meter.fetched.show, _words_unseen, examined=meter.examined.show)
         fetching = asyncio.create_task(fetch_part(fetch, part, arrivals), name=f"fetch-{request.model_id}")
         self._fetching[request.digest] = fetching, meter
 
@@ -153,7 +153,7 @@ class FleetWeights:
         raise BadPipelineRequest(f"Neither this machine nor its fleet has {request.model_id} with digest {request.digest[:12]}")
 
 
-def _say_nothing(words: str) -> None:
+def _words_unseen(words: str) -> None:
     """Callers see bytes, not words."""
     del words
 

@@ -37,9 +37,6 @@ def packed(form: Form, rows: np.ndarray, cuts: list[int], threads: int = 1) -> n
 @pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
 def test_a_record_takes_the_bytes_of_its_rows(form: Form) -> None:
     assert LAYOUT[form].packed_bytes(16, K) == 16 * row_bytes(form, K)
-    if form is not Form.BF16:
-        sizes = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
-        assert row_bytes(form, 256) == sizes[form.name] * (1 if form.name.endswith("K") else 8)
 
 
 @pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
