@@ -1,8 +1,7 @@
 """Which machines run a request: a pure function of the view, so that every node computes the same plan with no word between them.
 
 Law: `plan` is deterministic (the order of cards is nobody's business), total (it returns, or raises `PlacementError`), and blind to machines
-that could take no part. `fleet.cost` prices every choice, `fleet.choices` orders them. A request keeps the plan it began with while it
-`still_holds`: better news is for the next one.
+that could take no part. `fleet.cost` prices every choice, `fleet.choices` orders them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet import choices
-from paceline.fleet.card import NodeCard, Role
+from paceline.fleet.card import NodeCard
 from paceline.fleet.cost import Seconds
 from paceline.fleet.machines import Links, Machine, barred_hosts, fetchers, groups, live_cards, matching_offers, stage_machines
 from paceline.fleet.pins import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, pinned
@@ -74,47 +73,6 @@ def _spares(chosen: Choice, view: Iterable[NodeCard], request: PlanRequest, trus
         return ()
     spans = [stage.layers for stage in chosen.stages[1:]]
     return spares_for(view, request, spans, frozenset(chosen.node_ids), trust)
-
-
-def still_holds(kept: Plan, view: Iterable[NodeCard]) -> bool:
-    """Whether a request may go on with the plan it began with."""
-    return why_broken(kept, view) is None
-
-
-def why_broken(kept: Plan, view: Iterable[NodeCard]) -> str | None:
-    """What broke a plan: a machine that left or started anew, or no longer has its model, or computes other bytes. None: it holds."""
-    cards = live_cards(view)
-    chosen = kept.chosen
-    for stage in chosen.stages:
-        card = cards.get(stage.node_id)
-        if card is None:
-            return f"{stage.node_id} is gone"
-        if card.instance != stage.instance:
-            return f"{stage.node_id} started anew"
-        if stage.fetch_from is not None:
-            continue  # it says that it has the model once it does
-        offers = [offer for offer in card.models if _same_weights(chosen, offer.model_id, offer.digest, offer.weights)]
-        if not offers:
-            return f"{stage.node_id} no longer has {chosen.model_id}"
-        known = {offer.numerics_id for offer in offers if offer.numerics_id}
-        if stage.numerics_id and known and stage.numerics_id not in known:
-            return f"{stage.node_id} computes other bytes than it did"
-    if chosen.draft is not None:
-        card = cards.get(chosen.draft.node_id)
-        if card is None:
-            return f"{chosen.draft.node_id}, which drafts, is gone"
-        if card.instance != chosen.draft.instance:
-            return f"{chosen.draft.node_id}, which drafts, started anew"
-        drafts = {(offer.model_id, offer.digest) for offer in card.models if offer.role is Role.PROPOSER}
-        if (chosen.draft.model_id, chosen.draft.digest) not in drafts:
-            return f"{chosen.draft.node_id} no longer drafts with {chosen.draft.model_id}"
-    return None
-
-
-def _same_weights(chosen: Choice, model_id: str, digest: str, weights: str) -> bool:
-    # A digest that was not known when the plan was made may be known by now.
-    same = digest == chosen.digest if chosen.digest and digest else model_id == chosen.model_id
-    return same and weights == chosen.weights
 
 
 def _check(request: PlanRequest) -> None:

@@ -23,14 +23,13 @@ class WeightsSource:
     size_bytes: int
 
 
-def weights_sources(own: NodeId, view: Iterable[NodeCard], model: str, prefer: NodeId | None = None) -> tuple[WeightsSource, ...]:
+def weights_sources(own: NodeId, view: Iterable[NodeCard], model: str) -> tuple[WeightsSource, ...]:
     """Other nodes that have the whole model and stay, over the best link first. All have one digest, so one may go on where another stopped.
 
     Args:
         own: who asks.
         view: live cards.
         model: its id in any case (of `org/name`, any GGUF file in it), or at least twelve digits of its digest.
-        prefer: who comes first all the same: a plan may have named it.
 
     Raises:
         ModelNotFound: the fleet has different models of that name.
@@ -42,12 +41,12 @@ def weights_sources(own: NodeId, view: Iterable[NodeCard], model: str, prefer: N
         listed = ", ".join(f"{name} {digest[:DIGEST_DIGITS]}" for digest, name in sorted(digests.items()))
         raise ModelNotFound(f"the fleet has different models called {model[:200]!r}: {listed}", "Name one by its digest")
     links = Links(cards)
-    found: dict[NodeId, tuple[tuple[bool, float, float, NodeId], WeightsSource]] = {}
+    found: dict[NodeId, tuple[tuple[float, float, NodeId], WeightsSource]] = {}
     for card, offer in whole:
         if card.node_id == own or offer.digest not in digests or not card.addresses:
             continue
         link = links.between(own, card.node_id)
-        rank = (card.node_id != prefer, 0.0 if link is None else -link.bytes_per_s, 0.0 if link is None else link.rtt_s, card.node_id)
+        rank = (0.0 if link is None else -link.bytes_per_s, 0.0 if link is None else link.rtt_s, card.node_id)
         found[card.node_id] = (
             rank,
             WeightsSource(card.node_id, _addresses(cards.get(own), card), offer.model_id, offer.digest, offer.size_bytes),

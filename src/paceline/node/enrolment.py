@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.core.clock import Clock, SystemClock
+from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, MembershipError
 from paceline.core.files import write_file
 from paceline.core.ids import NodeId
@@ -51,14 +51,14 @@ def open_folder() -> FleetFolder:
     return FleetFolder(Home.from_environment().fleet)
 
 
-def start_fleet(folder: FleetFolder, name: str | None, join_port: int | None, clock: Clock | None = None) -> Identity:
+def start_fleet(folder: FleetFolder, name: str | None, join_port: int | None) -> Identity:
     """Make a CA and this machine its first member.
 
     Raises:
         MembershipError: this machine is in a fleet, or the files can't be written.
         ConfigError: the name can't be a node's.
     """
-    clock = clock or SystemClock()
+    clock = SystemClock()
     check_free(folder)
     node_id = _name(name)
     # An init that was cut short left a CA that nobody belongs to yet.
@@ -80,7 +80,6 @@ def invite(
     addresses: Sequence[str] = (),
     trust: Trust = Trust.MEMBER,
     join_port: int | None = None,
-    clock: Clock | None = None,
 ) -> JoinToken:
     """A token for other machines.
 
@@ -91,7 +90,6 @@ def invite(
         addresses: host or host:port where this machine can be reached; empty: those of its interfaces.
         trust: how far they are trusted.
         join_port: where machines join from now on; None: where they did, or at a free one where something else has taken that.
-        clock: for expiry.
 
     Raises:
         MembershipError: the CA is on another machine.
@@ -102,7 +100,7 @@ def invite(
     if not 1 <= uses <= MAX_USES:
         raise ConfigError(f"A token is good for 1 to {MAX_USES} machines", "Such as --uses 16")
     folder.identity()  # a machine in no fleet is told that, not where the CA is
-    issuer = Issuer(folder.authority(), folder, clock or SystemClock())
+    issuer = Issuer(folder.authority(), folder, SystemClock())
     port = usable_join_port(issuer, join_port)
     named = tuple(one if is_address(one) else join_host(one.strip("[]"), port) for one in addresses or own_hosts()[:MAX_TOKEN_ADDRESSES])
     for one in named:
@@ -134,7 +132,7 @@ async def wait_for_joins(folder: FleetFolder, token: JoinToken, on_joined: Calla
     return True
 
 
-async def enrol(folder: FleetFolder, text: str, name: str | None, clock: Clock | None = None) -> Identity:
+async def enrol(folder: FleetFolder, text: str, name: str | None) -> Identity:
     """Join by a token; what is kept afterwards is all that a node needs.
 
     Raises:
@@ -143,7 +141,7 @@ async def enrol(folder: FleetFolder, text: str, name: str | None, clock: Clock |
         JoinRefused: the issuer says no, or whoever answers is not the issuer.
         Unreachable: nobody answers.
     """
-    clock = clock or SystemClock()
+    clock = SystemClock()
     check_free(folder)
     token = JoinToken.parse(text)
     joined = await join(token, _name(name), clock)
@@ -154,14 +152,13 @@ async def enrol(folder: FleetFolder, text: str, name: str | None, clock: Clock |
     return joined.identity
 
 
-def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False, clock: Clock | None = None) -> bool:
+def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False) -> bool:
     """Void a node's certificates.
 
     Args:
         folder: of the machine with the CA.
         node_id: whom.
         anyway: even where no certificate was issued to it by this machine.
-        clock: for the time up to which certificates are void.
 
     Returns:
         Whether that is news: False where it was revoked before and has not joined since.
@@ -170,7 +167,7 @@ def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False, clock: Cl
         MembershipError: the CA is on another machine, no such node is known, or it is this machine.
     """
     own = folder.identity().node_id
-    issuer = Issuer(folder.authority(), folder, clock or SystemClock())
+    issuer = Issuer(folder.authority(), folder, SystemClock())
     known = issuer.issued()
     if anyway and is_node_id(node_id):
         known = (*known, NodeId(node_id))

@@ -45,18 +45,17 @@ class LocalFleet:
     Args:
         count: nodes in all.
         threads: of each; None: the machine's, shared.
-        options: more of `paceline up`, for each process.
         model: one that lies elsewhere than in this user's home, which all nodes may read.
     """
 
     host: Final = HOST
     preset: Final = PRESET
 
-    def __init__(self, count: int, threads: int | None, options: Sequence[str] = (), model: Path | None = None) -> None:
+    def __init__(self, count: int, threads: int | None, model: Path | None = None) -> None:
         from paceline.node.cores import usable_cores
 
         self.threads = threads or max(1, usable_cores() // count)
-        self._options = (*options, *(() if model is None else ("--beside", str(model))))
+        self._options = () if model is None else ("--beside", str(model))
         root = Path(tempfile.mkdtemp(prefix="paceline-local-"))
         self._janitor, self._alive = start_janitor(root)
         names = [f"local-{number}" for number in range(1, count + 1)]

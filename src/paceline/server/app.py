@@ -133,15 +133,14 @@ def service_of(app: FastAPI) -> Service:
     return cast("Service", app.state.service)
 
 
-def create_app(inference: Inference, settings: ServerSettings | None = None, clock: Clock | None = None) -> FastAPI:
+def create_app(inference: Inference, settings: ServerSettings | None = None) -> FastAPI:
     """The OpenAI API over `inference`.
 
     Args:
         inference: runs the generations.
         settings: bounds and the key; the defaults where missing.
-        clock: for `created` and the latency histograms; the machine's where missing.
     """
-    service = Service(inference, settings or ServerSettings(), clock or SystemClock())
+    service = Service(inference, settings or ServerSettings(), SystemClock())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:

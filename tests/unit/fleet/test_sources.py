@@ -28,8 +28,8 @@ def link(to: str, rate: float, address: str = "") -> Link:
     return Link(NodeId(to), address or f"{to}:1", 0.001, rate)
 
 
-def ids(*cards: NodeCard, model: str = "org/m", prefer: str | None = None) -> list[str]:
-    found = weights_sources(NodeId("me"), cards, model, None if prefer is None else NodeId(prefer))
+def ids(*cards: NodeCard, model: str = "org/m") -> list[str]:
+    found = weights_sources(NodeId("me"), cards, model)
     return [source.node_id for source in found]
 
 
@@ -38,7 +38,6 @@ def test_the_best_link_comes_first_and_one_unmeasured_last() -> None:
     cards = [me, card("a", offer()), card("fast", offer()), card("slow", offer()), card("theirs", offer(), links=(link("me", 1e8),))]
     random.Random(0).shuffle(cards)
     assert ids(*cards) == ["fast", "theirs", "slow", "a"]
-    assert ids(*cards, prefer="slow") == ["slow", "fast", "theirs", "a"]
 
 
 def test_who_leaves_has_only_layers_has_no_address_or_has_something_else_is_no_source() -> None:
