@@ -50,6 +50,9 @@ class BadStage:
     def __init__(self, stage: RunsBatches, session: Session, deed: Deed) -> None:
         self._stage, self._session, self._deed = stage, session, deed
 
+    def take_blocks_of(self, tokens: int) -> None:
+        self._stage.take_blocks_of(tokens)
+
     def run(self, batch: StageBatch, x_TD: WireBits) -> WireBits:
         out_TD = self._stage.run(batch, x_TD)
         match self._deed.name:

@@ -18,11 +18,11 @@ from tests.identity.test_pipeline import run
 from paceline.core.clock import SystemClock
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.core.model import LayerRange
+from paceline.core.model import BLOCK_TOKENS, LayerRange
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.node.settings import NodeSettings
-from paceline.node.setup import BLOCK_SIZE, set_up
+from paceline.node.setup import set_up
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.testing.pipelines import Machine, MemoryRouter
@@ -53,7 +53,7 @@ class Subject:
         self.setup = set_up(NodeSettings(str(path), context=context, kv_tokens=4 * context, threads=2))
         everything = self.setup.opened.spec.all_layers
         self.n_layers = len(everything)
-        self.n_blocks = 4 * context // BLOCK_SIZE
+        self.n_blocks = 4 * context // BLOCK_TOKENS
         self.whole = self._load(everything, edges=True)
         self.head = self._load(LayerRange(0, 0), edges=True)
         self.others = [self._load(everything, edges=False) for _ in range(2)]

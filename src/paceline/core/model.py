@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+BLOCK_TOKENS = 16
+"""Tokens of KV that a name stands for, and that a block counts wherever KV is counted between machines. What a machine keeps together may be more."""
+WIDEST_BLOCK = 256
+"""Tokens that any machine keeps together, at most. Leases are asked for in whole multiples, so that they are whole blocks for all others too."""
+
 
 class WeightsFormat(StrEnum):
     """How linear weights are held in memory. Part of what decides a model's bytes."""

@@ -81,7 +81,7 @@ class Executor(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Tokens a block holds."""
+        """Tokens a block holds. May change where KV was lost: others may keep more of them together."""
         ...
 
     @property

@@ -1,6 +1,7 @@
 """Which full KV blocks hold which tokens, so that requests that begin alike compute the beginning once.
 
-A block's key chains the hash of all tokens up to its end, from a root that names the numerics and the weights: equal keys, equal bytes.
+A block's key chains the hash of all tokens up to its end, from a root that names the numerics and the weights: equal keys, equal bytes. The
+chain has a link every 16 tokens, so a name stands for the same tokens whatever the size of the blocks that hold them.
 A cached block that no sequence uses is *idle*: it stays until its room is needed, the one idle for longest first. Sequences give
 back their blocks from the last to the first, so that a chain loses its end before its beginning.
 """
@@ -12,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 
 from paceline.core.ids import BlockId
+from paceline.core.model import BLOCK_TOKENS
 
 
 def root_key(numerics_id: str, model_digest: str) -> bytes:
@@ -21,7 +23,10 @@ def root_key(numerics_id: str, model_digest: str) -> bytes:
 
 def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a block that holds `token_ids` and follows the block of key `parent`."""
-    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+    key = parent
+    for start in range(0, len(token_ids), BLOCK_TOKENS):
+        key = hashlib.blake2b(key + array("q", token_ids[start : start + BLOCK_TOKENS]).tobytes(), digest_size=16).digest()
+    return key
 
 
 def prompt_keys(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

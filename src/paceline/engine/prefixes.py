@@ -6,7 +6,7 @@ rule 3). Who needs what another is about to compute waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from paceline.core.ids import BlockId
 from paceline.engine.config import EngineConfig
@@ -32,8 +32,15 @@ class Prefixes:
     def name(self, seq: SequenceState) -> None:
         """Name the blocks of a new sequence's prompt."""
         if self._caching:
-            seq.keys = prompt_keys(self._root, seq.tokens, self._block_size)
+            seq.keys = prompt_keys(self._root, seq.tokens[: seq.n_prompt], self._block_size)
             seq.n_publishable = _UNBOUNDED if self._one_path else len(seq.keys)
+
+    def use_blocks_of(self, tokens: int, waiting: Iterable[SequenceState]) -> None:
+        """Blocks hold so many tokens from now on: those of sequences that wait are named anew. Nothing is cached, and none runs."""
+        if tokens != self._block_size:
+            self._block_size = tokens
+            for seq in waiting:
+                self.name(seq)
 
     def find(self, seq: SequenceState, cache: PrefixCache) -> Sequence[BlockId] | None:
         """Blocks with which a sequence may begin, or None while another computes the next of them."""

@@ -167,7 +167,8 @@ class Scheduler:
         """The executor runs again, with the sizes it has now. Returns the sequences that can't gain a token there; they are to be ended."""
         executor = self._executor
         self.pool = BlockPool(executor.n_blocks)
-        self._depth = executor.depth
+        self._depth, self._block_size = executor.depth, executor.block_size
+        self.prefixes.use_blocks_of(executor.block_size, self.waiting)
         self._released.clear()  # no table names them any more
         for seq in self.waiting:
             seq.most_tokens = self._most_tokens(seq)

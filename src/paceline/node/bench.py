@@ -19,6 +19,7 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
+from paceline.core.model import BLOCK_TOKENS
 from paceline.core.text import Vocabulary
 from paceline.engine.block_tables import blocks_for
 from paceline.node.sampled import Sampled
@@ -161,9 +162,7 @@ def check_plan(plan: BenchPlan) -> None:
 
 def with_room(settings: NodeSettings, sequences: int, longest: int) -> NodeSettings:
     """For an engine with room for exactly so many sequences of so many tokens."""
-    from paceline.node.setup import BLOCK_SIZE
-
-    tokens = sequences * blocks_for(longest, BLOCK_SIZE) * BLOCK_SIZE
+    tokens = sequences * blocks_for(longest, BLOCK_TOKENS) * BLOCK_TOKENS
     return replace(
         settings, prefix_cache=False, max_running=sequences, kv_tokens=max(tokens, settings.kv_tokens or 0, settings.context or 0)
     )

@@ -14,7 +14,7 @@ from paceline.backends.memory import available_bytes, human
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
@@ -33,8 +33,6 @@ from paceline.store.home import Home
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
-
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ class Setup:
             weights_bytes=part_bytes(held, layers, edges=edges),
             working_bytes=working_bytes(spec, most.max_rows, most.max_logits_rows if edges else 0) + load_bytes(self.threads),
             max_running=settings.max_running,
-            block_size=BLOCK_SIZE,
+            block_size=BLOCK_TOKENS,
             context=None if unasked else settings.context,
             kv_tokens=None if unasked else settings.kv_tokens,
             layers=layers,
@@ -117,7 +115,7 @@ class Setup:
 
         Args:
             layers: which.
-            n_blocks: of KV.
+            n_blocks: of KV, of 16 tokens.
             max_rows: of a batch.
             progress: called with (bytes read, bytes to read).
             edges: with embedding, norm and head.
@@ -129,7 +127,7 @@ class Setup:
             layers,
             self.weights,
             n_blocks,
-            BLOCK_SIZE,
+            BLOCK_TOKENS,
             self.threads,
             max_rows=max_rows,
             edges=edges,

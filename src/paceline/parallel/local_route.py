@@ -31,10 +31,11 @@ class LocalRoute:
     """
 
     def __init__(self, own: NodeId, model_id: str, runner: LayerRunner[Any], *, max_rows: int, max_context: int, width: int) -> None:
-        layers = runner.layers
-        self.stages = (RouteStage(own, layers, f"{model_id}:{layers}", runner.numerics_id, runner.holds_identity, runner.n_blocks),)
+        layers, kv_tokens = runner.layers, runner.n_blocks * runner.block_size
+        self.stages = (RouteStage(own, layers, f"{model_id}:{layers}", runner.numerics_id, runner.holds_identity, kv_tokens),)
         self.sink: ActivationSink = self
         self.source: ActivationSource = self
+        self.block_size = runner.block_size
         self._runner, self._own = runner, own
         self._stage = Stage(runner, layers, base_block=0, n_blocks=runner.n_blocks, max_rows=max_rows, max_context=max_context, width=width)
         self._waiting: deque[tuple[StageBatch, WireBits]] = deque()

@@ -239,7 +239,8 @@ class PipelineExecutor:
         same = all(
             stage.numerics_id in {"", self.numerics_id} and stage.holds_identity >= self._head.holds_identity for stage in route.stages
         )
-        return same and min(stage.n_blocks for stage in route.stages) >= batch.most_blocks
+        kv_tokens = min(stage.kv_tokens for stage in route.stages) // route.block_size * route.block_size
+        return same and kv_tokens >= batch.most_blocks * self.block_size
 
     def _given_back(self, others: Route) -> ExecutorLost:
         """Let go of the layers that this machine took over, as others have them again."""
@@ -253,24 +254,24 @@ class PipelineExecutor:
     def _take(self, route: Route) -> None:
         """Run over a route from now on."""
         self._route = route
-        self._leases.take(SpanLease(stage.node_id, stage.layers, stage.n_blocks) for stage in route.stages)
-        self.n_blocks = min(self._leases.n_blocks, self._head.n_blocks)
-        self.holds_identity = self._head.holds_identity and all(stage.holds_identity for stage in route.stages)
-        own = self._head.layers
+        self._leases.take(SpanLease(stage.node_id, stage.layers, stage.kv_tokens) for stage in route.stages)
+        head, self.block_size = self._head, route.block_size
+        self.n_blocks = min(self._leases.kv_tokens, head.n_blocks * head.block_size) // self.block_size
+        self.holds_identity = head.holds_identity and all(stage.holds_identity for stage in route.stages)
+        own = head.layers
         limits = self._limits
-        self._own = (
-            Stage(
-                self._head,
+        self._own = None
+        if len(own):
+            self._own = Stage(
+                head,
                 own,
                 base_block=0,
-                n_blocks=self.n_blocks,
+                n_blocks=self.n_blocks * self.block_size // head.block_size,
                 max_rows=limits.max_rows,
                 max_context=limits.max_context,
                 width=self._width,
             )
-            if len(own)
-            else None
-        )
+            self._own.take_blocks_of(self.block_size)
         # Alone, there is nobody to work meanwhile.
         self.depth = 1 if self._search.is_alone else len(route.stages) + bool(own)
         self._received = 0

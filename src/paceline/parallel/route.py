@@ -24,8 +24,8 @@ class RouteStage:
     numerics_id: str
     holds_identity: bool
     """Its kernels give a row the same bytes whatever runs beside it."""
-    n_blocks: int = 0
-    """KV blocks that it leased for these layers."""
+    kv_tokens: int = 0
+    """Whose KV of these layers fits what it leased."""
 
     def __str__(self) -> str:
         return f"{self.layers.words} on {self.node_id}"
@@ -75,6 +75,11 @@ class Route(Protocol):
 
     @property
     def stages(self) -> Sequence[RouteStage]: ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the blocks that batches name: as many as the stage, or the orchestrator, with the widest blocks keeps together."""
+        ...
 
     @property
     def sink(self) -> ActivationSink:

@@ -35,7 +35,7 @@ class StageRequest:
     weights: WeightsFormat
     layers: LayerRange
     n_blocks: int
-    """KV blocks wanted; fewer may be leased."""
+    """KV wanted, in blocks of 16 tokens whatever the stage keeps together; fewer may be leased."""
     least_blocks: int
     """The fewest that are of use."""
     max_rows: int
@@ -62,7 +62,9 @@ class StageOpened:
     ticket: bytes
     """Whoever brings it may send to this session; good once."""
     n_blocks: int
+    """KV leased, in blocks of 16 tokens."""
     block_size: int
+    """Tokens that it keeps together: batches name blocks of so many, or of a multiple."""
     numerics_id: str
     one_path: bool
     holds_identity: bool
@@ -105,3 +107,5 @@ class NextStage:
     addresses: tuple[str, ...]
     """host:port of its tensor streams, the best first."""
     ticket: bytes
+    block_size: int | None = None
+    """Tokens of the blocks that the batches on this way name; None: of the stage's own."""

@@ -1,4 +1,4 @@
-"""Which machine leases how many KV blocks for which span of the model, and whose are void once machines are lost.
+"""Which machine leases how much KV for which span of the model, and whose are void once machines are lost.
 
 Law: a lease belongs to a span. What was written under it is void from the moment its machine is lost or lets go of it; what other machines
 hold of the same sequences is as good as before.
@@ -16,11 +16,11 @@ from paceline.core.model import LayerRange
 
 @dataclass(frozen=True, slots=True)
 class SpanLease:
-    """Blocks 0 .. n_blocks - 1 of one machine, for the KV of these layers."""
+    """One machine's KV of these layers."""
 
     node_id: NodeId
     layers: LayerRange
-    n_blocks: int
+    kv_tokens: int
 
 
 class SpanLeases:
@@ -35,9 +35,9 @@ class SpanLeases:
         return tuple(sorted(self._held.values(), key=lambda lease: lease.layers.start))
 
     @property
-    def n_blocks(self) -> int:
-        """That every span has: those a sequence may be given. 0 where nothing is leased."""
-        return min((lease.n_blocks for lease in self.held), default=0)
+    def kv_tokens(self) -> int:
+        """That every span has room for: sequences may be given no more. 0 where nothing is leased."""
+        return min((lease.kv_tokens for lease in self.held), default=0)
 
     def take(self, leases: Iterable[SpanLease]) -> None:
         """A route was opened over these."""

@@ -31,7 +31,7 @@ class Stage:
     Args:
         runner: holds the layers, maybe more, and the blocks, certainly more.
         layers: those to run.
-        base_block: the session's block 0 in the runner's pool.
+        base_block: the first block leased, in the runner's pool.
         n_blocks: leased from there on.
         max_rows: rows of a batch at most.
         max_context: positions of a sequence at most.
@@ -42,13 +42,27 @@ class Stage:
         self, runner: LayerRunner[Any], layers: LayerRange, *, base_block: int, n_blocks: int, max_rows: int, max_context: int, width: int
     ) -> None:
         self._runner, self._layers = runner, layers
-        self._base, self._n_blocks = base_block, n_blocks
+        self._base, self._leased = base_block, n_blocks
+        # Batches name blocks of `_block_size` tokens, each of which is a run of the runner's own. Tables hold the runner's.
+        self._block_size, self._run_length, self._n_blocks = runner.block_size, 1, n_blocks
         self._max_rows, self._max_context, self._width = max_rows, max_context, width
         self._tables = BlockTables()
         self._reach: dict[SequenceId, int] = {}
         """Positions of each sequence that are written, from 0 on."""
         self._full: set[int] = set()
         """Blocks that this session has filled: those a new sequence may begin with."""
+
+    def take_blocks_of(self, tokens: int) -> None:
+        """Batches name blocks of so many tokens, all of them: asked before the first.
+
+        Raises:
+            BadPipelineRequest: such a block is no run of the runner's own, or more than is leased.
+        """
+        own = self._runner.block_size
+        if tokens < 1 or tokens % own or tokens > self._leased * own:
+            raise BadPipelineRequest(f"Blocks of {tokens} tokens can't be made of the {self._leased} blocks of {own} leased here")
+        self._block_size, self._run_length = tokens, tokens // own
+        self._n_blocks = self._leased // self._run_length
 
     def run(self, batch: StageBatch, x_TD: WireBits) -> WireBits:
         """Run a batch's rows through the layers. The result is good until the runner's next batch.
@@ -86,10 +100,11 @@ class Stage:
             tables.forget(batch.released)
             for sequence in batch.released:
                 self._reach.pop(sequence, None)
-        at = 0
-        block_size = self._runner.block_size
+        at, run = 0, self._run_length
         for sequence, first, count in zip(batch.sequences, batch.first_positions, batch.block_counts, strict=True):
-            tables.put(sequence, blocks_for(first, block_size), [base + block for block in batch.blocks[at : at + count]])
+            named = batch.blocks[at : at + count]
+            own = [base + block for block in named] if run == 1 else [base + run * block + i for block in named for i in range(run)]
+            tables.put(sequence, run * blocks_for(first, self._block_size), own)
             at += count
         return tables.of(batch.sequences)
 
@@ -98,12 +113,12 @@ class Stage:
         return self._runner.run_layers(x_TD, plan, self._layers)
 
     def _note_written(self, batch: StageBatch, tables_SB: Int32) -> None:
-        block_size, reach = self._runner.block_size, self._reach
+        size, run, reach = self._block_size, self._run_length, self._reach
         for s, (sequence, count, first) in enumerate(zip(batch.sequences, batch.row_counts, batch.first_positions, strict=True)):
             end = first + count
             reach[sequence] = end
-            if end // block_size > first // block_size:
-                self._full.update((tables_SB[s, first // block_size : end // block_size] - self._base).tolist())
+            if end // size > first // size:
+                self._full.update(((tables_SB[s, run * (first // size) : run * (end // size) : run] - self._base) // run).tolist())
 
     def _check(self, batch: StageBatch, n_rows: int) -> None:
         """Refuse what can't be right.
@@ -121,24 +136,24 @@ class Stage:
             raise BadPipelineRequest(f"{name} names {len(batch.blocks)} blocks for {sum(batch.block_counts)}")
         if batch.blocks and not 0 <= min(batch.blocks) <= max(batch.blocks) < self._n_blocks:
             raise BadPipelineRequest(f"{name} names blocks outside the {self._n_blocks} leased")
-        released, length, block_size = frozenset(batch.released), self._tables.length, self._runner.block_size
+        released, length, size = frozenset(batch.released), self._tables.length, self._block_size
         new = at = 0
         for sequence, count, first, path, gained in zip(batch.sequences, *columns, strict=True):
-            held = 0 if sequence in released else length(sequence)
+            held = 0 if sequence in released else length(sequence) // self._run_length
             if not held:
                 new += 1
-                written = block_size * sum(1 for _ in takewhile(self._full.__contains__, batch.blocks[at : at + gained]))
+                written = size * sum(1 for _ in takewhile(self._full.__contains__, batch.blocks[at : at + gained]))
             else:
                 written = self._reach[sequence]
             at += gained
-            blocks, end = min(held, blocks_for(first, block_size)) + gained, first + count
+            blocks, end = min(held, blocks_for(first, size)) + gained, first + count
             if count < 1 or first < 0 or gained < 0 or path not in _PATHS:
                 raise BadPipelineRequest(f"{name} has a sequence with {count} rows from {first} on path {path}")
             if first > written:
                 raise BadPipelineRequest(f"{name} has rows from position {first} of a sequence that is written up to {written}")
-            if end > self._max_context or end > blocks * block_size or blocks > self._n_blocks:
+            if end > self._max_context or end > blocks * size or blocks > self._n_blocks:
                 raise BadPipelineRequest(f"{name} has rows up to position {end} of a sequence with {blocks} blocks")
         if new:
             kept = len(self._tables) - sum(length(sequence) > 0 for sequence in released)
-            if kept + new > self._n_blocks * block_size:
+            if kept + new > self._n_blocks * size:
                 raise BadPipelineRequest(f"{name} makes {kept + new} sequences for {self._n_blocks} blocks")

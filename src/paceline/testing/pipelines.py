@@ -77,10 +77,18 @@ class Machine:
 class MemoryRoute:
     """Stages in threads, joined by `close`."""
 
-    def __init__(self, parts: Sequence[tuple[Machine, LayerRange]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Machine, LayerRange]], block_size: int = 0) -> None:
         self.machines = [machine for machine, _ in parts]
+        self.block_size = max(block_size, *(machine.runner.block_size for machine in self.machines))
         self.stages = tuple(
-            RouteStage(machine.node_id, layers, f"m:{layers}", machine.numerics_id, machine.holds_identity, machine.n_blocks)
+            RouteStage(
+                machine.node_id,
+                layers,
+                f"m:{layers}",
+                machine.numerics_id,
+                machine.holds_identity,
+                machine.n_blocks * machine.runner.block_size,
+            )
             for machine, layers in parts
         )
         self._pipes = [MemoryPipe() for _ in range(len(parts) + 1)]
@@ -112,6 +120,7 @@ class MemoryRoute:
         stage = Stage(
             machine.runner, layers, base_block=0, n_blocks=machine.n_blocks, max_rows=1024, max_context=1 << 20, width=machine.width
         )
+        stage.take_blocks_of(self.block_size)
         source, sink = self._pipes[place], self._pipes[place + 1]
 
         def rehearse(batch: StageBatch, x_TD: WireBits) -> None:
@@ -146,10 +155,11 @@ class MemoryRouter:
     Args:
         machines: by the layers each holds.
         splits: layer ranges to cover; every range takes the first machine that can run it.
+        block_size: tokens that the orchestrator keeps together, where none of them keeps as many.
     """
 
-    def __init__(self, machines: Sequence[Machine], splits: Sequence[LayerRange]) -> None:
-        self.machines, self.splits = machines, splits
+    def __init__(self, machines: Sequence[Machine], splits: Sequence[LayerRange], block_size: int = 0) -> None:
+        self.machines, self.splits, self.block_size = machines, splits, block_size
         self.quarantined: set[NodeId] = set()
         self.routes: list[MemoryRoute] = []
         self.looks = 0
@@ -169,7 +179,7 @@ class MemoryRouter:
             if found is None:
                 raise ShardUnavailable(f"No machine has layers {span.words}")
             chosen.append((found, span))
-        self.routes.append(MemoryRoute(chosen))
+        self.routes.append(MemoryRoute(chosen, self.block_size))
         return self.routes[-1]
 
     def quarantine(self, fault: Fault) -> None:

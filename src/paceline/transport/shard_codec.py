@@ -8,7 +8,7 @@ from dataclasses import replace
 from paceline.core.errors import BadPipelineRequest, FleetError
 from paceline.core.ids import NodeId
 from paceline.core.manifest import is_sha256
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import WIDEST_BLOCK, LayerRange, WeightsFormat
 from paceline.parallel.sessions import (
     SESSION_ID_BYTES,
     TICKET_BYTES,
@@ -184,7 +184,9 @@ def read_event(message: wire.OpenStageResponse, request: StageRequest) -> StageE
 
 def write_connect(session_id: bytes, to: NextStage) -> wire.ConnectStageRequest:
     """As a caller sends it."""
-    return wire.ConnectStageRequest(session_id=session_id, node_id=to.node_id, tensor_addresses=to.addresses, ticket=to.ticket)
+    return wire.ConnectStageRequest(
+        session_id=session_id, node_id=to.node_id, tensor_addresses=to.addresses, ticket=to.ticket, block_size=to.block_size
+    )
 
 
 def read_connect(message: wire.ConnectStageRequest) -> NextStage:
@@ -198,7 +200,9 @@ def read_connect(message: wire.ConnectStageRequest) -> NextStage:
     addresses = tuple(message.tensor_addresses)
     _bound(1 <= len(addresses) <= MAX_ADDRESSES, f"A node has 1 to {MAX_ADDRESSES} addresses")
     _bound(all(is_address(address) for address in addresses), "What should be host:port is not")
-    return NextStage(NodeId(message.node_id), addresses, message.ticket)
+    _bound(message.block_size <= WIDEST_BLOCK, f"Blocks have at most {WIDEST_BLOCK} tokens")
+    block_size = message.block_size if message.HasField("block_size") else None
+    return NextStage(NodeId(message.node_id), addresses, message.ticket, block_size)
 
 
 def check_echo(message: wire.EchoRowsRequest) -> None:

@@ -133,3 +133,8 @@ def test_damage_is_found(damage: str) -> None:
             tables = [table, table[:1]]
     with pytest.raises(AssertionError):
         pool.check_invariants(tables)
+
+
+def test_a_name_stands_for_the_same_tokens_whatever_the_size_of_blocks() -> None:
+    narrow, wide = prompt_keys(ROOT, range(200), 16), prompt_keys(ROOT, range(200), 64)
+    assert wide == narrow[3::4]

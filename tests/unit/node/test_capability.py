@@ -15,7 +15,7 @@ from paceline.backends import memory
 from paceline.backends.table import Kernels
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.core.weights import EMBEDDING, HEAD, tensor_shapes
 from paceline.engine.config import EngineConfig
 from paceline.engine.sampling import PlainSampler
@@ -27,7 +27,6 @@ from paceline.node.capability import LOOKUP, SelfPortrait, processor_name
 from paceline.node.cores import usable_cores
 from paceline.node.offers import Shelf, learn_digests
 from paceline.node.settings import NodeSettings
-from paceline.node.setup import BLOCK_SIZE
 from paceline.node.shapes import model_shape
 from paceline.node.speed import Speed, SpeedCache, SpeedKey, learn_speed, measure, vocabulary_id
 from paceline.store.catalog import BUNDLED, MANIFEST, open_model
@@ -290,7 +289,7 @@ def test_what_is_loaded_is_warm_and_measured(home: Home, monkeypatch: pytest.Mon
         assert offer.shape.max_context == 512
         assert built.engine.stats().steps == 0
         # The measuring left nothing behind: the engine answers as if it had never been.
-        assert built.runner.block_size == BLOCK_SIZE
+        assert built.runner.block_size == BLOCK_TOKENS
         again = introduced(built, home, SystemClock())
         assert again == warm
         portrait.look()

@@ -16,11 +16,11 @@ def leases() -> SpanLeases:
     return held
 
 
-def test_sequences_have_the_blocks_that_every_span_has() -> None:
+def test_sequences_have_the_room_that_every_span_has() -> None:
     held = leases()
     assert [lease.layers.start for lease in held.held] == [2, 4, 9]
-    assert held.n_blocks == 64
-    assert SpanLeases().n_blocks == 0
+    assert held.kv_tokens == 64
+    assert SpanLeases().kv_tokens == 0
 
 
 def test_what_a_lost_machine_held_is_void_and_nothing_else() -> None:
@@ -29,6 +29,6 @@ def test_what_a_lost_machine_held_is_void_and_nothing_else() -> None:
     assert held.held == (SpanLease(B, LayerRange(4, 9), 64),)
     assert held.void(A) == ()
     held.take([SpanLease(NodeId("c"), LayerRange(2, 4), 32)])
-    assert held.n_blocks == 32
+    assert held.kv_tokens == 32
     assert [span.holder for span in held.void(None)] == ["c", "b"]
     assert not held.held

@@ -126,3 +126,33 @@ def test_a_rehearsal_changes_nothing() -> None:
         for other in (FIRST, following, last):
             rehearsed.rehearse(other, rows(sum(other.row_counts)))
         rehearsed.rehearse(batch, rows(n + 1))
+
+
+def test_batches_may_name_wider_blocks_than_the_runner_keeps() -> None:
+    """Blocks of 8 tokens are two of the runner's each: the same rows, within the lease, shared in whole wide blocks alone."""
+    runner = NullRunner(n_blocks=12)
+    neighbour, wide, plain = stage(runner, 4), stage(runner, 8), stage(NullRunner(n_blocks=12))
+    wide.take_blocks_of(8)
+    neighbour.run(FIRST, rows(6))
+    for batch, own in (
+        (StageBatch(BatchId(1), [SequenceId(7)], [9], [0], [0], [2], [1, 0]), [2, 3, 0]),
+        (StageBatch(BatchId(2), [SequenceId(7)], [3], [9], [1], [0], []), []),
+        (StageBatch(BatchId(3), [SequenceId(9)], [2], [8], [0], [2], [1, 0], [SequenceId(7)]), [2, 3, 0]),
+        (StageBatch(BatchId(4), [SequenceId(9)], [1], [8], [0], [1], [0]), [0]),  # what lay behind is cut, and its block gained again
+    ):
+        narrow = replace(batch, block_counts=[len(own)], blocks=own)
+        assert wide.run(batch, rows(batch.n_rows)).tolist() == plain.run(narrow, rows(batch.n_rows)).tolist()
+    undisturbed = stage(NullRunner(n_blocks=12))
+    undisturbed.run(FIRST, rows(6))
+    following = StageBatch(BatchId(2), [SequenceId(7)], [2], [5], [1], [0], [])
+    assert neighbour.run(following, rows(2)).tolist() == undisturbed.run(following, rows(2)).tolist()
+    with pytest.raises(BadPipelineRequest, match="outside the 2 leased"):
+        wide.run(StageBatch(BatchId(5), [SequenceId(1)], [1], [0], [0], [1], [2]), rows(1))
+    with pytest.raises(BadPipelineRequest, match="written up to 0"):  # of block 0, half is written
+        wide.run(StageBatch(BatchId(6), [SequenceId(2)], [1], [4], [0], [1], [0]), rows(1))
+
+
+@pytest.mark.parametrize("tokens", [0, 2, 6, 32])
+def test_blocks_that_can_t_be_made_of_the_runner_s_are_refused(tokens: int) -> None:
+    with pytest.raises(BadPipelineRequest, match="can't be made"):
+        stage(NullRunner(n_blocks=12)).take_blocks_of(tokens)

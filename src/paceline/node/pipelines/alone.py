@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import BLOCK_TOKENS, LayerRange
 from paceline.engine.local import LayerRunner
 from paceline.node.setup import Setup
 from paceline.parallel.local_route import LocalRoute
@@ -31,7 +31,7 @@ def loads_the_rest(own: NodeId, setup: Setup, head: LayerRunner[Any], max_rows: 
             OutOfMemory: it does not fit.
         """
         kv = setup.room(layers, edges=False, unasked=True)
-        runner = setup.load(layers, min(kv.n_blocks, head.n_blocks), max_rows, edges=False)
+        runner = setup.load(layers, min(kv.n_blocks, head.n_blocks * head.block_size // BLOCK_TOKENS), max_rows, edges=False)
         return LocalRoute(own, setup.opened.name, runner, max_rows=max_rows, max_context=spec.max_context, width=spec.hidden)
 
     return load

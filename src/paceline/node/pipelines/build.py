@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, PipelineDisabled, PlacementError
-from paceline.core.model import LayerRange
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.intake import context_of
@@ -35,7 +35,7 @@ from paceline.node.pipelines.router import FleetRouter
 from paceline.node.pipelines.spare_keeper import SpareKeeper
 from paceline.node.pipelines.spot_check import SpotCheck
 from paceline.node.settings import NodeSettings
-from paceline.node.setup import BLOCK_SIZE, Setup, set_up
+from paceline.node.setup import Setup, set_up
 from paceline.node.shards.ends import TensorEnds
 from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback
@@ -168,8 +168,9 @@ def build_engine_over(
     kv = setup.room(own)
     config = replace(setup.config(kv), step_timeout_s=1e6)  # the pipeline has bounds of its own
     max_rows = config.max_rows
-    head = setup.load(own, kv.n_blocks, max_rows, progress)
-    least_blocks = -(-(settings.context or min(kv.context, LEAST_TOKENS)) // BLOCK_SIZE)
+    n_blocks = _whole_blocks(kv.tokens)
+    head = setup.load(own, n_blocks, max_rows, progress)
+    least_blocks = _whole_blocks(settings.context or min(kv.context, LEAST_TOKENS))
     wanted = Wanted(
         opened.name,
         digest,
@@ -177,7 +178,7 @@ def build_engine_over(
         spec.n_layers,
         len(own),
         head.numerics_id,
-        kv_tokens=least_blocks * BLOCK_SIZE,
+        kv_tokens=least_blocks * BLOCK_TOKENS,
         rows=max_rows,
         objective=order.objective,
         pins=order.pins,
@@ -191,7 +192,7 @@ def build_engine_over(
         digest,
         weights,
         LayerRange(len(own), spec.n_layers),
-        n_blocks=kv.n_blocks,
+        n_blocks=n_blocks,
         least_blocks=least_blocks,
         max_rows=max_rows,
         dtype=asked.activation_dtype,
@@ -225,7 +226,7 @@ def build_engine_over(
         head.close()
         raise
     # An answer that began goes on with less, where machines that take over have less.
-    opener.least_blocks = min(request.least_blocks, LEAST_TOKENS // BLOCK_SIZE)
+    opener.least_blocks = min(request.least_blocks, _whole_blocks(LEAST_TOKENS))
     model = setup.served(head, kv, clock)
     speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
     stages = ", ".join(map(str, executor.stages))
@@ -247,6 +248,11 @@ def build_engine_over(
     return BuiltPipeline(
         make(), rebuild, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts, sampler
     )
+
+
+def _whole_blocks(tokens: int) -> int:
+    """Blocks of 16 tokens that hold so many, whatever the other machines keep together."""
+    return -(-tokens // WIDEST_BLOCK) * (WIDEST_BLOCK // BLOCK_TOKENS)
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:

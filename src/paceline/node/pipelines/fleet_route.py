@@ -23,6 +23,7 @@ class FleetRoute:
 
     Args:
         stages: what each runs, in order.
+        block_size: tokens of the blocks that batches name.
         sessions: with each.
         sink: into the first stage.
         incoming: out of the last.
@@ -32,12 +33,13 @@ class FleetRoute:
     def __init__(
         self,
         stages: Sequence[RouteStage],
+        block_size: int,
         sessions: Sequence[RemoteStage],
         sink: ActivationSink,
         incoming: Incoming,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.stages = tuple(stages)
+        self.stages, self.block_size = tuple(stages), block_size
         self.sink: ActivationSink = sink
         self.source: ActivationSource = _Acknowledging(incoming)
         self.sessions = tuple(sessions)

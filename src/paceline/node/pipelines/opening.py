@@ -19,6 +19,7 @@ import grpc.aio
 from paceline.core.background import Background
 from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.node.pipelines.choosing import Part
@@ -65,7 +66,7 @@ class Opener:
         ends: its tensor port.
         request: what every stage is asked for, but for its layers and the session's id.
         width: of a row.
-        block_size: of this node's KV.
+        block_size: tokens that this node's KV keeps together.
         loop: the node's.
     """
 
@@ -79,7 +80,7 @@ class Opener:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._fleet, self._ends, self._request = fleet, ends, request
-        self._width, self.block_size, self._loop = width, block_size, loop
+        self._width, self._block_size, self._loop = width, block_size, loop
         self.least_blocks = request.least_blocks
         """Fewer KV blocks than these are of no use, at present."""
 
@@ -88,7 +89,7 @@ class Opener:
 
         Args:
             parts: in the order of their layers.
-            blocks: of KV to lease from each, no more and no fewer; None: as many as are to be had, up to the request's.
+            blocks: of KV to lease from each, of 16 tokens, no more and no fewer; None: as many as are to be had, up to the request's.
             loads: told how far each is.
 
         Raises:
@@ -142,11 +143,12 @@ class Opener:
         """
         dtype = self._request.dtype
         ticket = os.urandom(TICKET_BYTES)
-        back = NextStage(self._fleet.node_id, tensor_addresses(self._fleet.addresses, self._ends.port), ticket)
-        ways: list[NextStage] = []
+        block_size = self._block_size
         for session in sessions:
             with _blaming(session):
-                ways.append(self._way(session))
+                block_size = max(block_size, _block_size(session))
+        ways = [self._way(session, block_size) for session in sessions]
+        back = NextStage(self._fleet.node_id, tensor_addresses(self._fleet.addresses, self._ends.port), ticket, block_size)
         try:
             expected = self._ends.expect(ticket, dtype, self._width)
         except FleetError as error:
@@ -172,24 +174,30 @@ class Opener:
                 f"{self._request.model_id}:{part.layers}",
                 session.opened.numerics_id,
                 session.opened.holds_identity,
-                session.opened.n_blocks,
+                session.opened.n_blocks * BLOCK_TOKENS,
             )
             for part, session in zip(parts, sessions, strict=True)
         ]
-        return FleetRoute(stages, sessions, sink, incoming, self._loop)
+        return FleetRoute(stages, block_size, sessions, sink, incoming, self._loop)
 
-    def _way(self, session: RemoteStage) -> NextStage:
-        """Where a stage takes activations.
-
-        Raises:
-            WeightsMismatch: its blocks are others than this node's.
-        """
+    def _way(self, session: RemoteStage, block_size: int) -> NextStage:
+        """Where a stage takes activations."""
         opened = session.opened
-        if opened.block_size != self.block_size:
-            raise WeightsMismatch(f"{session.node_id} keeps KV in blocks of {opened.block_size} tokens, and this node of {self.block_size}")
         card = next((card for card in self._fleet.cards() if card.node_id == session.node_id), None)
         addresses = () if card is None else self._fleet.order(card.addresses)
-        return NextStage(session.node_id, tensor_addresses(addresses, opened.tensor_port), opened.ticket)
+        return NextStage(session.node_id, tensor_addresses(addresses, opened.tensor_port), opened.ticket, block_size)
+
+
+def _block_size(session: RemoteStage) -> int:
+    """Tokens that a stage keeps together.
+
+    Raises:
+        WeightsMismatch: more than leases are asked for by, or no power of two: they would be no whole blocks.
+    """
+    tokens = session.opened.block_size
+    if tokens > WIDEST_BLOCK or tokens.bit_count() != 1:
+        raise WeightsMismatch(f"{session.node_id} keeps KV in blocks of {tokens} tokens; powers of two up to {WIDEST_BLOCK} go together")
+    return tokens
 
 
 async def _connected(session: RemoteStage, to: NextStage, following: RemoteStage) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from paceline.core.clock import Clock
 from paceline.core.errors import PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
+from paceline.core.model import BLOCK_TOKENS
 from paceline.fleet.card import NodeCard
 from paceline.node.pipelines.choosing import Part, Wanted, choose
 from paceline.node.pipelines.fleet_route import FleetRoute
@@ -174,5 +175,5 @@ class FleetRouter:
             return frozenset(node_id for node_id, out in self._left_out.items() if not in_need or out.in_need_until > now)
 
     def _choose(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[Part]:
-        wanted = replace(self._wanted, kv_tokens=self._opener.least_blocks * self._opener.block_size)
+        wanted = replace(self._wanted, kv_tokens=self._opener.least_blocks * BLOCK_TOKENS)
         return choose(cards, self._fleet.trust(), self._fleet.node_id, wanted, exclude, self._last)

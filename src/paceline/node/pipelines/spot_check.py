@@ -23,7 +23,7 @@ import numpy as np
 
 from paceline.core.errors import FleetError, ShardCorrupt
 from paceline.core.ids import BatchId, NodeId, SequenceId
-from paceline.core.model import LayerRange
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
 from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
 from paceline.node.pipelines.choosing import Part
@@ -46,8 +46,6 @@ CHECK_S = 60.0
 class OpensRoutes(Protocol):
     """`opening.Opener`."""
 
-    @property
-    def block_size(self) -> int: ...
     async def open(self, parts: Sequence[Part], *, blocks: int | None = None) -> FleetRoute: ...
 
 
@@ -215,9 +213,9 @@ class SpotCheck:
         Raises:
             NotOpened, FleetError: nobody knows.
         """
-        n_rows, block_size = len(x_TD), self._opener.block_size
-        blocks = list(range(-(-n_rows // block_size)))
-        route = await self._opener.open(parts, blocks=len(blocks))
+        n_rows = len(x_TD)
+        route = await self._opener.open(parts, blocks=-(-n_rows // WIDEST_BLOCK) * WIDEST_BLOCK // BLOCK_TOKENS)
+        blocks = list(range(-(-n_rows // route.block_size)))
         batch = StageBatch(BatchId(1), [SequenceId(1)], [n_rows], [0], [int(Path.PROMPT)], [len(blocks)], blocks)
 
         def there_and_back() -> WireBits:

@@ -26,6 +26,7 @@ from paceline.core.errors import (
     TensorStreamError,
 )
 from paceline.core.ids import BatchId, NodeId
+from paceline.core.model import BLOCK_TOKENS
 from paceline.node.shards.ends import TensorEnds, opened_in_thread
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.meter import ShardMeter
@@ -202,7 +203,7 @@ class NodeShardHost:
         except (NodeUnreachable, TensorStreamError) as error:
             found.connecting = False  # the caller may know another way
             raise ShardUnavailable(error.message) from error
-        session.begin(to.node_id, sink)
+        session.begin(to, sink)
 
     async def echo(self, session_id: bytes, caller: Member, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:
         """As `ShardHost.echo`."""
@@ -274,7 +275,7 @@ class NodeShardHost:
         return StageOpened(
             self._ends.port,
             session.ticket,
-            session.place.lease.n_blocks,
+            min(session.place.lease.n_blocks * runner.block_size // BLOCK_TOKENS, session.request.n_blocks),
             runner.block_size,
             runner.numerics_id,
             runner.one_path,

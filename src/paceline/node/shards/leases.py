@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KEPT_BACK = 16
-"""Blocks for a session that comes later, where the first would take all: a short answer, or the prompt rows of a spot check. Raising it shortens the
+"""Blocks, of 16 tokens, for a session that comes later, where the first would take all: a short answer, or the prompt rows of a spot check. Raising it shortens the
 context of a session that is alone."""
 
 
@@ -32,13 +32,13 @@ class Leases:
     def free(self) -> int:
         return self.n_blocks - sum(lease.n_blocks for lease in self._held)
 
-    def take(self, wanted: int, least: int, later: int) -> Lease | None:
+    def take(self, wanted: int, least: int, kept_back: int) -> Lease | None:
         """Lease adjacent blocks: as many as are wanted, or what is free; sessions that come later get the rest.
 
         Args:
             wanted: no more.
             least: no fewer.
-            later: sessions that may still come, and for each of which a few are kept back, if they leave this one half.
+            kept_back: for sessions that may still come, if they leave this one half.
 
         Returns:
             None where there are not as many as `least` together.
@@ -46,7 +46,7 @@ class Leases:
         base, room = self._widest_gap()
         if room < least:
             return None
-        lease = Lease(base, min(room, wanted, max(least, self.free - later * KEPT_BACK, self.free // 2)))
+        lease = Lease(base, min(room, wanted, max(least, self.free - kept_back, self.free // 2)))
         self._held.append(lease)
         self._held.sort(key=lambda held: held.base)
         return lease

@@ -35,7 +35,7 @@ from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.meter import Latencies, ShardMeter
 from paceline.node.shards.turns import Turns
 from paceline.parallel.links import ActivationSink
-from paceline.parallel.sessions import StageFault, StageReport, StageRequest
+from paceline.parallel.sessions import NextStage, StageFault, StageReport, StageRequest
 from paceline.parallel.stage_batch import StageBatch
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ IDLE_S = 5.0
 class RunsBatches(Protocol):
     """`parallel.stage.Stage`."""
 
+    def take_blocks_of(self, tokens: int) -> None: ...
     def run(self, batch: StageBatch, x_TD: WireBits) -> WireBits: ...
     def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None: ...
 
@@ -117,20 +118,28 @@ class Session:
         """Batches that came and were not computed yet."""
         return max(0, self._received - self._computed)
 
-    def begin(self, to: NodeId, sink: ActivationSink) -> None:
+    def begin(self, to: NextStage, sink: ActivationSink) -> None:
         """Start, with where results go: the session's own from here on.
 
         Raises:
-            BadPipelineRequest: it is connected already, or has ended.
+            BadPipelineRequest: it is connected already, or has ended; or its lease is no whole blocks of the batches'.
             ShardUnavailable: the system has no thread left.
         """
         with self._lock:
             if self.stopping or self._thread is not None:
                 sink.close()
                 raise BadPipelineRequest("This session is connected already, or has ended")
-            self._sink, self._to = sink, to
+            if to.block_size is not None:
+                try:
+                    self.place.stage.take_blocks_of(to.block_size)
+                except BadPipelineRequest:
+                    sink.close()
+                    raise
+            self._sink, self._to = sink, to.node_id
             # A daemon, so that kernels which never end can't keep the process alive.
-            self._thread = threading.Thread(target=self._live, args=(to, sink), name=f"paceline-stage-{self.place.shard_id}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._live, args=(to.node_id, sink), name=f"paceline-stage-{self.place.shard_id}", daemon=True
+            )
             try:
                 self._thread.start()
             except RuntimeError as error:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ShardUnavailable
-from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
 from paceline.engine.local import LayerRunner
 from paceline.fleet.card import ModelShape
-from paceline.node.shards.leases import Leases
+from paceline.node.shards.leases import KEPT_BACK, Leases
 from paceline.node.shards.load_meter import LoadMeter
 from paceline.node.shards.session import Place, Session
 from paceline.node.shards.turns import Turns
@@ -109,7 +109,9 @@ class Shard:
     def suits(self, request: StageRequest) -> bool:
         """Whether it is large enough for a request that nobody else is in the way of."""
         loaded = self.loaded
-        return loaded is None or (loaded.max_rows >= request.max_rows and self.leases.n_blocks >= request.least_blocks)
+        return loaded is None or (
+            loaded.max_rows >= request.max_rows and self.leases.n_blocks >= _own_blocks(request.least_blocks, loaded.runner)
+        )
 
     def place(self, request: StageRequest) -> Place:
         """Room for a session, once it is loaded. Its lease is to be given back.
@@ -122,7 +124,9 @@ class Shard:
         if not self.suits(request):
             raise ShardUnavailable(f"{self.shard_id} was loaded with less room than is asked for")
         later = max(0, self.max_streams - 1 - sum(claim.session is not None for claim in self.claims))
-        lease = self.leases.take(request.n_blocks, request.least_blocks, later)
+        least = _own_blocks(request.least_blocks, loaded.runner)
+        wanted = max(least, request.n_blocks * BLOCK_TOKENS // loaded.runner.block_size)
+        lease = self.leases.take(wanted, least, later * _own_blocks(KEPT_BACK, loaded.runner))
         if lease is None:
             raise ShardUnavailable(f"{self.shard_id} has fewer than {request.least_blocks} KV blocks free")
         stage = Stage(
@@ -135,3 +139,8 @@ class Shard:
             width=loaded.spec.hidden,
         )
         return Place(self.shard_id, stage, self.turns, lease, loaded.spec.hidden)
+
+
+def _own_blocks(n_blocks: int, runner: LayerRunner[Any]) -> int:
+    """A runner's own blocks that hold as much as so many of 16 tokens."""
+    return -(-n_blocks * BLOCK_TOKENS // runner.block_size)

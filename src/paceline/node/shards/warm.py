@@ -17,8 +17,7 @@ from paceline.backends.heap import give_memory_back
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
-from paceline.core.model import LayerRange, WeightsFormat
-from paceline.node.setup import BLOCK_SIZE
+from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.node.shapes import model_shape
 from paceline.node.shards.leases import Leases
 from paceline.node.shards.limits import FREE_SHARE, HostLimits
@@ -235,7 +234,9 @@ class WarmShards:
             shard.used_at = self._clock.monotonic()
             self._failed.pop(_held(request), None)
             self._meter.loads += 1
-            logger.info("%s is loaded for others, with KV for %d tokens", shard.shard_id, shard.leases.n_blocks * BLOCK_SIZE)
+            logger.info(
+                "%s is loaded for others, with KV for %d tokens", shard.shard_id, shard.leases.n_blocks * shard.loaded.runner.block_size
+            )
         except PacelineError as error:
             raise self._note_failed(request, in_pipelines_terms(error)) from error
         except (OSError, MemoryError, ValueError) as error:
@@ -258,12 +259,12 @@ class WarmShards:
         spec = found.source.spec
         fixed = fixed_bytes(found.source, request, kernels_for(spec, request.weights))
         idle = sum(other.memory_bytes for other in self._shards if other.is_idle) if shard.claims else 0
-        blocks_for(request, self._limits.max_streams, self.left_bytes() + idle, fixed, block_bytes(spec, request, BLOCK_SIZE))
+        blocks_for(request, self._limits.max_streams, self.left_bytes() + idle, fixed, block_bytes(spec, request, BLOCK_TOKENS))
 
     async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> Loaded:
         spec = found.source.spec
         kernels = kernels_for(spec, request.weights)
-        fixed, a_block = fixed_bytes(found.source, request, kernels), block_bytes(spec, request, BLOCK_SIZE)
+        fixed, a_block = fixed_bytes(found.source, request, kernels), block_bytes(spec, request, BLOCK_TOKENS)
         # Nothing makes way for a load that no caller waits for.
         while shard.claims and fixed + request.n_blocks * a_block > self.left_bytes() and await self._evict_one():
             pass
@@ -272,7 +273,7 @@ class WarmShards:
             request.layers,
             request.weights,
             n_blocks,
-            BLOCK_SIZE,
+            BLOCK_TOKENS,
             self._threads,
             max_rows=rows_for(request),
             edges=False,

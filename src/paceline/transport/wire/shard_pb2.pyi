@@ -46,7 +46,7 @@ class OpenStageRequest(_message.Message):
     """Layers [first_layer, stop_layer)."""
     stop_layer: _builtins.int
     n_blocks: _builtins.int
-    """KV blocks wanted; fewer may be leased."""
+    """KV wanted, in blocks of 16 tokens; fewer may be leased."""
     least_blocks: _builtins.int
     """The fewest that are of use."""
     max_rows: _builtins.int
@@ -154,7 +154,9 @@ class StageOpened(_message.Message):
     ticket: _builtins.bytes
     """Whoever brings it may send to this session."""
     n_blocks: _builtins.int
+    """KV leased, in blocks of 16 tokens."""
     block_size: _builtins.int
+    """Tokens that the stage keeps together."""
     numerics_id: _builtins.str
     one_path: _builtins.bool
     holds_identity: _builtins.bool
@@ -253,10 +255,13 @@ class ConnectStageRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     TENSOR_ADDRESSES_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     node_id: _builtins.str
     """Who takes the stage's results, and where: host:port."""
     ticket: _builtins.bytes
+    block_size: _builtins.int
+    """Tokens of the blocks that batches name: as many as the stage keeps together, or a multiple. Absent: as many."""
     @_builtins.property
     def tensor_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -266,12 +271,15 @@ class ConnectStageRequest(_message.Message):
         node_id: _builtins.str = ...,
         tensor_addresses: _abc.Iterable[_builtins.str] | None = ...,
         ticket: _builtins.bytes = ...,
+        block_size: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "block_size", b"block_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "session_id", b"session_id", "tensor_addresses", b"tensor_addresses", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "block_size", b"block_size", "node_id", b"node_id", "session_id", b"session_id", "tensor_addresses", b"tensor_addresses", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
+    _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block_size) -> _WhichOneofReturnType__block_size | None: ...
 
 Global___ConnectStageRequest: _TypeAlias = ConnectStageRequest  # noqa: Y015
 
