@@ -171,7 +171,10 @@ class Subject:
         return {name: make() for name, make in made.items() if name in wanted}
 
     def _engine(self, executor: Executor, batch: int, drafting: DraftingConfig | None, *, prefix_cache: bool) -> Engine:
-        config = EngineConfig(max_context=512, max_running=batch, prefill_chunk=96, prefix_cache=prefix_cache, step_timeout_s=1e9)
+        # Bounds that no busy machine reaches: what is cut and crowded is the configuration's.
+        config = EngineConfig(
+            max_context=512, max_running=batch, prefill_chunk=96, prefix_cache=prefix_cache, step_timeout_s=1e9, step_budget_s=1e9
+        )
         return Engine(executor, self.vocabulary, config, self._clock(), drafting=drafting)
 
     def _asked(self, prompts: Sequence[tuple[int, ...]], answer: int) -> tuple[list[GenerationRequest], Answers]:

@@ -131,7 +131,11 @@ class Loaded:
                 """The runner outlives the engines of this test."""
 
         config = EngineConfig(
-            max_context=1024, max_running=scenario.batch, prefill_chunk=scenario.chunk, prefix_cache=scenario.prefix_cache
+            max_context=1024,
+            max_running=scenario.batch,
+            prefill_chunk=scenario.chunk,
+            step_budget_s=3600.0,  # chunks are the scenario's, however busy the machine is
+            prefix_cache=scenario.prefix_cache,
         )
         engine = Engine(Cramped(), self.model.tokenizer, config, SystemClock())
         tokens: dict[str, tuple[int, ...]] = {}

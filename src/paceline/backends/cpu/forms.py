@@ -30,12 +30,23 @@ class Form(IntEnum):
     BF16 = 8
 
 
+PANEL = 8
+"""Rows whose activations lie together, group by group: a tile of them needs one address."""
+
+
 class Inputs(IntEnum):
-    """What a product takes activations as. Integers have a scale a group of 32 (`rows.quantize`)."""
+    """What a product takes activations as. Integers have a scale a group of 32 (`rows.quantize`).
+
+    T rows of G groups lie in panels of 8 rows, the last with what is left: [panel][group][row], each a record of `GROUP_BYTES`.
+    """
 
     INT8 = 0
     INT16 = 1
     BF16 = 2
+
+
+GROUP_BYTES = {Inputs.INT8: 48, Inputs.INT16: 72, Inputs.BF16: 64}
+"""A group of a row: its codes; of integers then scale and scale * sum (fp32), of int8 then -32 * the sum of each half's codes (int32)."""
 
 
 class Scales(Enum):

@@ -12,7 +12,7 @@ from numba import cfunc
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.forms import PANEL, Form
 from paceline.backends.cpu.simd import I64, Emit, Value, lowered
 from paceline.backends.cpu.tiles import MOST_SEGMENTS, tile
 from paceline.backends.kernel_cache import in_use
@@ -22,75 +22,53 @@ WIDE_FROM = 32
 
 TILE_ROWS, TILE_BLOCKS = 8, 2
 
-_ARGUMENTS = 13
+_ARGUMENTS = 10
 
 
 @cache
 def product(form: Form) -> int:
     """Address of the compiled product of a form.
 
-    The function takes 64-bit integers: `w`, bytes of a block, blocks; `x` and its stride; `scales`, `sums` and their stride; rows; `out` and its stride;
-    `bounds`, segments. It writes out[rows, 16 * blocks] = x[rows, K] times the weights of consecutive blocks of 16 outputs.
+    The function takes 64-bit integers: `w`, bytes of a block, blocks; `x`, bytes of a panel of eight rows; rows; `out` and its stride; `bounds`,
+    segments. It writes out[rows, 16 * blocks] = x[rows, K] times the weights of consecutive blocks of 16 outputs.
 
       w: address of the first block's records.
-      x: address of rows of int8, int16 or bf16, as the form's `Inputs` say.
-      scales, sums: addresses of what `rows.quantize` writes beside integers; with bf16 not read, `sums` by Q6_K alone.
+      x: address of a panel of rows, and the panels after it (`forms.Inputs`).
       out: address of fp32 rows.
       bounds: address of int64 [segments + 1]: the first group of each segment, and the end of the last.
     """
     kind = int(form)
 
-    def multiply(w, w_stride, blocks, x, x_stride, scales, sums, scales_stride, rows, out, out_stride, bounds, segments):
+    def multiply(w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments):
         wide_rows = rows // TILE_ROWS * TILE_ROWS if rows >= WIDE_FROM else 0
         wide_blocks = blocks // TILE_BLOCKS * TILE_BLOCKS if wide_rows else 0
         for n in range(0, wide_blocks, TILE_BLOCKS):
             for row in range(0, wide_rows, TILE_ROWS):
-                x_, s_, t_, o = (
-                    x + row * x_stride,
-                    scales + row * scales_stride,
-                    sums + row * scales_stride,
-                    out + row * out_stride + 64 * n,
-                )
-                tile(
-                    kind,
-                    TILE_ROWS,
-                    TILE_BLOCKS,
-                    w + n * w_stride,
-                    w_stride,
-                    x_,
-                    x_stride,
-                    s_,
-                    t_,
-                    scales_stride,
-                    o,
-                    out_stride,
-                    bounds,
-                    segments,
-                )
+                x_, o = x + row // PANEL * panel_bytes, out + row * out_stride + 64 * n
+                tile(kind, TILE_ROWS, TILE_BLOCKS, w + n * w_stride, w_stride, x_, o, out_stride, bounds, segments)
         # What is left: the last rows of those blocks, and all rows of the last ones.
         row = wide_rows if wide_blocks == blocks else 0
         while row < rows:
             left, first = rows - row, wide_blocks if row < wide_rows else 0
-            step = min(left, 8)
-            x_, s_, t_ = x + row * x_stride, scales + row * scales_stride, sums + row * scales_stride
+            step, x_ = min(left, PANEL), x + row // PANEL * panel_bytes
             for n in range(first, blocks):
                 a, o = w + n * w_stride, out + row * out_stride + 64 * n
                 if step == 8:
-                    tile(kind, 8, 1, a, w_stride, x_, x_stride, s_, t_, scales_stride, o, out_stride, bounds, segments)
+                    tile(kind, 8, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 7:
-                    tile(kind, 7, 1, a, w_stride, x_, x_stride, s_, t_, scales_stride, o, out_stride, bounds, segments)
+                    tile(kind, 7, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 6:
-                    tile(kind, 6, 1, a, w_stride, x_, x_stride, s_, t_, scales_stride, o, out_stride, bounds, segments)
+                    tile(kind, 6, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 5:
-                    tile(kind, 5, 1, a, w_stride, x_, x_stride, s_, t_, scales_stride, o, out_stride, bounds, segments)
+                    tile(kind, 5, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 4:
-                    tile(kind, 4, 1, a, w_stride, x_, x_stride, s_, t_, scales_stride, o, out_stride, bounds, segments)
+                    tile(kind, 4, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 3:
-                    tile(kind, 3, 1, a, w_stride, x_, x_stride, s_, t_, scales_stride, o, out_stride, bounds, segments)
+                    tile(kind, 3, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 2:
-                    tile(kind, 2, 1, a, w_stride, x_, x_stride, s_, t_, scales_stride, o, out_stride, bounds, segments)
+                    tile(kind, 2, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 else:
-                    tile(kind, 1, 1, a, w_stride, x_, x_stride, s_, t_, scales_stride, o, out_stride, bounds, segments)
+                    tile(kind, 1, 1, a, w_stride, x_, o, out_stride, bounds, segments)
             row += step
 
     # A file of its own in the cache: one form's does not change when another is compiled.
@@ -99,9 +77,7 @@ def product(form: Form) -> int:
 
 
 @intrinsic
-def call_product(
-    _, address, w, w_stride, blocks, x, x_stride, scales, sums, scales_stride, rows, out, out_stride, bounds, segments
-):  # fmt: skip
+def call_product(_, address, w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments):
     """Call the product at an address."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:

@@ -92,15 +92,15 @@ def round_bf16(_, x, n, out):
 
 
 @intrinsic
-def copy_bf16(_, x, n, out):
-    """out = x: bf16 [n]."""
+def deal_bf16(_, x, n, out, apart):
+    """Copy a bf16 row [n] as groups of 32, `apart` bytes from one to the next."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        x, n, out = args
-        with e.loop(e.b.lshr(n, e.i64(5))) as i:
-            e.store(e.load(I, x, e.mul(i, 64)), out, e.mul(i, 64))
+        x, n, out, apart = args
+        with e.loop(e.b.lshr(n, e.i64(5))) as g:
+            e.store(e.load(I, x, e.mul(g, 64)), out, e.b.mul(g, apart))
 
-    return lowered(body, types.void, *[types.int64] * 3)
+    return lowered(body, types.void, *[types.int64] * 4)
 
 
 @intrinsic
@@ -116,16 +116,17 @@ def widen_bf16(_, x, n, out):
 
 
 @intrinsic(prefer_literal=True)
-def quantize(_, bits, x, n, out, scales, sums):
+def quantize(_, bits, x, n, out, apart):
     """A bf16 row as int8 or int16 codes with a scale a group of 32: x = scale * code, scale = max |x| / 127 or 32767.
 
-    `scales` has scale and scale * sum of a group's codes (fp32), `sums` of 8 bits -32 * the sum of each half's codes (int32). The scheme of llama.cpp's Q8_1. What is not finite leaves a scale that is not, and so reaches the products; zeros leave scale 0.
+    Groups are records of `forms.GROUP_BYTES`, `apart` bytes from one to the next. The scheme of llama.cpp's Q8_1. What is not finite leaves a
+    scale that is not, and so reaches the products; zeros leave scale 0.
     """
     width = bits.literal_value
     most = ir.Constant(F32, float(2 ** (width - 1) - 1))
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        x, n, out, scales, sums = args
+        x, n, out, apart = args
         b = e.b
         with e.loop(b.lshr(n, e.i64(5))) as g:
             halves = [e.load_bf16(x, b.add(e.mul(g, 64), e.i64(32 * half))) for half in range(2)]
@@ -134,15 +135,16 @@ def quantize(_, bits, x, n, out, scales, sums):
             peak = b.bitcast(e.max_int(b.select(b.icmp_signed(">", *size), *size)), F32)
             scale, inverse = b.fdiv(peak, most), e.splat(b.fdiv(most, peak), F)
             codes = [e.narrow(e.to_int(b.fmul(half, inverse)), width) for half in halves]
+            record = e.at(out, b.mul(g, apart))
             for half in range(2):
-                e.store(codes[half], out, b.add(e.mul(g, 4 * width), e.i64(2 * width * half)))
+                e.store(codes[half], record, 2 * width * half)
             halves_sums = [e.sum_int(b.sext(half, I)) for half in codes]
-            e.store(scale, scales, e.mul(g, 8), align=4)
-            e.store(b.fmul(scale, b.sitofp(b.add(*halves_sums), F32)), scales, b.add(e.mul(g, 8), e.i64(4)), align=4)
+            e.store(scale, record, 4 * width, align=4)
+            e.store(b.fmul(scale, b.sitofp(b.add(*halves_sums), F32)), record, 4 * width + 4, align=4)
             for half in range(2 if width == 8 else 0):
-                e.store(b.mul(halves_sums[half], ir.Constant(I32, -32)), sums, b.add(e.mul(g, 8), e.i64(4 * half)), align=4)
+                e.store(b.mul(halves_sums[half], ir.Constant(I32, -32)), record, 4 * width + 8 + 4 * half, align=4)
 
-    return lowered(body, types.void, bits, *[types.int64] * 5)
+    return lowered(body, types.void, bits, *[types.int64] * 4)
 
 
 @intrinsic

@@ -17,11 +17,10 @@ from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
 from paceline.backends.cpu.attention import record_bytes
 from paceline.backends.cpu.embed import embed_rows
-from paceline.backends.cpu.forms import LAYOUT, Form, Inputs
+from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
 from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.team import Team, control_words
-from paceline.backends.cpu.tiles import SCALES_BYTES
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.cpu.working import cutter_of, thread_bytes
 from paceline.backends.rope import rope_tables
@@ -157,14 +156,7 @@ class CpuRunner:
     def _activations(self, first: int, readers: tuple[int, ...], count: int) -> dict[int, npt.NDArray[np.uint8]]:
         """Room for `count` activations at the places from `first` on, in every kind that a matrix at `readers` takes."""
         kinds = {LAYOUT[Form(form)].inputs for form in self._model.forms[:, readers].ravel().tolist() if form >= 0}
-        held: dict[int, npt.NDArray[np.uint8]] = {}
-        for kind in kinds:
-            held[first + kind] = aligned(count if kind is Inputs.INT8 else 2 * count)
-            if kind is not Inputs.BF16:
-                held[first + step.TO_SCALES + kind] = aligned(count // GROUP * SCALES_BYTES)
-            if kind is Inputs.INT8:
-                held[first + step.TO_SUMS] = aligned(count // GROUP * SCALES_BYTES)
-        return held
+        return {first + kind: aligned(count // GROUP * GROUP_BYTES[kind]) for kind in kinds}
 
     def embed(self, token_ids_T: Int32) -> Bf16:
         spec = self._model.spec

@@ -13,11 +13,10 @@ from numba import njit
 
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import SEGMENT, attend, finish, record_bytes, scratch_bytes
-from paceline.backends.cpu.forms import Inputs
+from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
 from paceline.backends.cpu.kv_blocks import BLOCK, write_key, write_value
 from paceline.backends.cpu.products import call_product
-from paceline.backends.cpu.rows import add_into, add_rounded, copy_bf16, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
-from paceline.backends.cpu.tiles import SCALES_BYTES
+from paceline.backends.cpu.rows import add_into, add_rounded, deal_bf16, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
 
 # Places in `sizes` (int64): what never changes.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
@@ -29,14 +28,10 @@ from paceline.backends.cpu.tiles import SCALES_BYTES
 # Parts of a place: the address; of a matrix also its product's address (`products`), its bytes a block and eight groups, its `Inputs`.
 AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
 
-# Places in `buffers` (addresses). H, ATT and ACT hold activations for products, each as int8, int16 and bf16 where a matrix takes them so,
-# then the scales of the first two and the sums of the first (`rows.quantize`).
-(X, X_BF16, H, H_16, H_BF16, H_SCALES, H_16_SCALES, H_SUMS, ATT, ATT_16, ATT_BF16, ATT_SCALES, ATT_16_SCALES, ATT_SUMS,
- ACT, ACT_16, ACT_BF16, ACT_SCALES, ACT_16_SCALES, ACT_SUMS, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES, RECORDS, UNFINISHED,
- HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, N_BUFFERS) = range(39)  # fmt: skip
-Q_BF16 = ATT_BF16
-"""Queries; each gives its place to what attention mixed for it."""
-TO_SCALES, TO_SUMS = H_SCALES - H, H_SUMS - H
+# Places in `buffers` (addresses). H, ATT and ACT hold activations for products in panels, each as int8, int16 and bf16 where a matrix takes
+# them so (`forms.Inputs`). Q_BF16 has queries; each gives its place to what attention mixed for it.
+(X, X_BF16, H, H_16, H_BF16, ATT, ATT_16, ATT_BF16, ACT, ACT_16, ACT_BF16, Q_BF16, KV, TABLES, ROW_POSITION, ROW_TABLE, ROW_LEFT, PIECES,
+ RECORDS, UNFINISHED, HEAD_ROWS, LOGITS, SCRATCH, ZEROS, COS, SIN, WHOLE_BOUNDS, OUT_BOUNDS, DOWN_BOUNDS, CONTROL, N_BUFFERS) = range(31)  # fmt: skip
 
 # Places in `batch` (int64): what changes with each batch.
 ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, N_BATCH = range(10)
@@ -58,32 +53,36 @@ last. A task of the q, k, v products takes a head; of the head `HEAD_CHUNK`."""
 HEAD_CHUNK = 4
 
 PART = 192
-"""Rows a task of a matrix product takes at most: its inputs stay in the second-level cache."""
+"""Rows a task of a matrix product takes at most, whole panels: its inputs stay in the second-level cache."""
 
 _INT8, _INT16, _BF16 = int(Inputs.INT8), int(Inputs.INT16), int(Inputs.BF16)
+_GROUP_BYTES = tuple(GROUP_BYTES[kind] for kind in Inputs)
 
 
 @njit(nogil=True)
-def _hold(kinds, x, n, at, place, buffers):
-    """Hold `n` bf16 activations from `x` as inputs `at`, ... of the rows at `place`, in every one of `kinds` (bits by `Inputs`)."""
-    scales = at // 32 * SCALES_BYTES
+def _hold(kinds, x, n, row, column, k, rows, place, buffers):
+    """Hold `n` bf16 activations from `x`, inputs `column`, ... of K of a row of `rows`, at `place` in every one of `kinds` (bits by `Inputs`)."""
+    panel = row // PANEL * PANEL
+    high = min(PANEL, rows - panel)
+    group = (panel * k + column * high) // 32 + row - panel
     if kinds & (1 << _INT8):
-        quantize(8, x, n, buffers[place + _INT8] + at, buffers[place + TO_SCALES + _INT8] + scales, buffers[place + TO_SUMS] + scales)
+        quantize(8, x, n, buffers[place + _INT8] + group * _GROUP_BYTES[_INT8], high * _GROUP_BYTES[_INT8])
     if kinds & (1 << _INT16):
-        quantize(16, x, n, buffers[place + _INT16] + 2 * at, buffers[place + TO_SCALES + _INT16] + scales, 0)
-    if kinds & (1 << _BF16) and x != buffers[place + _BF16] + 2 * at:
-        copy_bf16(x, n, buffers[place + _BF16] + 2 * at)
+        quantize(16, x, n, buffers[place + _INT16] + group * _GROUP_BYTES[_INT16], high * _GROUP_BYTES[_INT16])
+    if kinds & (1 << _BF16):
+        deal_bf16(x, n, buffers[place + _BF16] + group * _GROUP_BYTES[_BF16], high * _GROUP_BYTES[_BF16])
 
 
 @njit(nogil=True)
 def _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_stride, bounds, segments, buffers):
-    """out[rows, 16 * blocks] = rows `row`, ... of the activations at `x` (K inputs) times `blocks` blocks of a matrix from `block` on."""
+    """out[rows, 16 * blocks] = rows of the activations at `x` (K inputs), from `row` on, times `blocks` blocks of a matrix from `block` on.
+
+    Rows begin with a panel.
+    """
     kind, stride = weights[layer, place, INPUTS], k // 32 * weights[layer, place, EIGHT_GROUPS] // 8
-    x_stride, scales_stride = k if kind == _INT8 else 2 * k, k // 32 * SCALES_BYTES
-    scales = 0 if kind == _BF16 else buffers[x + TO_SCALES + kind] + row * scales_stride
-    sums = buffers[x + TO_SUMS] + row * scales_stride if kind == _INT8 else 0
-    call_product(weights[layer, place, PRODUCT], weights[layer, place, AT] + block * stride, stride, blocks, buffers[x + kind] + row * x_stride,
-                 x_stride, scales, sums, scales_stride, rows, out, out_stride, bounds, segments)  # fmt: skip
+    row_bytes = k // 32 * _GROUP_BYTES[kind]
+    call_product(weights[layer, place, PRODUCT], weights[layer, place, AT] + block * stride, stride, blocks, buffers[x + kind] + row * row_bytes,
+                 PANEL * row_bytes, rows, out, out_stride, bounds, segments)  # fmt: skip
 
 
 @njit(nogil=True)
@@ -147,8 +146,7 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
         sync.store_release(unfinished, 0)
     finish(rows, n_heads, first, dim, records, apart, at, stride)
     for m in range(rows):
-        at = dim * ((row + m) * heads + first_head)
-        _hold(1 << weights[layer, OUT, INPUTS], buffers[Q_BF16] + 2 * at, dim * n_heads, at, ATT, buffers)
+        _hold(1 << weights[layer, OUT, INPUTS], at + m * stride, dim * n_heads, row + m, dim * first_head, dim * heads, batch[ROWS], ATT, buffers)
 
 
 @njit(nogil=True)
@@ -175,6 +173,7 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
     first, last = task * per_task, min(rows, (task + 1) * per_task)
     if kind == NORM_HEAD:
         first, last, norm, kinds = task, task + 1, FINAL_NORM, 1 << weights[layer, HEAD, INPUTS]
+        rows = batch[LOGIT_ROWS]
     elif kind == NORM_FFN:
         norm, kinds = FFN_NORM, 1 << weights[layer, GATE, INPUTS] | 1 << weights[layer, UP, INPUTS]
     else:
@@ -189,7 +188,7 @@ def _do_rows(rank, kind, layer, task, sizes, weights, buffers, batch):
         elif kind == NORM_HEAD:
             widen_bf16(x_bf16 + 2 * hidden * sync.load_int32(buffers[HEAD_ROWS] + 4 * row), hidden, x)
         rms_norm(x, weights[layer, norm, AT], hidden, sizes[EPS], scratch)
-        _hold(kinds, scratch, hidden, hidden * row, H, buffers)
+        _hold(kinds, scratch, hidden, row, 0, hidden, rows, H, buffers)
 
 
 @njit(nogil=True)
@@ -219,7 +218,7 @@ def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
 
 
 @njit(nogil=True)
-def _project_gate(block, row, part, layer, sizes, weights, buffers, scratch):
+def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scratch):
     """One group of the feed-forward's inner activations: gate and up, side by side in the scratch, and what becomes of them."""
     ffn, hidden = sizes[FFN], sizes[HIDDEN]
     for i in range(2):
@@ -229,7 +228,7 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, scratch):
     for m in range(part):
         outputs = scratch + 256 * m
         gate(outputs, outputs)
-        _hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, (row + m) * ffn + 16 * block, ACT, buffers)
+        _hold(1 << weights[layer, DOWN, INPUTS], outputs, 32, row + m, 16 * block, ffn, batch[ROWS], ACT, buffers)
 
 
 @njit(nogil=True)
@@ -249,7 +248,7 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
         out = buffers[LOGITS] + 4 * row * n + 64 * block
         _multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, 4 * n, buffers[WHOLE_BOUNDS], 1, buffers)
     elif kind == PROJECT_GATE:
-        _project_gate(block, row, part, layer, sizes, weights, buffers, scratch)
+        _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scratch)
     else:
         # Sums over inputs that tensor ranks share: in segments.
         down = kind == PROJECT_DOWN

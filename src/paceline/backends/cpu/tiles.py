@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Inputs, Layout, Scales
+from paceline.backends.cpu.forms import GROUP_BYTES, LANES, LAYOUT, Form, Inputs, Layout, Scales
 from paceline.backends.cpu.simd import I8, I32, I64, B, Emit, F, H, I, Value, lowered
 
 PREFETCH = 8192
@@ -24,9 +24,6 @@ PREFETCH = 8192
 MOST_SEGMENTS = 16
 _LEVELS = MOST_SEGMENTS.bit_length()
 """Sums that wait for their neighbour, at most."""
-
-SCALES_BYTES = 8
-"""Of a row's group, beside its codes: scale and scale * sum (fp32); apart from these, -32 * the sum of each half's codes (int32)."""
 
 _WORDS = {Inputs.INT8: 8, Inputs.INT16: 16, Inputs.BF16: 16}
 """32-bit words of a row's group: one dot product of four or two inputs each."""
@@ -98,10 +95,10 @@ class _Record:
                 least = b.fneg(self._half(224))
                 return b.fmul(self._half(192), b.sitofp(scale, F)), b.fmul(least, b.sitofp(minimum, F))
 
-    def sub_scales(self) -> list[Value]:
-        """Of both halves of the group: F each."""
+    def sub_scale(self, half: int) -> Value:
+        """Of a half of the group: F."""
         e = self._e
-        return [e.b.sitofp(e.b.sext(self._bytes(0, e.b.add(e.mul(self._group, 2), e.i64(half))), I), F) for half in range(2)]
+        return e.b.sitofp(e.b.sext(self._bytes(0, e.b.add(e.mul(self._group, 2), e.i64(half))), I), F)
 
 
 def _dot(e: Emit, inputs: Inputs, acc: Value, weights: Value, x: Value) -> Value:
@@ -120,16 +117,14 @@ class _Tile:
         self._rows: Final = range(rows)
         self._blocks: Final = range(blocks)
         self._words = _WORDS[layout.inputs]
+        self._row_bytes = GROUP_BYTES[layout.inputs]
         self.total = [[e.var(e.const(0.0)) for _ in self._blocks] for _ in self._rows]
 
     def write(self, args: Sequence[Value]) -> None:
         e = self._e
         b = e.b
-        w, w_stride, x, x_stride, scales, sums, scales_stride, out, out_stride, bounds, segments = args
+        w, w_stride, x, out, out_stride, bounds, segments = args
         w_n = [e.at(w, e.mul(w_stride, n)) for n in self._blocks]
-        x_m = [e.at(x, e.mul(x_stride, m)) for m in self._rows]
-        scales_m = [e.at(scales, e.mul(scales_stride, m)) for m in self._rows]
-        sums_m = [e.at(sums, e.mul(scales_stride, m)) for m in self._rows]
         waiting = cgutils.alloca_once(b, ir.ArrayType(F, _LEVELS * len(self._rows) * len(self._blocks)))
         waiting.align = 64
         depth = e.var(e.i64(0))
@@ -138,7 +133,7 @@ class _Tile:
                 b.store(e.const(0.0), total)
             first, stop = (e.load(I64, bounds, b.add(e.mul(s, 8), e.i64(8 * end)), align=8) for end in range(2))
             with e.loop(stop, first) as group:
-                self._add_group(w_n, x_m, scales_m, sums_m, group)
+                self._add_group(w_n, x, group)
             # The segments so far form whole subtrees; what this one completes are as many as its number ends in ones.
             with e.loop(b.cttz(b.add(s, e.i64(1)), ir.Constant(ir.IntType(1), 1))):
                 self._join(waiting, depth)
@@ -169,28 +164,28 @@ class _Tile:
             e.b.store(e.b.fadd(e.b.load(self._slot(waiting, at, i)), e.b.load(total)), total)
         e.b.store(at, depth)
 
-    def _add_group(self, w_n: list[Value], x_m: list[Value], scales_m: list[Value], sums_m: list[Value], group: Value) -> None:
+    def _add_group(self, w_n: list[Value], x: Value, group: Value) -> None:
         e, layout = self._e, self._layout
         b = e.b
         ahead = layout.bytes_of_eight_groups // 8
         e.prefetch(e.at(w_n[-1], b.add(e.mul(group, ahead), e.i64(PREFETCH))), ahead)
         record_n = [_Record(e, layout, block, group) for block in w_n]
-        x_g = [e.at(x, e.mul(group, 4 * self._words)) for x in x_m]
-        scales_g = [e.at(scales, e.mul(group, SCALES_BYTES)) for scales in scales_m]
+        x_g = e.at(x, e.mul(group, self._row_bytes * len(self._rows)))
         if layout.scales is Scales.NONE:
             acc = [[b.load(total) for total in row] for row in self.total]
             for row, values in zip(self.total, self._sums(record_n, x_g, range(self._words), acc), strict=True):
                 for total, value in zip(row, values, strict=True):
                     b.store(value, total)
             return
+        after_codes = 4 * self._words
         if layout.scales is Scales.SUB_SCALES:
             # Exact: below 2**24 whichever way it is formed.
             value: list[list[Value]] = []
             for half in range(2):
-                acc = [[e.splat(e.load(I32, sums, b.add(e.mul(group, SCALES_BYTES), e.i64(4 * half))), I)] * len(w_n) for sums in sums_m]
+                acc = [[e.splat(e.load(I32, x_g, self._at(m, after_codes + 8 + 4 * half)), I)] * len(w_n) for m in self._rows]
                 words = range(half * self._words // 2, (half + 1) * self._words // 2)
                 part = self._sums(record_n, x_g, words, acc)
-                sub = [record.sub_scales()[half] for record in record_n]
+                sub = [record.sub_scale(half) for record in record_n]
                 products = [[b.sitofp(part[m][n], F) for n in self._blocks] for m in self._rows]
                 if half == 0:
                     value = [[b.fmul(sub[n], products[m][n]) for n in self._blocks] for m in self._rows]
@@ -204,29 +199,33 @@ class _Tile:
             scale, offset = record_n[n].scale_offset()
             for m in self._rows:
                 total = self.total[m][n]
-                y = e.fma(scale, b.fmul(value[m][n], e.load_splat(scales_g[m])), b.load(total))
+                y = e.fma(scale, b.fmul(value[m][n], e.load_splat(x_g, self._at(m, after_codes))), b.load(total))
                 if offset is not None:
-                    y = e.fma(offset, e.load_splat(scales_g[m], 4), y)
+                    y = e.fma(offset, e.load_splat(x_g, self._at(m, after_codes + 4)), y)
                 b.store(y, total)
 
-    def _sums(self, record_n: list[_Record], x_g: list[Value], words: range, acc: list[list[Value]]) -> list[list[Value]]:
+    def _at(self, row: int, place: int) -> int:
+        """Where something of a row's group lies behind the first row's."""
+        return self._row_bytes * row + place
+
+    def _sums(self, record_n: list[_Record], x_g: Value, words: range, acc: list[list[Value]]) -> list[list[Value]]:
         """`acc` plus the products of some words, [M][NB]."""
         e = self._e
         for word in words:
             codes = [record.codes(word) for record in record_n]
             for m in self._rows:
-                repeated = e.splat(e.load(I32, x_g[m], 4 * word), I)
+                repeated = e.splat(e.load(I32, x_g, self._at(m, 4 * word)), I)
                 acc[m] = [_dot(e, self._layout.inputs, acc[m][n], codes[n], repeated) for n in self._blocks]
         return acc
 
 
 @intrinsic(prefer_literal=True)
-def tile(_, form, rows, blocks, w, w_stride, x, x_stride, scales, sums, scales_stride, out, out_stride, bounds, segments):
-    """out[M, 16 * NB] of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1]."""
+def tile(_, form, rows, blocks, w, w_stride, x, out, out_stride, bounds, segments):
+    """out[M, 16 * NB] of a panel of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1]."""
     layout = LAYOUT[Form(form.literal_value)]
     n_rows, n_blocks = rows.literal_value, blocks.literal_value
 
     def body(e: Emit, args: Sequence[Value]) -> None:
         _Tile(e, layout, n_rows, n_blocks).write(args)
 
-    return lowered(body, types.void, form, rows, blocks, *[types.int64] * 11)
+    return lowered(body, types.void, form, rows, blocks, *[types.int64] * 7)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 
 from paceline.backends.cpu.attention import SEGMENT, record_bytes, scratch_bytes
-from paceline.backends.cpu.forms import Inputs
+from paceline.backends.cpu.forms import GROUP_BYTES
 from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.pieces import Cutter
 from paceline.backends.cpu.step import CHUNK, N_PIECE, PART
-from paceline.backends.cpu.tiles import SCALES_BYTES
 from paceline.core.model import ModelSpec
 from paceline.core.weights import GROUP
-
-_INPUT_BYTES = {Inputs.INT8: 1, Inputs.INT16: 2, Inputs.BF16: 2}
 
 
 def cutter_of(spec: ModelSpec, threads: int, n_blocks: int) -> Cutter:
@@ -43,8 +40,8 @@ def working_bytes(spec: ModelSpec, *, max_rows: int, threads: int, n_blocks: int
     attended = spec.n_heads * spec.head_dim
     context = min(spec.max_context, n_blocks * BLOCK)
     # As if a layer had matrices that take their inputs in each of the ways.
-    held = sum(_INPUT_BYTES.values()) + 3 * SCALES_BYTES / GROUP
-    row = 6 * spec.hidden + held * (spec.hidden + attended + spec.ffn) + 4 * math.ceil(context / BLOCK) + 4 * (4 + N_PIECE)
+    held = sum(GROUP_BYTES.values()) / GROUP
+    row = 6 * spec.hidden + 2 * attended + held * (spec.hidden + attended + spec.ffn) + 4 * math.ceil(context / BLOCK) + 4 * (4 + N_PIECE)
     split = cutter.split_records
     pieces = split * (spec.n_heads * (record_bytes(spec.head_dim) + 8) + 4 * N_PIECE)
     rope = 4 * context * spec.head_dim

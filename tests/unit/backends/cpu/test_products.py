@@ -16,10 +16,10 @@ from numba import njit
 from tests.unit.backends.cpu import arithmetic
 
 from paceline.backends.cpu.aligned import aligned
-from paceline.backends.cpu.forms import LAYOUT, Form, Inputs
+from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs
 from paceline.backends.cpu.pack import pack_rows
 from paceline.backends.cpu.products import bounds_of, call_product, product
-from paceline.backends.cpu.rows import quantize
+from paceline.backends.cpu.rows import deal_bf16, quantize
 
 pytestmark = pytest.mark.timeout(300)
 SEGMENTS = {
@@ -32,33 +32,45 @@ SEGMENTS = {
 
 
 @njit
-def quantize_int8(x: int, n: int, out: int, scales: int, sums: int) -> None:
-    quantize(8, x, n, out, scales, sums)
+def quantize_int8(x: int, n: int, out: int, apart: int) -> None:
+    quantize(8, x, n, out, apart)
 
 
 @njit
-def quantize_int16(x: int, n: int, out: int, scales: int, sums: int) -> None:
-    quantize(16, x, n, out, scales, sums)
+def quantize_int16(x: int, n: int, out: int, apart: int) -> None:
+    quantize(16, x, n, out, apart)
 
 
 @njit
-def call(
-    address: int, w: int, w_stride: int, blocks: int, x: int, x_stride: int, scales: int, sums: int, scales_stride: int, rows: int, out: int, bounds: int,
-    segments: int,
-) -> None:  # fmt: skip
-    call_product(address, w, w_stride, blocks, x, x_stride, scales, sums, scales_stride, rows, out, 64 * blocks, bounds, segments)
+def deal(x: int, n: int, out: int, apart: int) -> None:
+    deal_bf16(x, n, out, apart)
 
 
-QUANTIZE = {8: quantize_int8, 16: quantize_int16}
+@njit
+def call(address: int, w: int, w_stride: int, blocks: int, x: int, panel: int, rows: int, out: int, bounds: int, segments: int) -> None:
+    call_product(address, w, w_stride, blocks, x, panel, rows, out, 64 * blocks, bounds, segments)
+
+
+WRITE = {Inputs.INT8: quantize_int8, Inputs.INT16: quantize_int16, Inputs.BF16: deal}
+
+
+def panels(x: npt.NDArray[np.uint16], kind: Inputs) -> npt.NDArray[np.uint8]:
+    """Rows [T, K] as the kernels hold them."""
+    row_bytes, out = x.shape[1] // 32 * GROUP_BYTES[kind], aligned(x.size // 32 * GROUP_BYTES[kind])
+    for row in range(len(x)):
+        panel = row // PANEL * PANEL
+        high = min(PANEL, len(x) - panel)
+        at = out.ctypes.data + panel * row_bytes + (row - panel) * GROUP_BYTES[kind]
+        WRITE[kind](x[row].ctypes.data, x.shape[1], at, high * GROUP_BYTES[kind])
+    return out
 
 
 def quantized(x: npt.NDArray[np.uint16], bits: int) -> tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Codes [T, K], (scale, scale * sum) [T, G, 2] and -32 * sums of halves [T, G, 2] as the kernel writes them."""
-    codes = np.zeros(x.shape, np.int8 if bits == 8 else np.int16)
-    scales, sums = (np.zeros((len(x), x.shape[1] // 32, 2), kind) for kind in (np.float32, np.int32))
-    for row in range(len(x)):
-        QUANTIZE[bits](x[row].ctypes.data, x.shape[1], codes[row].ctypes.data, scales[row].ctypes.data, sums[row].ctypes.data)
-    return codes, scales, sums
+    kind, codes = (Inputs.INT8, np.dtype("i1")) if bits == 8 else (Inputs.INT16, np.dtype("<i2"))
+    record = np.dtype([("codes", codes, 32), ("scales", "<f4", 2), ("sums", "<i4", 2 if bits == 8 else 0)])
+    groups = np.stack([panels(row[None], kind).view(record) for row in x])
+    return groups["codes"].reshape(x.shape), groups["scales"], groups["sums"]
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -96,16 +108,14 @@ class Product:
         self.packed = aligned(layout.packed_bytes(n, k))
         pack_rows(form, self.stored, 0, self.packed)
         self.x = round_to_bf16(rng.standard_normal((rows, k), np.float32) * np.exp2(rng.integers(-20, 20, (rows, k))).astype(np.float32))
-        self._inputs, self._scales, self._sums = self.x, np.zeros((rows, k // 32, 2), np.float32), np.zeros((rows, k // 32, 2), np.int32)
-        if form is not Form.BF16:
-            self._inputs, self._scales, self._sums = quantized(self.x, 8 if layout.inputs is Inputs.INT8 else 16)
+        self._inputs = layout.inputs
 
     def run(self, first: int, rows: int, bounds: list[int]) -> npt.NDArray[np.float32]:
         blocks = -(-self.n // 16)
         out, ends = np.full((rows, 16 * blocks), np.nan, np.float32), np.array(bounds)
-        x, scales, sums = (array[first:].ctypes.data for array in (self._inputs, self._scales, self._sums))
-        call(product(self.form), self.packed.ctypes.data, len(self.packed) // blocks, blocks, x, self._inputs.strides[0], scales, sums,
-             self._scales.strides[0], rows, out.ctypes.data, ends.ctypes.data, len(ends) - 1)  # fmt: skip
+        x = panels(self.x[first : first + rows], self._inputs)
+        call(product(self.form), self.packed.ctypes.data, len(self.packed) // blocks, blocks, x.ctypes.data,
+             PANEL * self.k // 32 * GROUP_BYTES[self._inputs], rows, out.ctypes.data, ends.ctypes.data, len(ends) - 1)  # fmt: skip
         assert not out[:, self.n :].any(), "outputs beyond the last"
         return out[:, : self.n]
 
