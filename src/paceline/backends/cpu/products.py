@@ -12,17 +12,23 @@ from numba import cfunc
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu.forms import PANEL, Form
+from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs, Scales
 from paceline.backends.cpu.simd import I64, Emit, Value, lowered
-from paceline.backends.cpu.tiles import MOST_SEGMENTS, tile
+from paceline.backends.cpu.tiles import EXPANDED_BYTES, MOST_SEGMENTS, expand, tile
 from paceline.backends.kernel_cache import in_use
 
 WIDE_FROM = 32
-"""Rows from which tiles of two blocks of outputs pay. For fewer, one stream of records is what prefetching hides."""
+"""Rows from which it pays to unpack weights once for all of them. For fewer, one stream of records is what prefetching hides."""
 
-TILE_ROWS, TILE_BLOCKS = 8, 2
+TILE_BLOCKS = 2
+"""Blocks of outputs that a tile of unpacked weights has at most."""
 
-_ARGUMENTS = 10
+_ARGUMENTS = 11
+
+
+def expanded_bytes(k: int) -> int:
+    """Room for the unpacked weights of K inputs that `product` asks for."""
+    return TILE_BLOCKS * k // 32 * EXPANDED_BYTES
 
 
 @cache
@@ -30,22 +36,33 @@ def product(form: Form) -> int:
     """Address of the compiled product of a form.
 
     The function takes 64-bit integers: `w`, bytes of a block, blocks; `x`, bytes of a panel of eight rows; rows; `out` and its stride; `bounds`,
-    segments. It writes out[rows, 16 * blocks] = x[rows, K] times the weights of consecutive blocks of 16 outputs.
+    segments; `room`. It writes out[rows, 16 * blocks] = x[rows, K] times the weights of consecutive blocks of 16 outputs.
 
       w: address of the first block's records.
       x: address of a panel of rows, and the panels after it (`forms.Inputs`).
       out: address of fp32 rows.
       bounds: address of int64 [segments + 1]: the first group of each segment, and the end of the last.
+      room: address of `expanded_bytes(K)`.
     """
-    kind = int(form)
+    kind, layout = int(form), LAYOUT[form]
+    expands = int(layout.inputs is Inputs.INT8)
+    # With sub-scales, a second block's sums would leave the registers.
+    tile_blocks = 1 if layout.scales is Scales.SUB_SCALES else TILE_BLOCKS
+    panel_group_bytes = PANEL * GROUP_BYTES[layout.inputs]
 
-    def multiply(w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments):
-        wide_rows = rows // TILE_ROWS * TILE_ROWS if rows >= WIDE_FROM else 0
-        wide_blocks = blocks // TILE_BLOCKS * TILE_BLOCKS if wide_rows else 0
-        for n in range(0, wide_blocks, TILE_BLOCKS):
-            for row in range(0, wide_rows, TILE_ROWS):
+    def multiply(w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments, room):
+        wide_rows = rows // PANEL * PANEL if rows >= WIDE_FROM else 0
+        wide_blocks = blocks // tile_blocks * tile_blocks if wide_rows else 0
+        groups = panel_bytes // panel_group_bytes
+        for n in range(0, wide_blocks, tile_blocks):
+            a, a_stride = w + n * w_stride, w_stride
+            if expands:
+                a, a_stride = room, groups * EXPANDED_BYTES
+                for i in range(tile_blocks):
+                    expand(kind, w + (n + i) * w_stride, groups, room + i * a_stride)
+            for row in range(0, wide_rows, PANEL):
                 x_, o = x + row // PANEL * panel_bytes, out + row * out_stride + 64 * n
-                tile(kind, TILE_ROWS, TILE_BLOCKS, w + n * w_stride, w_stride, x_, o, out_stride, bounds, segments)
+                tile(kind, expands, PANEL, tile_blocks, a, a_stride, x_, o, out_stride, bounds, segments)
         # What is left: the last rows of those blocks, and all rows of the last ones.
         row = wide_rows if wide_blocks == blocks else 0
         while row < rows:
@@ -54,21 +71,21 @@ def product(form: Form) -> int:
             for n in range(first, blocks):
                 a, o = w + n * w_stride, out + row * out_stride + 64 * n
                 if step == 8:
-                    tile(kind, 8, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 8, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 7:
-                    tile(kind, 7, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 7, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 6:
-                    tile(kind, 6, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 6, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 5:
-                    tile(kind, 5, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 5, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 4:
-                    tile(kind, 4, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 4, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 3:
-                    tile(kind, 3, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 3, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 elif step == 2:
-                    tile(kind, 2, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 2, 1, a, w_stride, x_, o, out_stride, bounds, segments)
                 else:
-                    tile(kind, 1, 1, a, w_stride, x_, o, out_stride, bounds, segments)
+                    tile(kind, 0, 1, 1, a, w_stride, x_, o, out_stride, bounds, segments)
             row += step
 
     # A file of its own in the cache: one form's does not change when another is compiled.
@@ -77,7 +94,7 @@ def product(form: Form) -> int:
 
 
 @intrinsic
-def call_product(_, address, w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments):
+def call_product(_, address, w, w_stride, blocks, x, panel_bytes, rows, out, out_stride, bounds, segments, room):
     """Call the product at an address."""
 
     def body(e: Emit, args: Sequence[Value]) -> None:

@@ -22,7 +22,7 @@ from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
-from paceline.backends.cpu.working import cutter_of, thread_bytes
+from paceline.backends.cpu.working import cutter_of, product_bytes, thread_bytes
 from paceline.backends.rope import rope_tables
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.core.weights import GROUP
@@ -105,6 +105,7 @@ class CpuRunner:
             (step.HEAD_STRIDE, NEIGHBOURS * block),
             (step.LAYER_STRIDE, kv_blocks * spec.n_kv_heads * block),
             (step.SCRATCH_STRIDE, thread_bytes(spec, self._cutter)),
+            (step.EXPANDED, product_bytes(spec)),
         ):
             sizes[place] = value
         return sizes

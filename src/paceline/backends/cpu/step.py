@@ -20,7 +20,7 @@ from paceline.backends.cpu.rows import add_into, add_rounded, deal_bf16, gate, h
 
 # Places in `sizes` (int64): what never changes.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
- HEAD_STRIDE, SCRATCH_STRIDE, N_SIZES) = range(17)  # fmt: skip
+ HEAD_STRIDE, SCRATCH_STRIDE, EXPANDED, N_SIZES) = range(18)  # fmt: skip
 
 # Places in `weights` [layer, place, part]; the row after the last layer has the edges. 0 where a family has no such tensor.
 (ATTN_NORM, Q, K, V, QKV_BIAS, Q_NORM, K_NORM, OUT, FFN_NORM, GATE, UP, DOWN, FINAL_NORM, HEAD, N_WEIGHTS) = range(15)
@@ -74,15 +74,15 @@ def _hold(kinds, x, n, row, column, k, rows, place, buffers):
 
 
 @njit(nogil=True)
-def _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_stride, bounds, segments, buffers):
+def _multiply(weights, layer, place, block, blocks, x, k, row, rows, out, out_stride, bounds, segments, buffers, expanded):
     """out[rows, 16 * blocks] = rows of the activations at `x` (K inputs), from `row` on, times `blocks` blocks of a matrix from `block` on.
 
-    Rows begin with a panel.
+    Rows begin with a panel. `expanded`: address of room for unpacked weights.
     """
     kind, stride = weights[layer, place, INPUTS], k // 32 * weights[layer, place, EIGHT_GROUPS] // 8
     row_bytes = k // 32 * _GROUP_BYTES[kind]
     call_product(weights[layer, place, PRODUCT], weights[layer, place, AT] + block * stride, stride, blocks, buffers[x + kind] + row * row_bytes,
-                 PANEL * row_bytes, rows, out, out_stride, bounds, segments)  # fmt: skip
+                 PANEL * row_bytes, rows, out, out_stride, bounds, segments, expanded)  # fmt: skip
 
 
 @njit(nogil=True)
@@ -146,7 +146,17 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
         sync.store_release(unfinished, 0)
     finish(rows, n_heads, first, dim, records, apart, at, stride)
     for m in range(rows):
-        _hold(1 << weights[layer, OUT, INPUTS], at + m * stride, dim * n_heads, row + m, dim * first_head, dim * heads, batch[ROWS], ATT, buffers)
+        _hold(
+            1 << weights[layer, OUT, INPUTS],
+            at + m * stride,
+            dim * n_heads,
+            row + m,
+            dim * first_head,
+            dim * heads,
+            batch[ROWS],
+            ATT,
+            buffers,
+        )
 
 
 @njit(nogil=True)
@@ -213,7 +223,7 @@ def _project_head(task, layer, sizes, weights, buffers, batch, scratch):
     else:
         place, head = (K if head < q_heads + kv_heads else V), (head - q_heads) % kv_heads
     _multiply(weights, layer, place, head * dim // 16, dim // 16, H, hidden, row, min(PART, batch[ROWS] - row), scratch, 4 * dim,
-              buffers[WHOLE_BOUNDS], 1, buffers)  # fmt: skip
+              buffers[WHOLE_BOUNDS], 1, buffers, scratch + sizes[EXPANDED])  # fmt: skip
     _place_heads(task, layer, sizes, weights, buffers, batch, scratch)
 
 
@@ -222,9 +232,8 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
     """One group of the feed-forward's inner activations: gate and up, side by side in the scratch, and what becomes of them."""
     ffn, hidden = sizes[FFN], sizes[HIDDEN]
     for i in range(2):
-        _multiply(
-            weights, layer, UP if i else GATE, block, 2, H, hidden, row, part, scratch + 128 * i, 256, buffers[WHOLE_BOUNDS], 1, buffers
-        )
+        _multiply(weights, layer, UP if i else GATE, block, 2, H, hidden, row, part, scratch + 128 * i, 256, buffers[WHOLE_BOUNDS], 1,
+                  buffers, scratch + sizes[EXPANDED])  # fmt: skip
     for m in range(part):
         outputs = scratch + 256 * m
         gate(outputs, outputs)
@@ -246,7 +255,8 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
     blocks, part = min(chunk, n // 16 - block), min(PART, rows - row)
     if kind == PROJECT_HEAD:
         out = buffers[LOGITS] + 4 * row * n + 64 * block
-        _multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, 4 * n, buffers[WHOLE_BOUNDS], 1, buffers)
+        _multiply(weights, layer, HEAD, block, blocks, H, hidden, row, part, out, 4 * n, buffers[WHOLE_BOUNDS], 1, buffers,
+                  scratch + sizes[EXPANDED])  # fmt: skip
     elif kind == PROJECT_GATE:
         _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scratch)
     else:
@@ -254,7 +264,8 @@ def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
         down = kind == PROJECT_DOWN
         place, x, k = (DOWN, ACT, ffn) if down else (OUT, ATT, sizes[Q_HEADS] * sizes[HEAD_DIM])
         bounds, segments = (buffers[DOWN_BOUNDS], sizes[DOWN_SEGMENTS]) if down else (buffers[OUT_BOUNDS], sizes[OUT_SEGMENTS])
-        _multiply(weights, layer, place, block, blocks, x, k, row, part, scratch, CHUNK * 64, bounds, segments, buffers)
+        _multiply(weights, layer, place, block, blocks, x, k, row, part, scratch, CHUNK * 64, bounds, segments, buffers,
+                  scratch + sizes[EXPANDED])  # fmt: skip
         _add(block, blocks, row, part, hidden, buffers[X], scratch, down)
 
 

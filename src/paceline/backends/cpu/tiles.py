@@ -101,6 +101,32 @@ class _Record:
         return e.b.sitofp(e.b.sext(self._bytes(0, e.b.add(e.mul(self._group, 2), e.i64(half))), I), F)
 
 
+class _Expanded:
+    """What a group of one block of outputs has for a tile, in a form that takes no unpacking: codes as bytes, scales as fp32.
+
+    Codes by word (8 x 64 bytes); scales of the halves where there are (2 x 64), scale (64), offset (64).
+    """
+
+    def __init__(self, e: Emit, layout: Layout, block: Value, group: Value) -> None:
+        self._e, self._halves = e, 2 if layout.scales is Scales.SUB_SCALES else 0
+        self._base = e.at(block, e.mul(group, EXPANDED_BYTES))
+        self._has_offset = not self._halves
+
+    def codes(self, word: int) -> Value:
+        return self._e.load(I, self._base, 64 * word, align=64)
+
+    def sub_scale(self, half: int) -> Value:
+        return self._e.load(F, self._base, 512 + 64 * half, align=64)
+
+    def scale_offset(self) -> tuple[Value, Value | None]:
+        e, at = self._e, 512 + 64 * self._halves
+        return e.load(F, self._base, at, align=64), e.load(F, self._base, at + 64, align=64) if self._has_offset else None
+
+
+EXPANDED_BYTES = 704
+"""Of a group of one block, at most."""
+
+
 def _dot(e: Emit, inputs: Inputs, acc: Value, weights: Value, x: Value) -> Value:
     if inputs is Inputs.INT8:
         return e.dp_bytes(acc, weights, x)
@@ -112,8 +138,8 @@ def _dot(e: Emit, inputs: Inputs, acc: Value, weights: Value, x: Value) -> Value
 class _Tile:
     """Writes the code of one tile."""
 
-    def __init__(self, e: Emit, layout: Layout, rows: int, blocks: int) -> None:
-        self._e, self._layout = e, layout
+    def __init__(self, e: Emit, layout: Layout, rows: int, blocks: int, record: type[_Record | _Expanded]) -> None:
+        self._e, self._layout, self._record = e, layout, record
         self._rows: Final = range(rows)
         self._blocks: Final = range(blocks)
         self._words = _WORDS[layout.inputs]
@@ -167,9 +193,10 @@ class _Tile:
     def _add_group(self, w_n: list[Value], x: Value, group: Value) -> None:
         e, layout = self._e, self._layout
         b = e.b
-        ahead = layout.bytes_of_eight_groups // 8
-        e.prefetch(e.at(w_n[-1], b.add(e.mul(group, ahead), e.i64(PREFETCH))), ahead)
-        record_n = [_Record(e, layout, block, group) for block in w_n]
+        if self._record is _Record:
+            ahead = layout.bytes_of_eight_groups // 8
+            e.prefetch(e.at(w_n[-1], b.add(e.mul(group, ahead), e.i64(PREFETCH))), ahead)
+        record_n = [self._record(e, layout, block, group) for block in w_n]
         x_g = e.at(x, e.mul(group, self._row_bytes * len(self._rows)))
         if layout.scales is Scales.NONE:
             acc = [[b.load(total) for total in row] for row in self.total]
@@ -208,7 +235,7 @@ class _Tile:
         """Where something of a row's group lies behind the first row's."""
         return self._row_bytes * row + place
 
-    def _sums(self, record_n: list[_Record], x_g: Value, words: range, acc: list[list[Value]]) -> list[list[Value]]:
+    def _sums(self, record_n: list[_Record] | list[_Expanded], x_g: Value, words: range, acc: list[list[Value]]) -> list[list[Value]]:
         """`acc` plus the products of some words, [M][NB]."""
         e = self._e
         for word in words:
@@ -220,12 +247,34 @@ class _Tile:
 
 
 @intrinsic(prefer_literal=True)
-def tile(_, form, rows, blocks, w, w_stride, x, out, out_stride, bounds, segments):
+def tile(_, form, expanded, rows, blocks, w, w_stride, x, out, out_stride, bounds, segments):
     """out[M, 16 * NB] of a panel of `rows` rows and `blocks` blocks of outputs; segment s is the groups from bounds[s] to bounds[s + 1]."""
     layout = LAYOUT[Form(form.literal_value)]
     n_rows, n_blocks = rows.literal_value, blocks.literal_value
+    record = _Expanded if expanded.literal_value else _Record
 
     def body(e: Emit, args: Sequence[Value]) -> None:
-        _Tile(e, layout, n_rows, n_blocks).write(args)
+        _Tile(e, layout, n_rows, n_blocks, record).write(args)
 
-    return lowered(body, types.void, form, rows, blocks, *[types.int64] * 7)
+    return lowered(body, types.void, form, expanded, rows, blocks, *[types.int64] * 7)
+
+
+@intrinsic(prefer_literal=True)
+def expand(_, form, w, groups, out):
+    """Unpack the groups of one block of outputs, for tiles to read many times."""
+    layout = LAYOUT[Form(form.literal_value)]
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        w, groups, out = args
+        with e.loop(groups) as group:
+            ahead = layout.bytes_of_eight_groups // 8
+            e.prefetch(e.at(w, e.b.add(e.mul(group, ahead), e.i64(PREFETCH))), ahead)
+            record, base = _Record(e, layout, e.at(w), group), e.at(out, e.mul(group, EXPANDED_BYTES))
+            fields = [record.codes(word) for word in range(8)]
+            if layout.scales is Scales.SUB_SCALES:
+                fields += [record.sub_scale(half) for half in range(2)]
+            fields += [value for value in record.scale_offset() if value is not None]
+            for place, value in enumerate(fields):
+                e.store(value, base, 64 * place, align=64)
+
+    return lowered(body, types.void, form, *[types.int64] * 3)

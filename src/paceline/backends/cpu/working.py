@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
+from paceline.backends.cpu.aligned import CACHE_LINE
 from paceline.backends.cpu.attention import SEGMENT, record_bytes, scratch_bytes
-from paceline.backends.cpu.forms import GROUP_BYTES
+from paceline.backends.cpu.forms import GROUP_BYTES, Inputs
 from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.pieces import Cutter
+from paceline.backends.cpu.products import expanded_bytes
 from paceline.backends.cpu.step import CHUNK, N_PIECE, PART
 from paceline.core.model import ModelSpec
 from paceline.core.weights import GROUP
@@ -19,14 +22,21 @@ def cutter_of(spec: ModelSpec, threads: int, n_blocks: int) -> Cutter:
     return Cutter(spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, threads, math.ceil(context / SEGMENT))
 
 
+def product_bytes(spec: ModelSpec) -> int:
+    """Of a task's outputs in its thread's scratch; unpacked weights come after them."""
+    return -(-(4 * PART * max(2 * 16 * CHUNK, spec.head_dim) + 2 * spec.head_dim) // CACHE_LINE) * CACHE_LINE
+
+
 def thread_bytes(spec: ModelSpec, cutter: Cutter) -> int:
     """Scratch of one thread. Of an odd number of lines beyond whole pages, so that threads' scratches differ in their sets of a cache."""
     attention = scratch_bytes(cutter.most_queries, spec.head_dim)
-    product = 4 * PART * max(2 * 16 * CHUNK, spec.head_dim) + 2 * spec.head_dim
+    product = product_bytes(spec) + expanded_bytes(max(spec.hidden, spec.n_heads * spec.head_dim, spec.ffn))
     return -(-max(attention, product, 2 * spec.hidden) // 4096) * 4096 + 128
 
 
-def working_bytes(spec: ModelSpec, *, max_rows: int, threads: int, n_blocks: int, logits_rows: int) -> int:
+def working_bytes(
+    spec: ModelSpec, *, max_rows: int, threads: int, n_blocks: int, logits_rows: int, inputs: Collection[Inputs] = tuple(Inputs)
+) -> int:
     """Bytes of a runner's working memory, at most.
 
     Args:
@@ -35,12 +45,13 @@ def working_bytes(spec: ModelSpec, *, max_rows: int, threads: int, n_blocks: int
         threads: that share a step.
         n_blocks: KV blocks.
         logits_rows: rows of a batch whose logits are wanted, at most: each takes the vocabulary in fp32.
+        inputs: as what some matrix takes its inputs.
     """
     cutter = cutter_of(spec, threads, n_blocks)
     attended = spec.n_heads * spec.head_dim
     context = min(spec.max_context, n_blocks * BLOCK)
-    # As if a layer had matrices that take their inputs in each of the ways.
-    held = sum(GROUP_BYTES.values()) / GROUP
+    # As if all layers had matrices that take their inputs in each of the ways.
+    held = sum(GROUP_BYTES[kind] for kind in inputs) / GROUP
     row = 6 * spec.hidden + 2 * attended + held * (spec.hidden + attended + spec.ffn) + 4 * math.ceil(context / BLOCK) + 4 * (4 + N_PIECE)
     split = cutter.split_records
     pieces = split * (spec.n_heads * (record_bytes(spec.head_dim) + 8) + 4 * N_PIECE)

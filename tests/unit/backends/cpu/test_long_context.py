@@ -19,7 +19,7 @@ if not cpu.runs_here():
 
 from paceline.backends.cpu import step
 from paceline.backends.cpu.attention import SEGMENT
-from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.forms import Form, Inputs
 from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.cpu.weights import pack_model
 from paceline.backends.cpu.working import working_bytes
@@ -141,7 +141,8 @@ def test_working_memory_is_what_was_planned(threads: int) -> None:
         runner.logits(x, np.arange(90, dtype=np.int32))
         held = sum(array.nbytes for array in runner._arrays.rest) + runner._logits.nbytes
         held -= int(runner._sizes[step.LAYER_STRIDE])
-        planned = working_bytes(model_spec, max_rows=500, threads=threads, n_blocks=200, logits_rows=90)
+        inputs = {Inputs.INT8, Inputs.INT16}
+        planned = working_bytes(model_spec, max_rows=500, threads=threads, n_blocks=200, logits_rows=90, inputs=inputs)
         assert held <= planned <= 1.3 * held
     finally:
         runner.close()

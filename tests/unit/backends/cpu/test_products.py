@@ -18,7 +18,7 @@ from tests.unit.backends.cpu import arithmetic
 from paceline.backends.cpu.aligned import aligned
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs
 from paceline.backends.cpu.pack import pack_rows
-from paceline.backends.cpu.products import bounds_of, call_product, product
+from paceline.backends.cpu.products import bounds_of, call_product, expanded_bytes, product
 from paceline.backends.cpu.rows import deal_bf16, quantize
 
 pytestmark = pytest.mark.timeout(300)
@@ -47,8 +47,10 @@ def deal(x: int, n: int, out: int, apart: int) -> None:
 
 
 @njit
-def call(address: int, w: int, w_stride: int, blocks: int, x: int, panel: int, rows: int, out: int, bounds: int, segments: int) -> None:
-    call_product(address, w, w_stride, blocks, x, panel, rows, out, 64 * blocks, bounds, segments)
+def call(
+    address: int, w: int, w_stride: int, blocks: int, x: int, panel: int, rows: int, out: int, bounds: int, segments: int, room: int
+) -> None:
+    call_product(address, w, w_stride, blocks, x, panel, rows, out, 64 * blocks, bounds, segments, room)
 
 
 WRITE = {Inputs.INT8: quantize_int8, Inputs.INT16: quantize_int16, Inputs.BF16: deal}
@@ -113,9 +115,10 @@ class Product:
     def run(self, first: int, rows: int, bounds: list[int]) -> npt.NDArray[np.float32]:
         blocks = -(-self.n // 16)
         out, ends = np.full((rows, 16 * blocks), np.nan, np.float32), np.array(bounds)
-        x = panels(self.x[first : first + rows], self._inputs)
+        x, room = panels(self.x[first : first + rows], self._inputs), aligned(expanded_bytes(self.k))
         call(product(self.form), self.packed.ctypes.data, len(self.packed) // blocks, blocks, x.ctypes.data,
-             PANEL * self.k // 32 * GROUP_BYTES[self._inputs], rows, out.ctypes.data, ends.ctypes.data, len(ends) - 1)  # fmt: skip
+             PANEL * self.k // 32 * GROUP_BYTES[self._inputs], rows, out.ctypes.data, ends.ctypes.data, len(ends) - 1,
+             room.ctypes.data)  # fmt: skip
         assert not out[:, self.n :].any(), "outputs beyond the last"
         return out[:, : self.n]
 
