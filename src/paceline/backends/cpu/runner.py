@@ -19,6 +19,7 @@ from paceline.backends.cpu.attention import record_bytes
 from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
 from paceline.backends.cpu.kv_blocks import BLOCK
+from paceline.backends.cpu.pages import NEIGHBOURS, KvPages
 from paceline.backends.cpu.products import bounds_of, product
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
@@ -30,9 +31,6 @@ from paceline.engine.local import Int32, RowPlan
 
 NEAR_BYTES = 512 << 10
 """Of the weights, read by a thread that waits: half of a second-level cache."""
-
-NEIGHBOURS = 16
-"""KV blocks of one head that lie side by side. At a stride of all heads' blocks, a head's would share a part of the sets of a cache."""
 
 Bf16 = npt.NDArray[np.uint16]
 
@@ -122,7 +120,9 @@ class CpuRunner:
         cos, sin = rope_tables(spec.rope, spec.head_dim, self._max_context)
         control = aligned(8 * control_words(threads)).view(np.int64)
         unfinished = aligned(8 * split * spec.n_heads)
-        kv = aligned(len(self._model.layers) * int(self._sizes[step.LAYER_STRIDE]))
+        layer_bytes = int(self._sizes[step.LAYER_STRIDE])
+        kv = aligned(len(self._model.layers) * layer_bytes)
+        self._kv = KvPages(kv, layer_bytes, int(self._sizes[step.HEAD_STRIDE]) * spec.n_kv_heads, self.n_blocks, spec.n_kv_heads)
         held = {
             step.X: aligned(4 * rows * hidden),
             step.X_BF16: x_bf16,
@@ -207,7 +207,7 @@ class CpuRunner:
         """Put a batch where the kernels read it."""
         arrays, batch, rows = self._arrays, self._batch, len(x_TD)
         n_sequences, width = plan.tables_SB.shape
-        arrays.tables[:n_sequences, :width] = self._places_of(plan.tables_SB)
+        arrays.tables[:n_sequences, :width] = self._kv.places_of(plan.tables_SB)
         if rows == n_sequences:
             arrays.row_position[:rows] = plan.first_position_S
             arrays.row_table[:rows] = np.arange(rows, dtype=np.int32)
@@ -223,10 +223,6 @@ class CpuRunner:
         arrays.x_bf16[:rows] = x_TD
         batch[step.ROWS], batch[step.N_PIECES], batch[step.TABLE_STRIDE] = rows, pieces, arrays.tables.strides[0]
         batch[step.FIRST_LAYER], batch[step.STOP_LAYER] = first_layer - self.layers.start, stop_layer - self.layers.start
-
-    def _places_of(self, ids: Int32) -> Int32:
-        """Where blocks lie, counted in blocks of one head, from those of the first head: neighbours of one head lie side by side."""
-        return ids // NEIGHBOURS * (NEIGHBOURS * self._model.spec.n_kv_heads) + ids % NEIGHBOURS
 
     def logits(self, x_TD: Bf16, rows_R: Int32) -> npt.NDArray[np.float32]:
         arrays, n = self._arrays, len(rows_R)
@@ -256,6 +252,7 @@ class CpuRunner:
         if not self._closed:
             self._closed = True
             self._team.close()
+            self._kv.close()
 
 
 def _describe_weights(model: PackedModel) -> npt.NDArray[np.int64]:

@@ -1,0 +1,93 @@
+"""Where KV blocks lie, and their memory, made present a little before it is used.
+
+The system gives a process memory when it is first written to, zeroed; of large pages that takes milliseconds each, and a step that is the first to
+write some blocks pays for one or two a layer: more than a short prompt takes in all. So blocks lie in the order in which they are first used, whatever
+their ids, and a thread asks for the pages of the next ones while others compute. What it has not got to yet, and all of it on systems that have no such
+call, comes as the system gives it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+NEIGHBOURS: Final = 16
+"""KV blocks of one head that lie side by side, a group's. At a stride of all heads' blocks, a head's would share a part of the sets of a cache."""
+AHEAD: Final = 4
+"""Groups of every layer that are present before they are used: two chunks of a prompt. Raising it takes memory sooner, and hides longer steps."""
+_POPULATE_WRITE: Final = 23
+"""Of madvise, since Linux 5.14: pages are made present as if they were written to, and keep what they hold."""
+_AT_ONCE: Final = 1 << 21
+"""Bytes a call: other threads that change the process's memory wait for its end."""
+
+_NOWHERE: Final = -1
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+Int32 = npt.NDArray[np.int32]
+
+
+class KvPages:
+    """Places of one array, given to blocks in the order in which they are first used. Owns a thread until `close`.
+
+    Args:
+        kv: whole layers, each of groups.
+        layer_bytes: of a layer.
+        group_bytes: of `NEIGHBOURS` blocks in all of a layer's heads.
+        n_blocks: whose ids are 0 .. n_blocks - 1.
+        kv_heads: of a layer.
+    """
+
+    def __init__(self, kv: npt.NDArray[np.uint8], layer_bytes: int, group_bytes: int, n_blocks: int, kv_heads: int) -> None:
+        self._kv, self._layer_bytes, self._group_bytes, self._kv_heads = kv, layer_bytes, group_bytes, kv_heads
+        self._places = np.full(n_blocks + 1, _NOWHERE, np.int32)
+        self._places[-1] = 0  # what pads a table is looked up as well, and never used
+        self._used = 0
+        """Blocks that have a place."""
+        self._present = 0
+        """Groups of each layer."""
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, "paceline-kv-pages")
+        self.brought = self._thread.submit(self._bring, AHEAD)
+        """Done when what was asked for last is present."""
+
+    def places_of(self, ids: Int32) -> Int32:
+        """Where blocks lie in a layer, counted in blocks of one head, from those of the first head; -1 pads."""
+        places = self._places[ids]
+        if places.size and int(places.min()) < 0:
+            self._give_places(np.unique(ids[places < 0]))
+            places = self._places[ids]
+        return places
+
+    def close(self) -> None:
+        """End the thread; what it is at is given up. Idempotent."""
+        self._closed = True
+        self._thread.shutdown(cancel_futures=True)
+
+    def _give_places(self, ids: Int32) -> None:
+        groups = -(-self._used // NEIGHBOURS)
+        order = np.arange(self._used, self._used + len(ids), dtype=np.int32)
+        self._places[ids] = order // NEIGHBOURS * (NEIGHBOURS * self._kv_heads) + order % NEIGHBOURS
+        self._used += len(ids)
+        if (wanted := -(-self._used // NEIGHBOURS)) > groups:
+            self.brought = self._thread.submit(self._bring, wanted + AHEAD)
+
+    def _bring(self, groups: int) -> None:
+        """Have so many groups of each layer present."""
+        start, stop = self._present * self._group_bytes, min(groups * self._group_bytes, self._layer_bytes)
+        for layer in range(0, len(self._kv), self._layer_bytes):
+            for at in range(layer + start, layer + stop, _AT_ONCE):
+                if self._closed or not _populate(self._kv.ctypes.data + at, min(_AT_ONCE, layer + stop - at)):
+                    return
+        self._present = groups
+
+
+def _populate(address: int, length: int) -> bool:
+    """Make memory present. Returns whether this system can."""
+    start = address - address % mmap.PAGESIZE
+    return _madvise(start, address + length - start, _POPULATE_WRITE) == 0
