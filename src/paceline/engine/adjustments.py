@@ -38,6 +38,9 @@ class AdjustedTokens:
         return len(self.ids_A)
 
 
+_NONE = AdjustedTokens(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_), np.empty(0, np.float32))
+
+
 class Adjustments:
     """Of one sequence. Grows by a token in constant time, so that a long prompt is gone through once."""
 
@@ -67,6 +70,8 @@ class Adjustments:
     def now(self) -> AdjustedTokens:
         """Views, valid until the next token is counted."""
         n = self._n
+        if not n:
+            return _NONE
         return AdjustedTokens(self._ids[:n], self._bias[:n], self._seen[:n], self._counts[:n])
 
     def count(self, token: int) -> None:

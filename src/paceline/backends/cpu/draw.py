@@ -1,9 +1,9 @@
 """Draws of rows of logits, compiled: the tokens that `engine.sampling` draws, bit for bit (docs/arithmetic.md, Sampling).
 
-What is skipped can't change a draw. Largest logits of blocks of 64 tell where the best of a row can lie, and, since noise has a largest value, for
-which blocks noise need be looked at token by token: what is left of a vocabulary of 152k is a pass for the maxima and one for the noise.
+A row is a pass over the vocabulary for the largest of its blocks (`draw_scan`), filters where they are asked for (`draw_filters`), and a race of noise where
+the draw is no greedy one (`draw_noise`).
 
-Shapes: R rows, V vocabulary, A adjusted tokens of all rows. A block is 64 logits; the last one of a row is padded.
+Shapes: R rows, V vocabulary, A adjusted tokens of all rows, W words of all rows.
 """
 
 from __future__ import annotations
@@ -15,93 +15,24 @@ from numba import njit, types
 
 from paceline.backends.cpu import draw_lanes as lanes
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.draw_lanes import BLOCK, ROUNDER, ROUNDER_BITS
+from paceline.backends.cpu.draw_filters import last_left, write_logprobs
+from paceline.backends.cpu.draw_lanes import BLOCK
+from paceline.backends.cpu.draw_noise import noise_key, race
+from paceline.backends.cpu.draw_scan import NO_TOKEN, NOWHERE, first_of, survey
 from paceline.backends.kernel_cache import in_use
 from paceline.engine.adjustments import HUGE, TINY
-from paceline.engine.arithmetic import EXP2, LN2, LOG2E, LOG_SERIES, ROOT_HALF, WEIGHT_BITS, WEIGHTLESS
 
-# Columns of `whole` (int64 [R, ...]): the row of the logits, then what its draw is of.
-(ROW, SEED, POSITION, TOP_K, N_TOP, GREEDY, FIRST_ADJUSTED, STOP_ADJUSTED, N_WHOLE) = range(9)
-
-# Columns of `real` (float64 [R, ...]).
-(INVERSE_TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, PRESENCE, FREQUENCY, N_REAL) = range(7)
-
-# Places in `control` (int64): rows claimed, rows done; a cache line apart.
-CLAIMED, DONE, N_CONTROL = 0, 8, 16
-
-NO_TOKEN = -1
 MAX_TOP = 20
 
-_NOWHERE = np.float32(-np.inf)
-_LOG2E = np.float32(LOG2E)
-_ONE = np.float32(1)
-_CUT, _CUTS = 2.0, 9
-"""How far below the largest, in logits over temperature, a nucleus is looked for; how many times as far at most, before it is looked for everywhere."""
-_SLACK = 1.001
-"""Bounds on noise keep this much more than they must: their rounding errors are 100 times smaller."""
-_C0, _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in EXP2)
-_GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+# Words (int64) of a row: where its logits are and what its draw is of; float64 of the same, as bits; what was drawn: the token, then the largest
+# ones; their log probabilities (float64 bits).
+(ROW, SEED, POSITION, TOP_K, N_TOP, GREEDY, FIRST_ADJUSTED, STOP_ADJUSTED,
+ INVERSE_TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, PRESENCE, FREQUENCY, IDS) = range(15)  # fmt: skip
+LOGPROBS = IDS + 1 + MAX_TOP
+N_WORDS = LOGPROBS + 1 + MAX_TOP
 
-
-@njit(nogil=True)
-def _splitmix(x):
-    x = x + _GOLDEN
-    x = (x ^ (x >> np.uint64(30))) * _MIX1
-    x = (x ^ (x >> np.uint64(27))) * _MIX2
-    return x ^ (x >> np.uint64(31))
-
-
-@njit(nogil=True)
-def _noise_key(seed, position):
-    key = _splitmix(_splitmix(np.uint64(seed)) ^ (np.uint64(position) * _GOLDEN))
-    return np.int64(key >> np.uint64(32)), np.int64(key & np.uint64(0xFFFFFFFF))
-
-
-@njit(nogil=True)
-def _noise(token, high, low):
-    """32 random bits of a token."""
-    mask = np.int64(0xFFFFFFFF)
-    x = token ^ high
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
-    x = x ^ (x >> 15) ^ low
-    x = (x * 0x846CA68B) & mask
-    return x ^ (x >> 16)
-
-
-@njit(nogil=True, error_model="numpy")
-def _log(x):
-    bits = lanes.double_bits(x)
-    exponent = (bits - ROOT_HALF) >> 52
-    m = lanes.bits_double(bits - (exponent << 52))
-    s = (m - 1.0) / (m + 1.0)
-    square = s * s
-    series = LOG_SERIES[0]
-    for coefficient in LOG_SERIES[1:]:
-        series = series * square + coefficient
-    return exponent * LN2 + 2.0 * s * series
-
-
-@njit(nogil=True)
-def _weight(z):
-    t = max(z * _LOG2E, np.float32(WEIGHTLESS))
-    whole = np.float32(math.floor(t))
-    rest = t - whole
-    p = ((((_C0 * rest + _C1) * rest + _C2) * rest + _C3) * rest + _C4) * rest + _C5
-    power = lanes.bits_double((np.int64(whole) + 1023) << 52)
-    return lanes.double_bits(np.float64(p) * power + ROUNDER) - ROUNDER_BITS
-
-
-@njit(nogil=True)
-def _order(x):
-    """A float32 as 32 bits that compare as it does, both zeros alike: int64."""
-    bits = lanes.float_bits(x + np.float32(0))
-    return bits ^ 0xFFFFFFFF if bits >> 31 else bits | 0x80000000
-
-
-@njit(nogil=True)
-def _value(order):
-    """The float32 of such bits."""
-    return lanes.bits_float(order & 0x7FFFFFFF if order >> 31 else order ^ 0xFFFFFFFF)
+# Words before those of the rows: rows claimed, rows done; a cache line apart.
+CLAIMED, DONE, N_CONTROL = 0, 8, 16
 
 
 @njit(nogil=True)
@@ -130,296 +61,68 @@ def _restore(x, n, whole, ids_A, saved_A):
 
 
 @njit(nogil=True)
-def _survey(x, n, tail, maxima):
-    """Copy the last block of a row to `tail`, padded; write the largest of each block. Returns the largest of all; NaN where one is."""
-    full = n // BLOCK
-    at = tail.ctypes.data
-    for j in range(BLOCK):
-        tail[j] = lanes.load_float(x + 4 * (full * BLOCK + j)) if full * BLOCK + j < n else _NOWHERE
-    out = maxima.ctypes.data
-    sound = lanes.block_maxima(x, full, out)
-    if not (lanes.block_maxima(at, 1, out + 4 * full) and sound):
-        return np.float32(np.nan)
-    top = _NOWHERE
-    for block in range(full + 1):
-        top = max(top, maxima[block])
-    return top
-
-
-@njit(nogil=True)
-def _first(x, n, maxima, top):
-    """The lowest id of the largest logit."""
-    for block in range(len(maxima)):
-        if maxima[block] == top:
-            for token in range(block * BLOCK, min(n, block * BLOCK + BLOCK)):
-                if lanes.load_float(x + 4 * token) == top:
-                    return token
-    return NO_TOKEN
-
-
-@njit(nogil=True)
-def _kth_largest(values, k):
-    """The k-th largest, by a heap of the k largest so far; minus infinity where there are no k."""
-    if k > len(values):
-        return _NOWHERE
-    heap = np.empty(k, np.float32)
-    size = 0
-    for value in values:
-        if size < k:
-            at = size
-            size += 1
-            while at > 0 and heap[(at - 1) // 2] > value:
-                heap[at] = heap[(at - 1) // 2]
-                at = (at - 1) // 2
-            heap[at] = value
-        elif value > heap[0]:
-            at = 0
-            while True:
-                child = 2 * at + 1
-                if child >= k:
-                    break
-                if child + 1 < k and heap[child + 1] < heap[child]:
-                    child += 1
-                if heap[child] >= value:
-                    break
-                heap[at] = heap[child]
-                at = child
-            heap[at] = value
-    return heap[0]
-
-
-@njit(nogil=True)
-def _gather(x, n, tail, maxima, least):
-    """(ids, orders) of the tokens whose logit is at least `least`, in order of their ids."""
-    room = 0
-    for block in range(len(maxima)):
-        if maxima[block] >= least:
-            room += BLOCK
-    ids, orders = np.empty(room, np.int64), np.empty(room, np.int64)
-    found = 0
-    for block in range(len(maxima)):
-        if maxima[block] >= least:
-            at = x + 4 * BLOCK * block if (block + 1) * BLOCK <= n else tail.ctypes.data
-            hits = lanes.at_least(at, least)
-            while hits:
-                lane = lanes.trailing_zeros(hits)
-                hits &= hits - 1
-                if block * BLOCK + lane < n:
-                    ids[found] = block * BLOCK + lane
-                    orders[found] = _order(lanes.load_float(at + 4 * lane))
-                    found += 1
-    return ids[:found], orders[:found]
-
-
-@njit(nogil=True)
-def _select(ids, orders, worths, need):
-    """(order, id) of the last of the fewest tokens, largest logit first, of equal ones the lower id first, whose worths sum to `need`.
-
-    `need` is above 0, and at most the sum of all.
-    """
-    prefix, above = np.int64(0), np.int64(0)
-    bins = np.empty(256, np.int64)
-    for shift in (24, 16, 8, 0):
-        bins[:] = 0
-        for i in range(len(orders)):
-            if orders[i] >> (shift + 8) == prefix:
-                bins[(orders[i] >> shift) & 255] += worths[i]
-        digit = 255
-        while above + bins[digit] < need:
-            above += bins[digit]
-            digit -= 1
-        prefix = prefix << 8 | digit
-    for i in range(len(orders)):
-        if orders[i] == prefix:
-            above += worths[i]
-            if above >= need:
-                return prefix, ids[i]
-    return prefix, np.int64(NO_TOKEN)
-
-
-@njit(nogil=True)
-def _largest(x, n, tail, maxima, k):
-    """(ids, orders) of the k largest, in order of their ids."""
-    ids, orders = _gather(x, n, tail, maxima, _kth_largest(maxima, k))
-    order, last = _select(ids, orders, np.ones(len(ids), np.int64), np.int64(k))
-    kept = 0
-    for i in range(len(ids)):
-        if orders[i] > order or (orders[i] == order and ids[i] <= last):
-            ids[kept], orders[kept] = ids[i], orders[i]
-            kept += 1
-    return ids[:kept], orders[:kept]
-
-
-@njit(nogil=True)
-def _total_weight(x, n, tail, maxima, top, inverse):
-    """Of all tokens."""
-    total = np.int64(0)
-    for block in range(len(maxima)):
-        if (maxima[block] - top) * inverse * _LOG2E > np.float32(WEIGHTLESS):
-            total += lanes.block_weight(x + 4 * BLOCK * block if (block + 1) * BLOCK <= n else tail.ctypes.data, top, inverse)
-    return total
-
-
-@njit(nogil=True)
-def _share_of(top_p, total):
-    """The whole number that a nucleus must reach."""
-    return min(total, max(np.int64(1), np.int64(math.ceil(top_p * np.float64(total)))))
-
-
-@njit(nogil=True)
-def _nucleus(ids, orders, top, inverse, total, top_p):
-    """(found, order, id) of the last token of a nucleus, if what was gathered holds it. `total` 0: of what was gathered."""
-    worths = np.empty(len(ids), np.int64)
-    here = np.int64(0)
-    for i in range(len(ids)):
-        worths[i] = _weight((_value(orders[i]) - top) * inverse)
-        here += worths[i]
-    need = _share_of(top_p, total or here)
-    if here < need:
-        return False, np.int64(0), np.int64(0)
-    order, last = _select(ids, orders, worths, need)
-    return True, order, last
-
-
-@njit(nogil=True)
-def _filter(x, n, tail, maxima, top, inverse, top_k, top_p):
-    """(logit, id) of the last token that top-k and top-p leave; others are left if larger, or equal with an id no higher."""
-    if 0 < top_k < n:
-        ids, orders = _largest(x, n, tail, maxima, top_k)
-        if top_p < 1.0:
-            _, order, last = _nucleus(ids, orders, top, inverse, np.int64(0), top_p)
-            return _value(order), last
-        order, last = orders[0], ids[0]
-        for i in range(len(ids)):
-            if orders[i] <= order:
-                order, last = orders[i], ids[i]
-        return _value(order), last
-    if top_p < 1.0:
-        total = _total_weight(x, n, tail, maxima, top, inverse)
-        for turn in range(_CUTS + 1):
-            least = top - np.float32(_CUT * (turn + 1)) / inverse if turn < _CUTS else _NOWHERE
-            ids, orders = _gather(x, n, tail, maxima, least)
-            found, order, last = _nucleus(ids, orders, top, inverse, total, top_p)
-            if found:
-                return _value(order), last
-    return _NOWHERE, np.int64(n)
-
-
-@njit(nogil=True, error_model="numpy")
-def _race(x, n, tail, maxima, bounds, best, top, inverse, log_min_p, least, last, high, low):
-    """The token of the least log(E) - z among those that the filters leave.
-
-    Args:
-        best: a token that they leave, of the largest logit.
-        bounds: scratch of a float32 a block.
-        least, last: as `_filter` has them.
-        high, low: the noise's key.
-    """
-    lanes.exp_near(maxima.ctypes.data, len(bounds) // 16, top, inverse, bounds.ctypes.data)
-    score = _log(-_log(1.0 - (_noise(best, high, low) + 0.5) * 2.0**-32))
-    bound = math.exp(score) * 2.0**32 * _SLACK
-    for block in range(len(maxima)):
-        # E is at least v, so who wins has noise of at most exp(score + z).
-        most = bounds[block] * bound
-        if most < 0.5 or maxima[block] < least:
-            continue
-        at = x + 4 * BLOCK * block if (block + 1) * BLOCK <= n else tail.ctypes.data
-        hits = lanes.noise_at_most(block * BLOCK, high, low, np.int64(min(most, 4294967295.0)))
-        while hits:
-            lane = lanes.trailing_zeros(hits)
-            hits &= hits - 1
-            token, logit = block * BLOCK + lane, lanes.load_float(at + 4 * lane)
-            z = (logit - top) * inverse
-            if z >= log_min_p and (logit > least or (logit == least and token <= last)):
-                here = _log(-_log(1.0 - (_noise(token, high, low) + 0.5) * 2.0**-32)) - np.float64(z)
-                if here < score or (here == score and token < best):
-                    best, score = token, here
-                    bound = math.exp(score) * 2.0**32 * _SLACK
-    return best
-
-
-@njit(nogil=True)
-def _tell(x, n, tail, maxima, top, n_top, out_ids, out_logprobs):
-    """Write the largest logits' ids and log probabilities, largest first. Returns the logarithm of the sum of all weights."""
-    log_total = _log(np.float64(_total_weight(x, n, tail, maxima, top, _ONE)) * 2.0**-WEIGHT_BITS)
-    if n_top > 0:
-        ids, orders = _largest(x, n, tail, maxima, min(n_top, n))
-        for i in range(len(ids)):
-            at = i
-            while at > 0 and orders[at - 1] < orders[at]:
-                orders[at - 1], orders[at] = orders[at], orders[at - 1]
-                ids[at - 1], ids[at] = ids[at], ids[at - 1]
-                at -= 1
-        for i in range(len(ids)):
-            out_ids[i] = ids[i]
-            out_logprobs[i] = np.float64(_value(orders[i])) - np.float64(top) - log_total
-    return log_total
-
-
-@njit(nogil=True)
-def _draw(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A, tail, maxima, bounds, out_ids, out_logprobs):
-    """Draw a row at `x`. Returns the token, or `NO_TOKEN`. Outputs: the token's log probability, then those of the largest."""
-    raw = top = _survey(x, n, tail, maxima)
+def _draw(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A, tail, maxima, bounds):
+    """Draw a row at `x`. Returns the token, or `NO_TOKEN`; `whole` and `real` are its words, and receive what else is asked for."""
+    raw = top = survey(x, n, tail, maxima)
     if not math.isfinite(raw):
         return np.int64(NO_TOKEN)
     log_total = 0.0
     if whole[N_TOP] >= 0:
-        log_total = _tell(x, n, tail, maxima, raw, whole[N_TOP], out_ids[1:], out_logprobs[1:])
+        log_total = write_logprobs(x, n, tail, maxima, raw, whole[N_TOP], whole[IDS + 1 :], real[LOGPROBS + 1 :])
     adjusts = whole[FIRST_ADJUSTED] < whole[STOP_ADJUSTED]
     if adjusts:
         _adjust(x, n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A)
-        top = _survey(x, n, tail, maxima)
+        top = survey(x, n, tail, maxima)
     token = np.int64(NO_TOKEN)
     if math.isfinite(top):
-        token = np.int64(_first(x, n, maxima, top))
+        token = np.int64(first_of(x, n, maxima, top))
         if not whole[GREEDY]:
             inverse = np.float32(real[INVERSE_TEMPERATURE])
-            least, last = _filter(x, n, tail, maxima, top, inverse, whole[TOP_K], real[TOP_P])
-            high, low = _noise_key(whole[SEED], whole[POSITION])
-            token = np.int64(_race(x, n, tail, maxima, bounds, token, top, inverse, np.float32(real[LOG_MIN_P]), least, last, high, low))
+            least, last = last_left(x, n, tail, maxima, top, inverse, whole[TOP_K], real[TOP_P])
+            high, low = noise_key(whole[SEED], whole[POSITION])
+            token = np.int64(race(x, n, tail, maxima, bounds, token, top, inverse, np.float32(real[LOG_MIN_P]), least, last, high, low))
     if adjusts:
         _restore(x, n, whole, ids_A, saved_A)
     if whole[N_TOP] >= 0 and token >= 0:
-        out_logprobs[0] = np.float64(lanes.load_float(x + 4 * token)) - np.float64(raw) - log_total
+        real[LOGPROBS] = np.float64(lanes.load_float(x + 4 * token)) - np.float64(raw) - log_total
     return token
 
 
-_INTS, _REALS = types.int64[:, ::1], types.float64[:, ::1]
 _SIGNATURE = types.void(
-    types.int64, types.int64, types.int64, _INTS, _REALS, types.int32[::1], types.float32[::1], types.boolean[::1], types.float32[::1],
-    types.float32[::1], _INTS, _REALS, types.int64[::1], types.boolean,
+    types.float32[::1], types.int64, types.int64, types.int64[::1], types.int32[::1], types.float32[::1], types.boolean[::1], types.float32[::1],
+    types.float32[::1], types.boolean,
 )  # fmt: skip
 
 
 @njit(_SIGNATURE, nogil=True, cache=in_use())
-def draw_rows(logits, stride, n, whole_R, real_R, ids_A, bias_A, seen_A, count_A, saved_A, ids_RO, logprobs_RO, control, waits):
+def draw_rows(first_V, stride, n, words_W, ids_A, bias_A, seen_A, count_A, saved_A, waits):
     """Claim rows and draw them until none is left; any number of threads may.
 
     Args:
-        logits: address of float32 rows, `stride` bytes apart; as they were when this returns.
+        first_V: the first row of logits; others lie `stride` bytes apart. As they were when this returns.
         n: tokens of the vocabulary.
-        whole_R, real_R: what each draw is of, by columns.
+        words_W: zeros for control, then the words of each row; receives each row's token, or `NO_TOKEN`, and log probabilities where asked for.
         ids_A, bias_A, seen_A, count_A: adjustments, each row's side by side.
         saved_A: scratch.
-        ids_RO: receives each row's token, or `NO_TOKEN`, then its largest tokens.
-        logprobs_RO: receives their log probabilities, where asked for.
-        control: zeros.
         waits: return when all rows are done.
     """
-    address = control.ctypes.data
-    rows = len(whole_R)
+    address, logits = words_W.ctypes.data, first_V.ctypes.data
+    reals_W = words_W.view(np.float64)
+    rows = (len(words_W) - N_CONTROL) // N_WORDS
     blocks = n // BLOCK + 1
     tail = np.empty(BLOCK, np.float32)
     # In whole vectors; what is beyond the blocks is minus infinity.
-    padded = np.full((blocks + 15) // 16 * 16, _NOWHERE, np.float32)
+    padded = np.empty((blocks + 15) // 16 * 16, np.float32)
+    padded[blocks:] = NOWHERE
     bounds = np.empty(len(padded), np.float32)
     while True:
         row = sync.fetch_add(address + 8 * CLAIMED, 1)
         if row >= rows:
             break
-        whole, out = whole_R[row], ids_RO[row]
-        out[0] = _draw(logits + stride * whole[ROW], n, whole, real_R[row], ids_A, bias_A, seen_A, count_A, saved_A,
-                       tail, padded[:blocks], bounds, out, logprobs_RO[row])  # fmt: skip
+        start, stop = N_CONTROL + row * N_WORDS, N_CONTROL + (row + 1) * N_WORDS
+        whole, real = words_W[start:stop], reals_W[start:stop]
+        whole[IDS] = _draw(logits + stride * whole[ROW], n, whole, real, ids_A, bias_A, seen_A, count_A, saved_A,
+                           tail, padded[:blocks], bounds)  # fmt: skip
         sync.fetch_add(address + 8 * DONE, 1)
     while waits and sync.load_acquire(address + 8 * DONE) < rows:
         sync.give_way()

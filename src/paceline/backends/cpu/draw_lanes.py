@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -21,6 +22,8 @@ DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 ROUNDER = 2.0 ** (52 - WEIGHT_BITS)
 """Added to a small float64, it leaves a multiple of 2**-WEIGHT_BITS, which multiple is in the low bits."""
 ROUNDER_BITS = struct.unpack("<q", struct.pack("<d", ROUNDER))[0]
+HASH = 0x7FEB352D, 0x846CA68B
+"""Factors of the noise's hash (`engine.noise`)."""
 _LOADS = range(0, BLOCK * 4, LANES * 4)
 
 
@@ -59,20 +62,23 @@ def trailing_zeros(_, value):
 
 @intrinsic
 def block_maxima(_, x, n_blocks, out):
-    """Write the largest of each block of float32 at `x`. Returns whether no logit of them is NaN; where one is, maxima mean nothing."""
+    """Write the largest of each block of float32 at `x`. Returns the largest of all; NaN where one is, and then what was written means nothing."""
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
         x, n_blocks, out = args
-        unsound = e.var(ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))
+        unsound, top = e.var(ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES)), e.var(e.const(-np.inf))
         with e.loop(n_blocks) as block:
             at = e.b.add(x, e.mul(block, 4 * BLOCK))
             a, b, c, d = (e.load(F, at, offset) for offset in _LOADS)
             nan = e.b.or_(e.b.fcmp_unordered("uno", a, b), e.b.fcmp_unordered("uno", c, d))
             e.b.store(e.b.or_(e.b.load(unsound), nan), unsound)
-            e.store(e.max(e.maximum(e.maximum(a, b), e.maximum(c, d))), out, e.mul(block, 4))
-        return e.b.icmp_unsigned("==", e.b.bitcast(e.b.load(unsound), ir.IntType(LANES)), ir.Constant(ir.IntType(LANES), 0))
+            most = e.maximum(e.maximum(a, b), e.maximum(c, d))
+            e.b.store(e.maximum(e.b.load(top), most), top)
+            e.store(e.max(most), out, e.mul(block, 4))
+        sound = e.b.icmp_unsigned("==", e.b.bitcast(e.b.load(unsound), ir.IntType(LANES)), ir.Constant(ir.IntType(LANES), 0))
+        return e.b.select(sound, e.max(e.b.load(top)), ir.Constant(F32, np.nan))
 
-    return lowered(body, types.boolean, types.int64, types.int64, types.int64)
+    return lowered(body, types.float32, types.int64, types.int64, types.int64)
 
 
 @intrinsic
@@ -115,25 +121,29 @@ def at_least(_, x, least):
 
 
 @intrinsic
-def noise_at_most(_, first_id, high, low, most):
-    """Which of 64 tokens from `first_id` on have noise bits of at most `most`: a bit each. All int64 that hold 32 bits."""
+def noise_near(_, hashed, low, most):
+    """Which of a block's tokens may have noise bits of at most `most`, by their upper 16 bits: a bit each, where the hash's first product puts them.
+
+    Arguments are int64 that hold 32 bits.
+
+    Args:
+        hashed: that product's part which the block's tokens share; `draw_noise.race` has it.
+        low: lower word of the noise's key.
+    """
 
     def body(e: Emit, args: Sequence[Value]) -> Value:
-        first, high, low, most = (e.splat(e.b.trunc(value, I32), I) for value in args)
+        hashed, low, most = (e.splat(e.b.trunc(value, I32), I) for value in args)
+        most = e.b.or_(most, e.const_i(0xFFFF))
         found: list[Value] = []
         for start in range(0, BLOCK, LANES):
-            lanes = ir.Constant(I, [ir.Constant(I32, start + lane) for lane in range(LANES)])
-            x = e.b.xor(e.b.add(first, lanes), high)
-            x = e.b.xor(x, e.b.lshr(x, e.const_i(16)))
-            x = e.b.mul(x, e.const_i(0x7FEB352D))
+            x = e.b.add(hashed, ir.Constant(I, [ir.Constant(I32, (start + lane) * HASH[0] & 0xFFFFFFFF) for lane in range(LANES)]))
             x = e.b.xor(x, e.b.lshr(x, e.const_i(15)))
-            x = e.b.xor(x, low)
-            x = e.b.mul(x, e.const_i(0x846CA68B))
-            x = e.b.xor(x, e.b.lshr(x, e.const_i(16)))
+            x = e.b.mul(e.b.xor(x, low), e.const_i(HASH[1]))
+            # The hash's last step leaves the upper half as it is.
             found.append(e.b.icmp_unsigned("<=", x, most))
         return _mask(e, found)
 
-    return lowered(body, types.int64, types.int64, types.int64, types.int64, types.int64)
+    return lowered(body, types.int64, types.int64, types.int64, types.int64)
 
 
 @intrinsic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,13 @@ Float32 = npt.NDArray[np.float32]
 
 LOGITS_A_THREAD = 1 << 18
 """Logits for which a thread is woken: some 60 us of work, and waking one takes half of that. Raising it wakes fewer."""
+
+_ASKED, _TOKEN = Struct("=qQ6q6d"), Struct("=q")
+_IDS, _LOGPROBS = Struct(f"={1 + draw.MAX_TOP}q"), Struct(f"={1 + draw.MAX_TOP}d")
+"""Parts of a row's words, as `draw` has them."""
+_FIRST, _STRIDE = 8 * draw.N_CONTROL, 8 * draw.N_WORDS
+"""Bytes before the words of the rows, and of each."""
+_NOT_ADJUSTED = tuple(np.empty(0, kind) for kind in (np.int32, np.float32, np.bool_, np.float32, np.float32))
 
 _draw_rows: Callable[..., None] = draw.draw_rows
 
@@ -48,20 +56,14 @@ class CompiledSampler:
         n = min(self._vocab, logits_RV.shape[1])
         if logits_RV.dtype != np.float32 or logits_RV.strides[1] != 4:
             logits_RV = np.ascontiguousarray(logits_RV, np.float32)
-        whole_R, real_R, adjusted = _described(rows)
-        ids_RO = np.empty((len(rows), 1 + draw.MAX_TOP), np.int64)
-        logprobs_RO = np.empty((len(rows), 1 + draw.MAX_TOP), np.float64)
-        control = np.zeros(draw.N_CONTROL, np.int64)
-        shared = (logits_RV.ctypes.data, logits_RV.strides[0], n, whole_R, real_R, *adjusted, ids_RO, logprobs_RO, control)
+        buffer, adjusted = _described(rows)
+        shared = (logits_RV[0], logits_RV.strides[0], n, np.frombuffer(buffer, np.int64), *adjusted)
         # A thread that wakes late finds every row claimed: it touches no logits of a batch that is over.
         self._arguments = (*shared, False)
         for wake in self._wake[: max(0, len(rows) * n // LOGITS_A_THREAD - 1)]:
             wake.release()
         _draw_rows(*shared, True)
-        return [
-            undrawable(row) if ids[0] < 0 else Drawn(ids[0], _logprob(row.state.params.logprobs, n, ids, logprobs))
-            for row, ids, logprobs in zip(rows, ids_RO.tolist(), logprobs_RO.tolist(), strict=True)
-        ]
+        return [_drawn(row, n, buffer, at) for row, at in zip(rows, range(_FIRST, len(buffer), _STRIDE), strict=True)]
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -79,44 +81,52 @@ class CompiledSampler:
             _draw_rows(*self._arguments)
 
 
-def _described(rows: Sequence[DrawRow]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], tuple[npt.NDArray[Any], ...]]:
-    """What `draw_rows` takes of rows: whole numbers, real ones, columns of the adjusted tokens with scratch."""
-    whole: list[tuple[int, ...]] = []
-    real: list[tuple[float, ...]] = []
+def _described(rows: Sequence[DrawRow]) -> tuple[bytearray, tuple[npt.NDArray[Any], ...]]:
+    """What `draw_rows` takes of rows: the words, columns of the adjusted tokens with scratch. Few calls of NumPy: each costs more than a row's words."""
+    buffer = bytearray(_FIRST + len(rows) * _STRIDE)
     start = 0
-    for row in rows:
+    for row, at in zip(rows, range(_FIRST, len(buffer), _STRIDE), strict=True):
         state, params = row.state, row.state.params
         stop = start + len(row.adjusted)
-        n_top = -1 if params.logprobs is None else params.logprobs
-        seed = (state.seed + (1 << 63)) % (1 << 64) - (1 << 63)
-        whole.append((row.logits_row, seed, row.position, params.top_k, n_top, state.greedy, start, stop))
-        real.append(
-            (
-                float(state.inverse_temperature),
-                params.top_p,
-                float(state.log_min_p),
-                params.repetition_penalty,
-                params.presence_penalty,
-                params.frequency_penalty,
-            )
+        _ASKED.pack_into(
+            buffer,
+            at,
+            row.logits_row,
+            state.seed % (1 << 64),
+            row.position,
+            params.top_k,
+            -1 if params.logprobs is None else params.logprobs,
+            state.greedy,
+            start,
+            stop,
+            state.inverse_temperature,
+            params.top_p,
+            state.log_min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
         )
         start = stop
+    if not start:
+        return buffer, _NOT_ADJUSTED
     tokens = [row.adjusted for row in rows]
-    return (
-        np.array(whole, np.int64),
-        np.array(real, np.float64),
-        (
-            np.concatenate([one.ids_A for one in tokens]),
-            np.concatenate([one.bias_A for one in tokens]),
-            np.concatenate([one.seen_A for one in tokens]),
-            np.concatenate([one.count_A for one in tokens]),
-            np.empty(start, np.float32),
-        ),
+    columns = (
+        np.concatenate([one.ids_A for one in tokens]),
+        np.concatenate([one.bias_A for one in tokens]),
+        np.concatenate([one.seen_A for one in tokens]),
+        np.concatenate([one.count_A for one in tokens]),
     )
+    return buffer, (*columns, np.empty(start, np.float32))
 
 
-def _logprob(n_top: int | None, n: int, ids: list[int], logprobs: list[float]) -> TokenLogprob | None:
+def _drawn(row: DrawRow, n: int, buffer: bytearray, at: int) -> Drawn | DrawFailed:
+    """What the words of a row at `at` say was drawn."""
+    (token,) = _TOKEN.unpack_from(buffer, at + 8 * draw.IDS)
+    if token < 0:
+        return undrawable(row)
+    n_top = row.state.params.logprobs
     if n_top is None:
-        return None
+        return Drawn(token, None)
     stop = 1 + min(n_top, n)
-    return TokenLogprob(ids[0], logprobs[0], tuple(zip(ids[1:stop], logprobs[1:stop], strict=True)))
+    ids, logprobs = _IDS.unpack_from(buffer, at + 8 * draw.IDS), _LOGPROBS.unpack_from(buffer, at + 8 * draw.LOGPROBS)
+    return Drawn(token, TokenLogprob(token, logprobs[0], tuple(zip(ids[1:stop], logprobs[1:stop], strict=True))))
