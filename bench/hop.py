@@ -36,8 +36,7 @@ from paceline.engine.local import WireBits
 from paceline.parallel.checks import check_activations
 from paceline.parallel.stage_batch import StageBatch
 from paceline.testing.fleets import TestFleet
-from paceline.transport.tensor.batch_codec import read_batch, write_batch
-from paceline.transport.tensor.batches import LOOK_S, StreamSink, StreamSource, to_bf16
+from paceline.transport.tensor.batches import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
 from paceline.transport.tensor.dialling import dial
 from paceline.transport.tensor.listener import TensorListener
 from paceline.transport.tensor.receiver import TensorReceiver

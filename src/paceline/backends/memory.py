@@ -1,7 +1,11 @@
-"""How much memory this process may still take (the machine's, or its control groups' where that is less), and whether a KV pool fits it."""
+"""How much memory this process may still take (the machine's, or its control groups' where that is less), whether a KV pool fits it, and how
+what loading took for a moment goes back to the system.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -127,3 +131,11 @@ def _reclaimable(folder: Path) -> int:
     number = lambda name: int(fields.get(f"total_{name}", fields.get(name, 0)))  # noqa: E731
     mapped = number("mapped_file") or number("file_mapped")
     return max(0, number("inactive_file") + number("active_file") - mapped)
+
+
+def give_memory_back() -> None:
+    """Free what is unused and ask the C library to return it: glibc keeps freed blocks of up to 32 MiB for itself otherwise."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

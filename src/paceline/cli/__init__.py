@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from paceline.cli.faults import EXIT_INTERRUPTED
+from paceline.cli.terminal import EXIT_INTERRUPTED
 
 __all__ = ["main"]
 

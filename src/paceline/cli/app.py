@@ -10,9 +10,8 @@ import typer
 
 from paceline import __version__
 from paceline.cli import benches, joining
-from paceline.cli.faults import EXIT_FAILED, EXIT_USER, report
 from paceline.cli.options import AsJson, Context, Device, Draft, KvTokens, MaxRunning, Model, PrefillChunk, StepBudgetMs, Threads, Weights
-from paceline.cli.terminal import discard
+from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
 from paceline.node.fleet_settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
@@ -137,7 +136,7 @@ def pull(
     ref: Annotated[str, typer.Argument(help="org/name[@revision][:file] at the hub, a folder, or a GGUF file.")],
 ) -> None:
     """Get a model: resumes where it was cut off, and checks what it got."""
-    from paceline.cli.pull import run_pull
+    from paceline.cli.models import run_pull
 
     run_pull(ref)
 

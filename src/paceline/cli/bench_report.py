@@ -11,9 +11,8 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.faults import EXIT_INTERRUPTED
 from paceline.cli.interrupts import interrupts_end_now
-from paceline.cli.terminal import Terminal
+from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal
 from paceline.core.errors import ConfigError
 
 BUSY = 0.5

@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from rich.console import Console
 
 from paceline.cli.endpoint import Endpoint
-from paceline.cli.faults import EXIT_OK, report
-from paceline.cli.terminal import Terminal
+from paceline.cli.terminal import EXIT_OK, Terminal, report
 from paceline.core.errors import PacelineError, UserError
 from paceline.node.settings import NodeSettings
 

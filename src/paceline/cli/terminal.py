@@ -10,6 +10,8 @@ from typing import IO
 
 from rich.console import Console
 
+from paceline.core.errors import PacelineError
+
 
 class Terminal(Console):
     """A console. When nobody reads it any more (`paceline up | head`), the work goes on unseen."""
@@ -42,3 +44,17 @@ def own_command() -> str:
 def counted(number: int, thing: str) -> str:
     """`1 thread`, `2 threads`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USER = 2
+EXIT_INTERRUPTED = 130
+
+
+def report(error: PacelineError) -> None:
+    """Print to stderr, plainly: no markup that a model's or a file's name could be taken for."""
+    red, dim, plain = ("\033[1;31m", "\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "", "")
+    print(f"{red}error:{plain} {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"{dim}hint:{plain}  {error.hint}", file=sys.stderr)

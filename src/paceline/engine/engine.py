@@ -28,8 +28,7 @@ from paceline.engine.intake import check_draft, check_request, check_room, conte
 from paceline.engine.sampling import Drawn, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
-from paceline.engine.step_costs import StepCosts
-from paceline.engine.step_times import StepTimes
+from paceline.engine.step_costs import StepCosts, StepTimes
 from paceline.engine.stops import TextStream
 
 SHORTER = 4

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from paceline.core.errors import DrawFailed
 from paceline.core.generation import TokenLogprob
 from paceline.engine.adjustments import adjust
-from paceline.engine.arithmetic import WEIGHT_BITS, log, log_of, weights
+from paceline.engine.arithmetic import WEIGHT_BITS, log, log_of, noise_key, token_noise, weights
 from paceline.engine.draw_state import DrawRow, DrawState
-from paceline.engine.noise import noise_key, token_noise
 
 logger = logging.getLogger(__name__)
 

@@ -257,3 +257,11 @@ class CardRegistry:
     def _floor(self, key: int) -> tuple[int, int]:
         floor = self._floors.get(key)
         return (0, 0) if floor is None else floor.rank
+
+
+def next_version(persisted: int, wall_s: float, above: int = 0) -> int:
+    """The version of the next card: past every one used (`persisted`) or seen (`above`), and at least the clock in microseconds.
+
+    Keep the result on disk before the card is announced.
+    """
+    return max(persisted + 1, above + 1, int(wall_s * 1e6))

@@ -22,9 +22,9 @@ from paceline.fleet.card import NodeCard, SealedRevocation
 from paceline.fleet.effects import Appeared, Call, Changed, Clashed, Effect, Expired, Ignored, Left, Reseal, Restarted, Revoked
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.presets import Preset
+from paceline.fleet.registry import next_version
 from paceline.fleet.shares import Shares
 from paceline.fleet.stamps import LINK_BYTES, StampChain
-from paceline.fleet.versions import next_version
 from paceline.fleet.view import FleetView
 from paceline.node.fleet_meter import FleetMeter
 from paceline.node.fleet_state import keep_version, read_version

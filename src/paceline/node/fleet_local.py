@@ -10,8 +10,7 @@ from paceline.core.errors import UnknownModel
 from paceline.core.generation import GenerationRequest
 from paceline.node.fleet_meter import FleetMeter
 from paceline.server.inference import ChunkStream, Inference, ServedModel
-from paceline.store.packed_tokenizer import pack_tokenizer
-from paceline.store.tokenizer import ModelTokenizer
+from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
 from paceline.transport.generate_service import LoadedModel
 
 

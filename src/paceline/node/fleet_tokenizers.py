@@ -11,8 +11,7 @@ from paceline.core.errors import FleetError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.server.inference import ServedModel, fingerprint_of
 from paceline.store.home import Home, write_cache
-from paceline.store.packed_tokenizer import MAX_PACKED_BYTES, unpack_tokenizer
-from paceline.store.tokenizer import ModelTokenizer
+from paceline.store.tokenizer import MAX_PACKED_BYTES, ModelTokenizer, unpack_tokenizer
 from paceline.transport.generate_client import describe_model
 from paceline.transport.generate_service import LoadedModel
 

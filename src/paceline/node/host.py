@@ -20,8 +20,7 @@ from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
 from paceline.engine.config import EngineConfig
 from paceline.engine.intake import check_room
-from paceline.node.commands import Abort, Add, Command, Died, Rebuilt, Report
-from paceline.node.engine_thread import EngineThread, News, StepEngine
+from paceline.node.engine_thread import Abort, Add, Command, Died, EngineThread, News, Rebuilt, Report, StepEngine
 from paceline.server.inference import ChunkStream, Progress, ServedModel
 
 logger = logging.getLogger(__name__)

@@ -40,16 +40,14 @@ from paceline.engine.executor import StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
 from paceline.parallel.checks import check_activations
 from paceline.parallel.fallback import Fallback
-from paceline.parallel.inspector import Inspector
-from paceline.parallel.limits import PipelineLimits
+from paceline.parallel.limits import Patience, PipelineLimits
 from paceline.parallel.news import RouteNews
-from paceline.parallel.patience import Patience
 from paceline.parallel.route import Fault, Route, Router, RouteStage
 from paceline.parallel.search import Search
 from paceline.parallel.span_leases import SpanLease, SpanLeases
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, without_tokens
-from paceline.parallel.watch import PipelineWatch, Unwatched
+from paceline.parallel.watch import Inspector, PipelineWatch, Unwatched
 
 WORD_S = 0.5
 """How long to wait for word of why a stream closed. Raising it holds up a failover where no word comes."""

@@ -1,10 +1,12 @@
-"""What may be counted of a pipeline, as its executor tells it. `node` has the meter that counts."""
+"""Who is told what a pipeline does, by its executor: one counts (`node` has the meter), one looks whether stages compute what they should."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from paceline.parallel.route import Fault, Opening
+from paceline.engine.local import WireBits
+from paceline.parallel.route import Fault, Opening, Route
+from paceline.parallel.stage_batch import StageBatch
 
 
 class PipelineWatch(Protocol):
@@ -39,3 +41,25 @@ class Unwatched:
     def lost(self, fault: Fault) -> None: ...
     def failed_over(self) -> None: ...
     def fell_back(self) -> None: ...
+
+
+class Inspector(Protocol):
+    """Told of every batch by the thread that runs them. Returns at once, keeps no array it is shown, and never raises."""
+
+    def sent(self, route: Route, batch: StageBatch, x_TD: WireBits) -> None:
+        """A batch is about to be sent.
+
+        Args:
+            route: the one in use.
+            batch: what the rows are.
+            x_TD: they.
+        """
+        ...
+
+    def came(self, batch: StageBatch, x_TD: WireBits) -> None:
+        """It is back, from the last stage of the same route."""
+        ...
+
+    def close(self) -> None:
+        """The pipeline ends. Idempotent."""
+        ...

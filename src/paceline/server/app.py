@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -24,8 +26,38 @@ from paceline.server.guard import Guard
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.intake import Intake, unknown_model
 from paceline.server.metrics import Meter, MetricsPage
-from paceline.server.openapi import body_of, document
+from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 from paceline.server.settings import ServerSettings
+
+REF = "#/components/schemas/{model}"
+
+
+def body_of(name: str) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is the schema `name`."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(model=name)}}}}}
+
+
+def document(app: FastAPI, inference: Inference, *, with_key: bool) -> dict[str, Any]:
+    """The document. `model` is an enumeration of the models served now, so that it tells the truth about what is accepted."""
+    api = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
+    _, definitions = models_json_schema([(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")], ref_template=REF)
+    schemas = api.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(definitions["$defs"])
+    names = [model.name for model in inference.models()]
+    if names:
+        for request in (ChatCompletionRequest, CompletionRequest):
+            schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": names}
+    for path in api["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # FastAPI adds it to every route with a parameter; none answers so
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    if with_key:
+        api["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        api["security"] = [{"key": []}]
+        api["paths"]["/health"]["get"]["security"] = []
+    return api
+
 
 STALLED_TIMES = 5.0
 """By what factor a step may take longer than steps like it took, before it counts as stalled."""

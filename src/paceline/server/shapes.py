@@ -1,4 +1,6 @@
-"""What both endpoints' answers share: all but a choice, a sequence collected for a whole answer, logprobs as JSON."""
+"""Answers as bytes: what both endpoints' share, `chat.completion` and its chunks, and `text_completion` with the older endpoint's own shape of
+logprobs.
+"""
 
 from __future__ import annotations
 
@@ -81,3 +83,113 @@ def token_text(vocabulary: Vocabulary, token_id: int) -> tuple[str, list[int]]:
 def finite(logprob: float) -> float:
     """A log probability JSON can hold."""
     return max(LOWEST_LOGPROB, logprob)
+
+
+class ChatShape(Shape):
+    """The chat endpoint's answers."""
+
+    whole_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % index for index in range(call.n * len(call.requests))]
+        self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
+
+    def opening(self) -> bytes:
+        """One event with the role for every choice."""
+        choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
+        return b"".join(self._head + choice % index + self._close for index in range(len(self._text_heads)))
+
+    def event(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
+        """A delta, and the event with the finish reason after it."""
+        out = b""
+        if logprobs:
+            listed = orjson.dumps(chat_logprobs(self._vocabulary, logprobs))
+            out = self._text_heads[index] + orjson.dumps(text) + b'},"logprobs":' + listed + b',"finish_reason":null}' + self._close
+        elif text:
+            out = self._text_heads[index] + orjson.dumps(text) + self._tail
+        if finish is not None:
+            ending = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%s"}' % (index, finish.value.encode())
+            out += self._head + ending + self._close
+        return out
+
+    def choice(self, collected: Collected) -> dict[str, object]:
+        return {
+            "message": {"role": "assistant", "content": "".join(collected.text), "refusal": None},
+            "logprobs": chat_logprobs(self._vocabulary, collected.logprobs) if self._call.logprobs else None,
+        }
+
+
+def chat_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]) -> dict[str, object]:
+    """A choice's `logprobs`, in chat's shape."""
+    return {
+        "content": [
+            _entry(vocabulary, one.token_id, one.logprob) | {"top_logprobs": [_entry(vocabulary, *alternative) for alternative in one.top]}
+            for one in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def _entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, object]:
+    text, raw = token_text(vocabulary, token_id)
+    return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+
+class CompletionShape(Shape):
+    """The plain completion endpoint's answers."""
+
+    whole_object = event_object = "text_completion"
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        count = call.n * len(call.requests)
+        self._text_heads = [self._head + b'{"index":%d,"text":' % index for index in range(count)]
+        self._tail = b',"logprobs":null,"finish_reason":null}' + self._close
+        self._offsets = [0] * count
+
+    def opening(self) -> bytes:
+        """Nothing: there are no roles here."""
+        return b""
+
+    def event(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
+        """One event: the text, with the finish reason where it ended."""
+        if finish is None and not logprobs:
+            return self._text_heads[index] + orjson.dumps(text) + self._tail if text else b""
+        listed = b"null"
+        if logprobs:
+            shown, self._offsets[index] = completion_logprobs(self._vocabulary, logprobs, self._offsets[index])
+            listed = orjson.dumps(shown)
+        ending = orjson.dumps(finish)
+        return self._text_heads[index] + orjson.dumps(text) + b',"logprobs":' + listed + b',"finish_reason":' + ending + b"}" + self._close
+
+    def choice(self, collected: Collected) -> dict[str, object]:
+        return {
+            "text": "".join(collected.text),
+            "logprobs": completion_logprobs(self._vocabulary, collected.logprobs, 0)[0] if self._call.logprobs else None,
+        }
+
+
+def completion_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, object], int]:
+    """A choice's `logprobs` in this endpoint's shape, and the text offset (in characters) after them."""
+    tokens: list[str] = []
+    offsets: list[int] = []
+    top: list[dict[str, float]] = []
+    for one in logprobs:
+        text, _ = token_text(vocabulary, one.token_id)
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        # Two ids may read the same; the likelier comes first and stays.
+        alternatives: dict[str, float] = {}
+        for token_id, logprob in one.top:
+            alternatives.setdefault(token_text(vocabulary, token_id)[0], finite(logprob))
+        top.append(alternatives)
+    shown: dict[str, object] = {
+        "tokens": tokens,
+        "token_logprobs": [finite(one.logprob) for one in logprobs],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+    return shown, offset

@@ -18,8 +18,8 @@ from paceline.fleet.effects import Call, Effect, Reseal
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.messages import Reply, Request
 from paceline.fleet.presets import Preset
+from paceline.fleet.registry import next_version
 from paceline.fleet.stamps import LINK_BYTES, StampChain
-from paceline.fleet.versions import next_version
 
 EPOCH = 1_750_000_000.0
 """Wall clock when a network begins."""

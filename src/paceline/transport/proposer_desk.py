@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
-from paceline.engine.drafts import BlockProposal, Proposer
+from paceline.engine.drafts import BlockProposal, Proposer, ProposerStats
 from paceline.engine.proposers.ngram import NGramProposer, NGramSession
 from paceline.engine.proposers.session import DraftSession, open_session
-from paceline.engine.proposers.stats import ProposerStats
 
 MAX_BLOCK = 256
 MAX_COMMITTED = 1 << 20

@@ -9,9 +9,8 @@ from concurrent.futures import TimeoutError as LoopTimeoutError
 import grpc.aio
 
 from paceline.core.errors import FleetError, RemoteProposerError
-from paceline.engine.drafts import BlockProposal
+from paceline.engine.drafts import BlockProposal, ProposerStats
 from paceline.engine.proposers.session import common_length
-from paceline.engine.proposers.stats import ProposerStats
 from paceline.transport.draft_blocks import check_block, new_session
 from paceline.transport.draft_line import RemoteLine
 from paceline.transport.proposer_desk import BlockAsk

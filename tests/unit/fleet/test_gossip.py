@@ -14,8 +14,8 @@ from paceline.fleet.effects import Appeared, Call, Changed, Effect, Expired, Lef
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request
 from paceline.fleet.presets import Preset, desk, lan, simulation
+from paceline.fleet.registry import next_version
 from paceline.fleet.stamps import CHAIN_LENGTH, node_key
-from paceline.fleet.versions import next_version
 
 OWN, PEER = NodeId("own"), NodeId("peer")
 

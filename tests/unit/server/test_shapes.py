@@ -12,9 +12,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import RequestId
 from paceline.server.answer import merged
 from paceline.server.call import Call, Endpoint, Usage
-from paceline.server.chat_shape import ChatShape
-from paceline.server.completion_shape import CompletionShape
-from paceline.server.shapes import Collected, Shape
+from paceline.server.shapes import ChatShape, Collected, CompletionShape, Shape
 from paceline.testing.scripted_inference import ScriptedInference
 
 MODEL = ScriptedInference().models()[0]

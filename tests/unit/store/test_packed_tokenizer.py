@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ModelFileError
 from paceline.store.catalog import open_model
-from paceline.store.packed_tokenizer import pack_tokenizer, unpack_tokenizer
-from paceline.store.tokenizer import ModelTokenizer
+from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, unpack_tokenizer
 
 ORIGIN = Path("from-b")
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.backends.heap import give_memory_back
-from paceline.backends.memory import available_bytes, check_kv
+from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.model import ModelSpec
 

@@ -15,8 +15,7 @@ from llvmlite import binding
 from torch import Tensor
 
 from paceline.backends.choice import forms_by, held_bytes, part_bytes
-from paceline.backends.heap import give_memory_back
-from paceline.backends.memory import available_bytes, check_kv
+from paceline.backends.memory import available_bytes, check_kv, give_memory_back
 from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.backends.torch import probe

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.backends.rope import rope_tables
 from paceline.core.model import RopeSpec
+from paceline.core.rope import rope_tables
 from paceline.engine.executor import Path
 from paceline.engine.local import RowPlan
 

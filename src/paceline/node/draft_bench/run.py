@@ -263,7 +263,7 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
         VocabularyMismatch: its tokens are others than those of the model.
         UserError: it can't be loaded.
     """
-    from paceline.node.drafts.alone import Alone
+    from paceline.node.drafts.lines import Alone
     from paceline.node.drafts.meter import DraftMeter
     from paceline.node.drafts.proposing import load_proposer
     from paceline.node.drafts.remote import RemoteDrafts

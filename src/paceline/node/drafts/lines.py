@@ -1,12 +1,14 @@
-"""To proposers of this process, as if they were another's."""
+"""Proposers of this process alone, found and reached in the same ways as a fleet's."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from paceline.core.errors import PacelineError, RemoteProposerError
-from paceline.node.drafts.drafter import OnEnd
+from paceline.core.errors import PacelineError, PlacementError, RemoteProposerError
+from paceline.core.ids import NodeId
+from paceline.fleet.card import ModelOffer
+from paceline.node.drafts.drafter import Drafter, Key, OnEnd, drafter_of
 from paceline.transport.draft_blocks import OnBlock
 from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
 
@@ -54,3 +56,30 @@ class DeskLine:
             self._on_end(RemoteProposerError(f"Drafting failed here: {type(error).__name__}: {error}", status="INTERNAL"))
         else:
             self._on_block(ask.session, block)
+
+
+HERE = NodeId("here")
+
+
+class Alone:
+    """Finds them and opens lines to them.
+
+    Args:
+        desk: has them.
+        offers: what they promise, by the desk's names.
+    """
+
+    def __init__(self, desk: ProposerDesk, offers: Mapping[str, ModelOffer]) -> None:
+        self._desk, self._offers = desk, offers
+
+    def find(self, model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
+        """As `drafter.Find`, of a model; empty: of any."""
+        found = [drafter_of(HERE, b"", name, offer, 0.0) for name, offer in self._offers.items() if model_id in {"", name}]
+        left = [one for one in found if one.key not in left_out]
+        if not left:
+            raise PlacementError(f"Nobody drafts with {model_id or 'a model'} here", f"Start with --propose {model_id or 'MODEL'}.")
+        return left
+
+    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> DeskLine:
+        """As `drafter.OpenLine`."""
+        return DeskLine(self._desk, drafter.node_id, on_block, on_end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from paceline.engine.proposers.stats import ProposerStats
+from paceline.engine.drafts import ProposerStats
 from paceline.server.metrics import Histogram
 
 HOP_BOUNDS_S = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1.0)

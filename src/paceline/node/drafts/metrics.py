@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.engine.proposers.stats import ProposerStats
+from paceline.engine.drafts import ProposerStats
 from paceline.node.drafts.meter import DraftMeter
 from paceline.transport.proposer_desk import ProposerDesk
 

@@ -13,9 +13,9 @@ from paceline.core.ids import SequenceId
 from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.view import FleetView
-from paceline.node.drafts.alone import Alone
 from paceline.node.drafts.drafter import Drafter, Key, OpenLine
 from paceline.node.drafts.finding import Verifier, drafters, fitting_models
+from paceline.node.drafts.lines import Alone
 from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.remote import RemoteDrafts
 from paceline.transport.proposer_desk import ProposerDesk

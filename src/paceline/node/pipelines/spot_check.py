@@ -76,7 +76,7 @@ class _Sample:
 
 
 class SpotCheck:
-    """A `parallel.inspector.Inspector`.
+    """A `parallel.watch.Inspector`.
 
     Args:
         one_in: of the batches that begin a sequence, how many are between two checks, on average.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from paceline.backends.heap import give_memory_back
+from paceline.backends.memory import give_memory_back
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable

@@ -15,7 +15,7 @@ from tests.unit.node.weights.members import belongs, member
 from tests.unit.node.weights.nodes import Fleet
 
 from paceline.cli.bring import ensure
-from paceline.cli.pull import run_pull
+from paceline.cli.models import run_pull
 from paceline.core.errors import DownloadError, ModelNotFound
 from paceline.fleet.card import ModelOffer, Role
 from paceline.node.weights import pull_from_fleet

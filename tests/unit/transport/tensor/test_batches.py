@@ -10,8 +10,7 @@ from paceline.core.errors import StreamCorrupt, TensorStreamError
 from paceline.core.ids import BatchId, BlockId, SequenceId
 from paceline.parallel.sessions import ActivationDtype
 from paceline.parallel.stage_batch import StageBatch
-from paceline.transport.tensor.batch_codec import read_batch, write_batch
-from paceline.transport.tensor.batches import StreamSink, StreamSource, from_bf16, read, to_bf16, written
+from paceline.transport.tensor.batches import StreamSink, StreamSource, from_bf16, read, read_batch, to_bf16, write_batch, written
 
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)

@@ -14,7 +14,7 @@ from paceline.parallel.sessions import ActivationDtype
 from paceline.parallel.stage_batch import StageBatch
 from paceline.transport.tensor.batches import StreamSink, StreamSource
 from paceline.transport.tensor.incoming import Message
-from paceline.transport.tensor.rehearsal import MOST_BYTES, Rehearsal
+from paceline.transport.tensor.receiver import MOST_BYTES, Rehearsal
 
 BF16 = np.dtype(np.uint16)
 
