@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from paceline.backends.cpu.forms import LAYOUT, Form
+from paceline.backends.table import Kernels
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, HEAD, tensor_shapes
 
@@ -66,6 +67,11 @@ def uniform_format(spec: ModelSpec, type_of: Callable[[str], str]) -> WeightsFor
             return WeightsFormat.INT4
         case _:
             return WeightsFormat.INT4 if most in {"Q3_K", "IQ3_XXS", "IQ3_S"} else WeightsFormat.INT8
+
+
+def held_format(spec: ModelSpec, weights: WeightsFormat, type_of: Callable[[str], str], kernels: Kernels) -> WeightsFormat:
+    """The format kernels hold weights in: `stored` on those made for it; on others the uniform format nearest to what the file holds."""
+    return uniform_format(spec, type_of) if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16 else weights
 
 
 def held_bytes(spec: ModelSpec, form_of: FormOf) -> dict[str, int]:

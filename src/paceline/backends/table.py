@@ -8,12 +8,10 @@ torch-cpu                 everything else
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from importlib.util import find_spec
 
 from paceline.backends import cpu
-from paceline.backends.choice import uniform_format
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import ModelSpec, WeightsFormat
 
@@ -24,11 +22,6 @@ class Kernels(StrEnum):
     CUDA = "torch-cuda"
     AVX512_BF16 = "cpu-avx512bf16"
     TORCH = "torch-cpu"
-
-
-def held_format(spec: ModelSpec, weights: WeightsFormat, type_of: Callable[[str], str], kernels: Kernels) -> WeightsFormat:
-    """The format kernels hold weights in: `stored` on those made for it; on others the uniform format nearest to what the file holds."""
-    return uniform_format(spec, type_of) if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16 else weights
 
 
 def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, cuda: bool = False) -> Kernels:

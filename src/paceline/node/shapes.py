@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from paceline.backends.choice import forms_by, held_bytes, part_bytes
-from paceline.backends.table import Kernels, held_format
+from paceline.backends.choice import forms_by, held_bytes, held_format, part_bytes
+from paceline.backends.table import Kernels
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape
 from paceline.node.sizing import working_bytes

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.backends import kernel_cache
+from paceline.backends.choice import held_format
 from paceline.backends.options import LoadOptions, LoadProgress
-from paceline.backends.table import Kernels, held_format
+from paceline.backends.table import Kernels
 
 if TYPE_CHECKING:
     from paceline.core.weights import WeightSource
