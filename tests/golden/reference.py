@@ -72,8 +72,6 @@ def reference(source: WeightSource, weights: WeightsFormat, saved: Path, folder:
     """transformers' model of a source's weights as a format rounds them, computing in float32: what is left to compare is the kernels.
 
     Args:
-        source: the weights.
-        weights: the format.
         saved: folder with the model's config.json.
         folder: where to write the rounded model.
     """

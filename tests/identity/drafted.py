@@ -97,7 +97,6 @@ class Subject:
     Args:
         source: its weights.
         vocabulary: its tokens.
-        prompts: token ids.
         answer: tokens of an answer, at most.
         clock: of the engines; one that stands still makes every draft look cheap.
     """

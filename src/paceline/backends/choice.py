@@ -34,7 +34,6 @@ def forms_by(weights: WeightsFormat, type_of: Callable[[str], str]) -> FormOf:
     """The form of each matrix under a weights format.
 
     Args:
-        weights: the format.
         type_of: GGML's name of the type a tensor is stored in.
     """
     if weights is WeightsFormat.STORED:

@@ -29,7 +29,6 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
 
     Args:
         spec: the model.
-        weights: the weights format asked for.
         asked: an entry to use whatever the table says.
         cuda: whether a CUDA device is there and may be used.
 

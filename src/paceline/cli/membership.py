@@ -36,10 +36,8 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
     """This node's part in its fleet; None where it is in none.
 
     Args:
-        port: of the node's services.
         host: to listen on; empty: everything.
         peers: addresses of others.
-        preset: see `parse_preset`.
         mdns: whether to look for others.
         needed: whether being in none is an error.
 

@@ -44,7 +44,6 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
     """Show a bar while the block runs.
 
     Args:
-        console: where.
         label: what is being done.
         after: what is being done once all bytes are there; a full bar that stands still would look stuck.
 
@@ -68,10 +67,6 @@ def opening_bar(
     console: Console, model: str
 ) -> Generator[tuple[Callable[[int, int], None], Callable[[int, int], None], Callable[[Opening], None]]]:
     """Show how far the machines of a pipeline are with their layers while the block runs: bars, or lines where none can be drawn.
-
-    Args:
-        console: where.
-        model: its name.
 
     Yields:
         What is told of reading the model to learn its digest and of loading this machine's part, each in bytes done and bytes in all, and what

@@ -41,8 +41,6 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
     Args:
         settings: of the model; None: none is loaded here.
         sharing: with whom.
-        host: of the API.
-        port: of the API.
         api_key: asked of every client.
         greet: ask one question once it is up.
 

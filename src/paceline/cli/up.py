@@ -64,8 +64,6 @@ def run_up(
 
     Args:
         settings: of the model; None: serve what other nodes have.
-        host: of the API.
-        port: of the API.
         api_key: asked of every client.
         greet: ask one question once it is up.
         fleet: this node's part in its fleet; None where it is in none.

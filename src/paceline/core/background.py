@@ -25,7 +25,6 @@ def in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[No
     """Run work on this event loop once, until it ends, or its owner, who keeps the task, cancels it.
 
     Args:
-        work: what to do.
         name: of the task, for the log.
     """
     task = asyncio.create_task(work, name=name)
@@ -66,7 +65,6 @@ class Background:
 
         Args:
             work: begins it, each time.
-            name: of the task.
         """
         return in_background(self._kept(work, name), name)
 

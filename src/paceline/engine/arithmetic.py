@@ -77,7 +77,6 @@ def token_noise(ids: UInt32, key: tuple[np.uint32, np.uint32]) -> UInt32:
     """32 random bits a token.
 
     Args:
-        ids: token ids.
         key: of the position, from `noise_key`.
     """
     x = ids ^ key[0]

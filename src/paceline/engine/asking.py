@@ -63,7 +63,6 @@ class Asking:
         """Have sources go on behind what they guessed, on the guess that all of that comes true, where little of it is left.
 
         Args:
-            seq: whose tokens.
             drafts: of that sequence.
             verified: how many guesses, by whoever makes them now, are being verified.
         """

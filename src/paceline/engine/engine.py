@@ -59,8 +59,6 @@ class Engine:
 
         Args:
             executor: runs the batches; closed by whoever made it.
-            vocabulary: of the model.
-            config: bounds.
             clock: for the deadline of a step.
             entropy: seeds of requests that bring none.
             drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.

@@ -57,7 +57,6 @@ def check_draft(draft: str | None, models: Collection[str]) -> None:
     """Check that there is what a request wants its tokens guessed with.
 
     Args:
-        draft: of the request.
         models: ids of those that draft.
 
     Raises:

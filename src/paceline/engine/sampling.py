@@ -55,11 +55,7 @@ class Sampler(Protocol):
 
 
 class PlainSampler:
-    """The definition: a pass over the vocabulary for each thing that is done.
-
-    Args:
-        vocab: tokens of the model.
-    """
+    """The definition: a pass over the vocabulary for each thing that is done."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -110,7 +106,6 @@ def kept(x_V: Float32, z_V: Float32, state: DrawState) -> Ids:
     Args:
         x_V: adjusted logits.
         z_V: less the largest, by temperature.
-        state: of the sequence.
     """
     order = np.argsort(-x_V, kind="stable")
     params = state.params

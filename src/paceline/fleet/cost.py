@@ -104,7 +104,6 @@ def draft(machine: Machine, proposer: Proposer, link: Link | None, request: Plan
     """One machine, all layers, with another that proposes. And the best length of a draft.
 
     Args:
-        machine: verifies.
         proposer: drafts.
         link: between them; None: they are one machine.
         request: with an answer.

@@ -86,7 +86,6 @@ def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[CoverPart]:
 
     Args:
         shards: what there is, in any order, of any model.
-        request: what for.
 
     Raises:
         WeightsMismatch: only shards with other weights than those asked for could.

@@ -48,8 +48,6 @@ class Gossip:
     """One node's part in its fleet's gossip.
 
     Args:
-        own: this node's id.
-        preset: see `presets`.
         rng: source of all randomness.
         seeds: addresses (host:port) that were given, to call until a live card lists them.
         revocations: what was known before.

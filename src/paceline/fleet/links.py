@@ -156,7 +156,6 @@ class LinkWatch:
 
         Args:
             measure_id: of the `Measure`.
-            now: when.
             rtt_s: the shortest round trip seen.
             bytes_per_s: None: it was a ping.
         """

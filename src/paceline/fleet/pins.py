@@ -31,7 +31,6 @@ def pinned(
     """The choices that keep to the pins. An orchestrator that is not pinned runs no layers.
 
     Args:
-        cards: live ones, by id.
         links: of the same view.
         having: machines by the very same weights.
         request: with pins.

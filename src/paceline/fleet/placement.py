@@ -32,7 +32,6 @@ def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, 
 
     Args:
         view: the live cards, in any order.
-        request: what for.
         trust: what certificates say of nodes; those left out are members.
 
     Raises:

@@ -23,7 +23,6 @@ class CardRegistry:
     """Cards by id, merged.
 
     Args:
-        own: this node's id.
         revocations: whose cards are not taken. Shared with gossip, which merges into it before anything else.
         max_nodes: ids held at most; floors are kept of four times as many, the oldest forgotten first.
     """
@@ -178,7 +177,6 @@ class CardRegistry:
             theirs: what they hold.
             now: monotonic seconds.
             complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
-            bounds: of a message.
         """
         theirs, mine = frozenset(theirs), self.digests()
         cards, stamps, wanted = list[PassedCard](), list[Stamp](), list[Digest]()

@@ -27,8 +27,6 @@ def weights_sources(own: NodeId, view: Iterable[NodeCard], model: str) -> tuple[
     """Other nodes that have the whole model and stay, over the best link first. All have one digest, so one may go on where another stopped.
 
     Args:
-        own: who asks.
-        view: live cards.
         model: its id in any case (of `org/name`, any GGUF file in it), or at least twelve digits of its digest.
 
     Raises:

@@ -40,9 +40,6 @@ class BenchNode:
     """A member that orchestrates.
 
     Args:
-        settings: its part in the fleet.
-        home: with an identity.
-        clock: all time.
         beside: models that lie elsewhere than in the home.
 
     Raises:

@@ -95,7 +95,6 @@ def build_engine(
     """Load a model and make an engine of it.
 
     Args:
-        settings: what the person asked for.
         progress: called with (bytes read, bytes to read).
         clock: default: the machine's.
         drafts: made elsewhere; None: none are.

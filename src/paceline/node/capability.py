@@ -48,7 +48,6 @@ class SelfPortrait:
     """One node's account of itself.
 
     Args:
-        node_id: this node's.
         home: its models and caches.
     """
 

@@ -216,7 +216,6 @@ def usable_join_port(issuer: Issuer, asked: int | None) -> int:
     """Settle where machines join: two fleets on one machine can't have one port.
 
     Args:
-        issuer: keeps it.
         asked: what the person wants; None: the port that was kept, or the next one that is free.
 
     Raises:

@@ -116,10 +116,8 @@ def run_fault_bench(
     Args:
         node: the fleet's first.
         fleet: the others.
-        settings: the model.
         pipelines: of this machine.
         plan: what to break.
-        clock: measures.
         on_run: told of what is next.
 
     Raises:
@@ -239,7 +237,6 @@ def answer(
     Args:
         engine: runs them.
         asked: all begin together.
-        clock: measures.
         at: token of the first request after which `kill` is called; 0: never.
         kill: breaks something.
 

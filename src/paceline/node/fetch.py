@@ -73,8 +73,6 @@ async def fetch_part(fetch: Fetch, part: ModelPart, arrivals: Arrivals | None = 
     """Bring some layers of a model here; `store.partial.open_part` opens them, and `store.arriving.open_arriving` while they come.
 
     Args:
-        fetch: from where, to where.
-        part: the layers.
         arrivals: told of each piece that is here.
 
     Raises:
@@ -97,7 +95,6 @@ async def in_thread(work: Callable[[], Result], give_up: Callable[[], None] | No
     """Run what blocks, apart from the loop. Cancelled, it still waits for the thread: nothing may be closed under it.
 
     Args:
-        work: what to run.
         give_up: tells `work` to end soon.
     """
     task = asyncio.create_task(asyncio.to_thread(work))

@@ -68,10 +68,7 @@ class FleetNode:
     """One machine in its fleet.
 
     Args:
-        settings: as the person asked.
         folder: PACELINE_HOME/fleet, with an identity.
-        portrait: what the card says.
-        clock: all time.
 
     Raises:
         MembershipError, IdentityError: this machine is in no fleet, or not any more.

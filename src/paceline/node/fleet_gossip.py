@@ -60,14 +60,9 @@ class GossipDriver:
     """One node's gossip, alive between `start` and `close`.
 
     Args:
-        identity: this node's.
         folder: keeps the version.
-        preset: see `fleet.presets`.
         hooks: told the news, asked for the card.
         refusals: the log of what is not believed.
-        meter: counts.
-        clock: all time.
-        background: runs it.
         seeds: addresses to call at the start.
         revocations: known before.
     """

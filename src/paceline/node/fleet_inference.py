@@ -35,10 +35,8 @@ class FleetInference:
     """Implements `server.inference.Inference` over this node's engine and everybody else's.
 
     Args:
-        fleet: this node's part in it.
         local: what this node runs itself.
         tokenizers: of what others run.
-        clock: for retries.
     """
 
     def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:

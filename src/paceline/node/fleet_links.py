@@ -32,10 +32,7 @@ class LinkDriver:
     """One node's link measurements, between `start` and `close`.
 
     Args:
-        pool: of this node's channels.
         opener: knows whom to meet.
-        clock: measures.
-        background: runs it.
         changed: told the links whenever they show something new.
     """
 

@@ -52,8 +52,6 @@ def routes(own: NodeId, cards: Iterable[NodeCard], loaded: Mapping[str, Weights]
     """A route for each model that some node has loaded, by name.
 
     Args:
-        own: this node.
-        cards: the live ones.
         loaded: what this node itself runs.
         meanings: what names meant before.
     """

@@ -50,12 +50,7 @@ class Upkeep:
 
     Args:
         host: the address it listens at; empty: all of this machine's.
-        folder: its own.
-        portrait: what its card says.
         gossip: its part in its fleet.
-        refusals: the log.
-        clock: all time.
-        background: runs it.
         moved: told its addresses when they change.
     """
 

@@ -17,7 +17,6 @@ class Forwarded:
     """A `ChunkStream` over several that were not opened yet.
 
     Args:
-        request: what to run.
         tries: opens the stream of each node, the best first; may raise `FleetError`.
         on_retry: told why a request moves on.
     """

@@ -52,7 +52,6 @@ class EngineHost:
             release: frees what the engine ran on; called last, by `close` or by the engine's end.
             model: what the engine serves.
             config: the engine's bounds. Held here too: a full queue is said at once, whatever the step in progress takes.
-            clock: for progress.
             rebuild: makes another engine over the same weights, in the engine's thread, once one failed; None: there is none.
         """
         self._model = model

@@ -11,11 +11,7 @@ Answer = TypeVar("Answer")
 
 
 class LoopThread:
-    """Runs from the start; close it when nothing is left on it.
-
-    Args:
-        name: of the thread.
-    """
+    """Runs from the start; close it when nothing is left on it."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()

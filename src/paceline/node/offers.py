@@ -119,7 +119,6 @@ def learn_digests(home: Home, stopped: Callable[[], bool]) -> int:
     """Compute the digests of models that have none yet. Takes as long as reading them; for a thread of its own.
 
     Args:
-        home: keeps them.
         stopped: asked every few MiB; True ends this at once.
 
     Returns:
@@ -146,8 +145,6 @@ def learn_digest(location: ModelLocation, home: Home, progress: Callable[[int, i
     """Compute the digest of one model, and what other nodes check its pieces by. Takes as long as reading it.
 
     Args:
-        location: of the model.
-        home: keeps them.
         progress: told (bytes read, bytes to read).
 
     Returns:

@@ -125,9 +125,6 @@ def run_pipeline_bench(
     Args:
         node: of a fleet whose other machines are in view, or will be.
         settings: the model, and this machine's threads.
-        order: the pipeline.
-        plan: what to measure.
-        clock: measures.
         on_run: told of what is next.
 
     Raises:

@@ -44,7 +44,6 @@ class Portrait:
     """`SelfPortrait` with what is loaded.
 
     Args:
-        portrait: looks.
         warm: loaded models.
         drafts: what this node proposes tokens with.
         beside: models that lie elsewhere than in the home. More may be added while this lives.
@@ -98,9 +97,6 @@ class FleetServing:
 
         Args:
             node: this machine's engine; None for a node that serves no model.
-            settings: as the person asked.
-            home: with an identity.
-            clock: all time.
             hosting: how layers are run for other members; None: they are not.
             proposers: models to draft with, for others and for this node itself; closed with it.
             beside: models that lie elsewhere than in the home, for others to fetch and for layers that run here.
@@ -160,7 +156,6 @@ class FleetServing:
         """Have other nodes see, and fetch, a model that is about to be served, wherever it lies. Its digest is computed if it is not known.
 
         Args:
-            location: of the model.
             progress: of computing it, told from a thread.
 
         Raises:

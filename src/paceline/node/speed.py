@@ -93,12 +93,7 @@ def learn_speed(
     """The speed of a model just loaded: as it was measured before, or measured now.
 
     Args:
-        home: keeps it.
-        key: of the model.
         runner: what will serve; nothing runs on it yet.
-        vocabulary: of the model.
-        config: of the engine that will serve.
-        clock: for the run.
         sampler: of the engine that will serve.
     """
     cache = SpeedCache(home)

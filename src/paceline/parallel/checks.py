@@ -17,7 +17,6 @@ def check_activations(x_TD: WireBits, n_rows: int, width: int) -> None:
     Args:
         x_TD: bits of bf16.
         n_rows: due.
-        width: of a row.
 
     Raises:
         ShardCorrupt: another shape, or values that are not finite, or far too large.

@@ -24,7 +24,6 @@ class Fallback:
     Args:
         load: the route that stays here; may take its time.
         after: losses that end the search for other machines; None: the search lasts its time.
-        clock: all time.
     """
 
     def __init__(self, load: Callable[[], Route], after: int | None, clock: Clock) -> None:

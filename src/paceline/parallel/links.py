@@ -35,7 +35,6 @@ class ActivationSink(Protocol):
         """Hand a batch on; returns once it is on its way.
 
         Args:
-            batch: what the rows are.
             x_TD: may be reused by the caller afterwards.
             deadline: on the monotonic clock, for as long as no byte is taken: each that is gives the whole time anew.
 

@@ -22,12 +22,9 @@ class LocalRoute:
     """A `Route` of one stage.
 
     Args:
-        own: this node.
         model_id: for the shard's name.
         runner: of the layers, without embedding and head; closed with the route.
-        max_rows: rows of a batch at most.
         max_context: positions of a sequence at most.
-        width: of a row.
     """
 
     def __init__(self, own: NodeId, model_id: str, runner: LayerRunner[Any], *, max_rows: int, max_context: int, width: int) -> None:

@@ -23,7 +23,6 @@ class RouteNews:
     Args:
         layers: that its routes run, for messages.
         numerics_id: of this machine.
-        watch: counts.
         clock: for how often it is said how far a load is.
     """
 

@@ -81,11 +81,8 @@ class PipelineExecutor:
         head: embedding, final norm, head, and the layers this machine runs itself: those from 0 on, maybe none.
         n_layers: of the model.
         router: finds routes through the layers that `head` lacks.
-        limits: bounds.
-        clock: all time.
         inspector: is shown what goes out and comes back.
         fallback: this machine alone, where no others are left; None: requests end with an error.
-        watch: counts.
 
     Raises:
         ExecutorUnavailable: there is no route, for as long as the limits allow looking for one, and machines load nothing more.

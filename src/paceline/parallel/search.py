@@ -32,8 +32,6 @@ class Search:
         router: finds routes over other machines.
         fallback: this machine alone; None: it may not.
         layers: that a route must run, for messages.
-        limits: bounds.
-        clock: all time.
     """
 
     def __init__(self, router: Router, fallback: Fallback | None, layers: str, limits: PipelineLimits, clock: Clock) -> None:

@@ -33,7 +33,6 @@ class Stage:
         layers: those to run.
         base_block: the first block leased, in the runner's pool.
         n_blocks: leased from there on.
-        max_rows: rows of a batch at most.
         max_context: positions of a sequence at most.
         width: of a row on the wire.
     """

@@ -47,13 +47,7 @@ class Inspector(Protocol):
     """Told of every batch by the thread that runs them. Returns at once, keeps no array it is shown, and never raises."""
 
     def sent(self, route: Route, batch: StageBatch, x_TD: WireBits) -> None:
-        """A batch is about to be sent.
-
-        Args:
-            route: the one in use.
-            batch: what the rows are.
-            x_TD: they.
-        """
+        """A batch is about to be sent."""
         ...
 
     def came(self, batch: StageBatch, x_TD: WireBits) -> None:

@@ -169,7 +169,6 @@ def create_app(inference: Inference, settings: ServerSettings | None = None) -> 
     """The OpenAI API over `inference`.
 
     Args:
-        inference: runs the generations.
         settings: bounds and the key; the defaults where missing.
     """
     service = Service(inference, settings or ServerSettings(), SystemClock())

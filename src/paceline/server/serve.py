@@ -65,7 +65,6 @@ async def serve(app: FastAPI, host: str, port: int, *, stop: asyncio.Event, on_r
     """Serve `app` (made by `create_app`) until `stop` is set.
 
     Args:
-        app: the application.
         host: an address of this machine.
         port: 0 for any free one.
         stop: set it on this event loop; every stream then ends with an error event, and `serve` returns in under 2 s.

@@ -135,7 +135,6 @@ def read_header(path: Path, size: int | None = None) -> GgufHeader:
     """Parse the head of a GGUF file.
 
     Args:
-        path: the file.
         size: of the whole file, where only its beginning is at `path`.
 
     Raises:

@@ -45,7 +45,6 @@ def pull(
 
     Args:
         ref: `org/name`, with `@revision` and `:file-or-quantisation` where wanted; a folder; a GGUF file; or a name already here.
-        home: where it goes.
         progress: told after every piece; called in the caller's thread.
         endpoint: the hub's address; default: `HF_ENDPOINT`, else the hub of huggingface_hub.
         sleep: waits between attempts.

@@ -38,8 +38,6 @@ def staged(name: str, manifest: ModelManifest, home: Home) -> Generator[Staging]
 
     Args:
         name: what it will be called here.
-        manifest: what its source says of it.
-        home: where it goes.
 
     Raises:
         FetchInProgress: somebody else on this machine is at it.

@@ -54,7 +54,6 @@ class SimulatedNetwork:
 
     Args:
         preset: of every node.
-        seed: of all randomness.
         latency_s: one way, from least to most.
         loss: share of messages that never arrive; the caller notices at its timeout.
         sealed_bytes: a signed card has so many.

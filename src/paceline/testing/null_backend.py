@@ -104,7 +104,6 @@ class ByteVocabulary:
         """A vocabulary.
 
         Args:
-            size: number of tokens.
             eos_ids: ends of an answer; without bytes.
             spellings: bytes of the first tokens; the rest spell one printable character each.
         """

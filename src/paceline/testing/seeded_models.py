@@ -130,8 +130,6 @@ def write_gguf(path: Path, spec: ModelSpec, types: str = "Q4_K_M", seed: int = 0
     """Write a GGUF file that Paceline and llama.cpp load, with the bundled model's tokenizer; under another name until it is whole.
 
     Args:
-        path: of the file.
-        spec: the model's sizes.
         types: a mix of `MIXES`, or a GGML type for all matrices.
         seed: what weights follow from.
     """

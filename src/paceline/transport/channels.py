@@ -85,8 +85,6 @@ class ChannelPool:
     """The channels of one node. Lives on one event loop; close it when done.
 
     Args:
-        identity: this node's.
-        voids: the revocations known.
         clock: for certificates' ends.
         refused: told of every meeting and exchange that failed.
     """

@@ -51,7 +51,6 @@ class ControlServicer(ControlServiceServicer):
     """Answers this machine's own commands.
 
     Args:
-        identity: this node's.
         guard: knows who calls.
         look: sees the fleet.
     """

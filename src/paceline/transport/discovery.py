@@ -36,7 +36,6 @@ class Discovery:
 
     Args:
         fleet_id: others are told apart by it.
-        node_id: this node's.
         host: the address it listens on; empty: all of this machine's.
         found: told host:port where a node of the fleet may be.
     """

@@ -43,8 +43,6 @@ class Exchanger:
     """Makes the calls of one node's gossip.
 
     Args:
-        own: this node's id.
-        pool: of this node's channels.
         opener: checks what comes back.
         book: which addresses work.
         bounds: what a reply may hold.

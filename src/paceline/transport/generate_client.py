@@ -30,7 +30,6 @@ class RemoteStream:
             channel: to the node that runs it.
             peer: its name, for messages.
             model: what must be loaded there.
-            request: what to run.
         """
         self._channel, self._peer, self._model, self._request = channel, peer, model, request
         self._call: Call | None = None

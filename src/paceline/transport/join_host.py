@@ -51,7 +51,6 @@ class JoinHost:
     Args:
         folder: the fleet's folder, which holds the CA.
         clock: whose wall time rules expiry.
-        refusals: the log.
         peers: addresses (host:port) of members, for newcomers.
         host: where to listen; empty: everywhere.
         on_joined: told the id of each machine that came.

@@ -32,10 +32,8 @@ class JoinServicer(JoinServiceServicer):
     """Lets machines in.
 
     Args:
-        issuer: decides.
         folder: where revocations are, for the newcomer.
         peers: addresses (host:port) of members, for the newcomer.
-        refusals: the log.
         on_joined: told the id of each machine that came.
         here: ids of members, whom nobody else may be called.
     """

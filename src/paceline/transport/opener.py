@@ -26,8 +26,6 @@ class MemberOpener:
     """A `exchange_codec.Opener`.
 
     Args:
-        root: the fleet's CA.
-        voids: the revocations known.
         lacks: told whose card came without a certificate that fits, so that it is asked for.
         clock: for certificates' ends.
         remembered: cards and certificates kept; those used longest ago are forgotten.

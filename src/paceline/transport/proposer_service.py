@@ -24,7 +24,6 @@ class ProposerServicer(ProposerServiceServicer):
     """Answers members.
 
     Args:
-        desk: drafts.
         who: the caller of a context (`PeerGuard.peer`).
     """
 

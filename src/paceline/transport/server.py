@@ -44,10 +44,7 @@ class NodeServer:
     """A server that was not started yet, or runs.
 
     Args:
-        identity: this node's.
-        guard: checks each RPC.
         strangers: names those whom TLS turned away.
-        meter: counts.
         options: of gRPC.
     """
 

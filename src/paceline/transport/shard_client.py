@@ -135,9 +135,7 @@ async def open_stage(
     Args:
         channel: to that node, for as long as the stage.
         node_id: the node, for messages.
-        request: what to run.
         on_loading: told of weights on their way.
-        now: the monotonic clock.
 
     Raises:
         PipelineError: the node refuses, or loads nothing more.

@@ -80,7 +80,6 @@ def load_sampler(vocab: int, threads: int, kernels: Path | None) -> CompiledSamp
     """A sampler in kernels that every processor runs.
 
     Args:
-        vocab: tokens of the model.
         threads: that share a batch's rows, the caller's included.
         kernels: where compiled kernels are kept; None: beside their sources.
     """

@@ -57,7 +57,6 @@ class CpuRunner:
         model: packed weights of a range of layers.
         n_blocks: KV blocks of 16 tokens.
         threads: threads that share a step, the caller's included.
-        max_rows: rows of a batch at most.
     """
 
     block_size = BLOCK

@@ -102,8 +102,6 @@ def pack_model(
     """Read and pack `layers` of a model, and with `edges` its embedding, final norm and head. Nothing but the records is ever held whole.
 
     Args:
-        source: its tensors.
-        layers: which.
         form_of: the form of a matrix. A tied head is held once, as the embedding.
         edges: with embedding, final norm and head.
         threads: that read and pack side by side.

@@ -40,10 +40,7 @@ def working_bytes(
     """Bytes of a runner's working memory, at most.
 
     Args:
-        spec: the model's sizes.
-        max_rows: of a batch.
         threads: that share a step.
-        n_blocks: KV blocks.
         logits_rows: rows of a batch whose logits are wanted, at most: each takes the vocabulary in fp32.
         inputs: as what some matrix takes its inputs.
     """

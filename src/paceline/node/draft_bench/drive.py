@@ -68,10 +68,8 @@ def answer_all(
 
     Args:
         engine: idle.
-        prompts: token ids.
         draft: as `GenerationRequest` has it.
         max_tokens: of each prompt's answer.
-        clock: measures.
 
     Raises:
         PacelineError: a sequence ended otherwise than by its own end or its length.

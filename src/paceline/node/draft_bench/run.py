@@ -143,8 +143,6 @@ class RowMeter:
     Args:
         engine: over `executor`.
         executor: speaks for itself, or as it is told.
-        plan: what to measure.
-        clock: measures.
     """
 
     def __init__(self, engine: MeasuredEngine, executor: ForcedExecutor, plan: DraftBenchPlan, clock: Clock) -> None:
@@ -217,8 +215,6 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
 
     Args:
         settings: the model and how to hold it.
-        plan: what to measure.
-        clock: measures.
         on_run: told what is about to be measured.
 
     Raises:

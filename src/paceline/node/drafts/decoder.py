@@ -39,11 +39,7 @@ class DistributedSpeculativeDecoder:
     Close the executor yourself.
 
     Args:
-        executor: runs the model.
-        vocabulary: of the model.
-        config: of its engine.
         fleet: the node, through which drafts are had.
-        clock: all time.
     """
 
     def __init__(self, executor: Executor, vocabulary: Vocabulary, config: EngineConfig, fleet: FleetNode, clock: Clock) -> None:

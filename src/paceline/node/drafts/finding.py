@@ -36,8 +36,6 @@ def drafters(
     """Those that could draft, the best first; other machines before this one.
 
     Args:
-        cards: the live ones.
-        trust: what certificates say.
         verifier: drafted for.
         model_id: of the proposer; empty: any model whose drafts pay.
         left_out: not these processes.
@@ -78,12 +76,6 @@ def fitting_models(cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], ver
 
 def placed(cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId, draft: Draft) -> Drafter:
     """The one that a plan names, as it is now.
-
-    Args:
-        cards: the live ones.
-        trust: what certificates say.
-        own: this machine.
-        draft: what the plan says.
 
     Raises:
         PlacementError: it is gone, drafts no more with that, or may not see texts.

@@ -15,11 +15,7 @@ from paceline.transport.draft_line import RemoteLine
 
 
 class FleetLines:
-    """Opens lines.
-
-    Args:
-        fleet: this node's part in it.
-    """
+    """Opens lines."""
 
     def __init__(self, fleet: FleetNode) -> None:
         self._fleet = fleet

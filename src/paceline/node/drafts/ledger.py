@@ -24,11 +24,7 @@ class _Record:
 
 
 class Ledger:
-    """Of one source.
-
-    Args:
-        clock: all time.
-    """
+    """Of one source."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -17,7 +17,6 @@ class DeskLine:
     """To proposers of this process. Lives on the event loop.
 
     Args:
-        desk: drafts.
         caller: in whose name.
         on_block: told of blocks.
         on_end: told why there will be no more.
@@ -65,7 +64,6 @@ class Alone:
     """Finds them and opens lines to them.
 
     Args:
-        desk: has them.
         offers: what they promise, by the desk's names.
     """
 

@@ -16,7 +16,6 @@ class DraftMetrics(Collector):
     """For `server.metrics.MetricsPage.add`.
 
     Args:
-        desk: what this node drafts.
         meter: what it has from others; None where it runs no model.
         drafting: by source, whether anybody drafts at present.
     """

@@ -57,7 +57,6 @@ def load_proposer(name: str, threads: int | None, progress: LoadProgress | None,
         name: as `--propose` has it.
         threads: None: one a physical core.
         progress: called with (bytes read, bytes to read).
-        clock: for the measurement.
 
     Raises:
         UserError: it can't be had.

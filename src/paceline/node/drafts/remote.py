@@ -31,8 +31,6 @@ class RemoteDrafts:
 
     Args:
         name: that metrics know it by; mostly the proposer's model id.
-        meter: counts.
-        clock: all time.
     """
 
     def __init__(self, name: str, meter: DraftMeter, clock: Clock) -> None:

@@ -29,7 +29,6 @@ class DraftService:
     """Of one node in a fleet. Made on the event loop.
 
     Args:
-        fleet: the node's part in it.
         proposers: what it drafts with.
     """
 
@@ -108,7 +107,6 @@ def check_vocabulary(vocabulary: str, proposers: Sequence[LoadedProposer], wante
     """Check that what is to draft here for this machine's own model has its tokens.
 
     Args:
-        vocabulary: of the model, hashed.
         proposers: of this machine.
         wanted: names that are to draft for it.
 

@@ -49,7 +49,6 @@ class NodeDrafts:
 
     Args:
         draft: as the person asked: "auto", "off", "ngram", or a draft model's id.
-        clock: all time.
         in_fleet: whether others may draft.
     """
 

@@ -15,7 +15,6 @@ def draft_use(stats: EngineStats, drafts: NodeDrafts | None) -> tuple[DraftUse, 
     """By kind: those that were verified, and those that could be.
 
     Args:
-        stats: of the engine.
         drafts: its sources; None: prompt lookup alone, or nothing.
     """
     sources = {} if drafts is None else drafts.sources

@@ -16,10 +16,8 @@ def loads_the_rest(own: NodeId, setup: Setup, head: LayerRunner[Any], max_rows: 
     """What a `Fallback` loads.
 
     Args:
-        own: this node.
         setup: the head's, so that bytes are the same; the model is whole on this machine.
         head: embedding, head and first layers.
-        max_rows: of a batch.
     """
     spec = setup.opened.spec
     layers = LayerRange(head.layers.stop, spec.n_layers)

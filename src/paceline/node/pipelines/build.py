@@ -141,12 +141,7 @@ def build_engine_over(
 
     Args:
         settings: the model, and this machine's share of it.
-        order: the pipeline.
-        fleet: this node.
-        ends: its tensor port.
         loop: its event loop, which must run meanwhile.
-        clock: all time.
-        meter: counts.
         progress: called with (bytes read, bytes to read) of this machine's part.
         on_opening: told how far the others are with their layers, some times a second, by the thread that calls.
 

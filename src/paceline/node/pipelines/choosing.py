@@ -67,10 +67,6 @@ def choose(
     """Nodes in the order of their layers.
 
     Args:
-        cards: the view.
-        trust: what certificates say of nodes.
-        own: this node.
-        wanted: what for.
         exclude: who must take no part.
         last: the route before. Those of it that are left keep their layers, where others can take those of the lost: they are loaded.
 

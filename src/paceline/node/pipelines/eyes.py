@@ -28,7 +28,6 @@ class FleetEyes:
     """A `router.SeesFleet`. Made on the event loop.
 
     Args:
-        fleet: whose.
         shard_age_s: what a card says of loaded shards is not believed when it is older.
     """
 

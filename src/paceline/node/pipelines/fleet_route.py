@@ -27,7 +27,6 @@ class FleetRoute:
         sessions: with each.
         sink: into the first stage.
         incoming: out of the last.
-        loop: the sessions'.
     """
 
     def __init__(

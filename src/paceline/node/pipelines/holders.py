@@ -17,10 +17,6 @@ class Holders:
     """Others that could compute a route's layers once more. On the event loop.
 
     Args:
-        cards: the view.
-        trust: what certificates say of nodes.
-        own: this node.
-        wanted: as for the route.
         left_out: who must take no part.
     """
 

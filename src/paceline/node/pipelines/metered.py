@@ -30,8 +30,6 @@ class MeteredEngine:
 
     Args:
         engine: the pipeline's.
-        meter: takes the times.
-        clock: for them.
     """
 
     def __init__(self, engine: StepEngine, meter: PipelineMeter, clock: Clock) -> None:

@@ -62,12 +62,8 @@ class Opener:
     """For the event loop.
 
     Args:
-        fleet: this node.
-        ends: its tensor port.
         request: what every stage is asked for, but for its layers and the session's id.
-        width: of a row.
         block_size: tokens that this node's KV keeps together.
-        loop: the node's.
     """
 
     def __init__(

@@ -51,12 +51,7 @@ class FleetRouter:
     """A `parallel.route.Router`. `find` is for the engine's thread, `quarantine` for any.
 
     Args:
-        fleet: this node.
         opener: of routes.
-        wanted: what for.
-        loop: the node's.
-        clock: all time.
-        meter: counts.
         spares: asked to load what a route's machines have; None: none are.
     """
 

@@ -33,9 +33,6 @@ async def orchestrate(
 
     Args:
         whole: the node, started.
-        settings: the model.
-        order: the pipeline.
-        clock: all time.
         reading: of computing the model's digest, where it is not known, from a thread.
         progress: of loading this machine's part, from a thread.
         on_opening: of the others', from a thread.

@@ -30,10 +30,8 @@ class SpareKeeper:
     """Of one pipeline.
 
     Args:
-        fleet: this node.
         request: what every stage is asked for, but for its layers.
         wanted: what the pipeline is for.
-        loop: the node's.
         background: where spares are asked.
     """
 
@@ -49,7 +47,6 @@ class SpareKeeper:
         """There is a route over these machines. For any thread.
 
         Args:
-            parts: of the route.
             excluded: machines that may be no spares now; called on the event loop.
         """
         self._on_loop(lambda: self._begin(tuple(parts), excluded))
@@ -62,7 +59,6 @@ class SpareKeeper:
         """Ask the spares for a route over these machines to have its spans loaded. On the event loop.
 
         Args:
-            parts: of the route.
             exclude: machines that may be no spares.
 
         Returns:

@@ -84,7 +84,6 @@ class SpotCheck:
         holders: who they are.
         numerics_id: of this node: others give other bytes and can't be compared.
         leave_out: told of a fault, from the event loop.
-        loop: the node's.
     """
 
     def __init__(

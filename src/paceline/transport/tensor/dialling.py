@@ -27,8 +27,6 @@ def dial(addresses: Sequence[str], member: Member, ticket: bytes, identity: Iden
         addresses: host:port, the likeliest first.
         member: whom to meet, and nobody else.
         ticket: what its session gave out. Good for one stream.
-        identity: this node's.
-        voids: the revocations known.
         deadline: on the monotonic clock.
 
     Raises:

@@ -40,7 +40,6 @@ class End:
 
         Args:
             code: told to the other side where no thread is reading or writing.
-            why: likewise.
         """
         self._pipe.close(close(code, why))
         if self._on_close is not None:

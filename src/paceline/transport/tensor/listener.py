@@ -45,10 +45,8 @@ class TensorListener:
     """Made, started and closed by a node.
 
     Args:
-        identity: this node's.
         voids: the revocations known; asked in the listener's thread.
         clock: for certificates' ends.
-        refusals: the log.
     """
 
     def __init__(self, identity: Identity, voids: Voids, clock: Clock, refusals: Refusals) -> None:

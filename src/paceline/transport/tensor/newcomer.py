@@ -30,7 +30,6 @@ class Newcomer:
     Args:
         sock: not blocking, its handshake not begun.
         host: where it calls from.
-        port: likewise.
         until: on the monotonic clock; then it is turned away.
     """
 

@@ -85,7 +85,6 @@ class Silence:
 
     Args:
         deadline: on the monotonic clock.
-        now: the clock.
         n_bytes: that are to move, at `LEAST_BYTES_PER_S` or faster; 0: not known yet.
     """
 
@@ -145,7 +144,6 @@ class Pipe:
         """All of it.
 
         Args:
-            data: what to send.
             deadline: for as long as nothing is taken; None: soon.
 
         Raises:

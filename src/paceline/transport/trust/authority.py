@@ -43,7 +43,6 @@ class Authority:
     """The CA with its key.
 
     Args:
-        key: its private key.
         root: its certificate.
     """
 

@@ -26,7 +26,6 @@ def server_credentials(identity: Identity, on_connection: Callable[[], None] | N
     """What a node's gRPC port shows, and that it lets in nobody whose certificate this fleet's CA did not issue.
 
     Args:
-        identity: this node's.
         on_connection: called as each handshake begins, in a thread of gRPC's own: `StrangerWatch.connection`.
     """
     shown = grpc.ssl_server_certificate_configuration([(identity.key_pem, identity.certificate_pem)], identity.root.pem)

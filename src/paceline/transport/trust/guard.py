@@ -76,10 +76,8 @@ class PeerGuard(grpc.aio.ServerInterceptor):
     """The interceptor of a node's gRPC server. Lives on one event loop.
 
     Args:
-        root: the fleet's CA.
         voids: the revocations known; asked at each RPC.
         clock: for certificates' ends.
-        refusals: the log.
         revocation_of: the CA's word on a node (a SignedRevocation), which a revoked caller is shown; None where there is none.
         on_caller: told the address (as gRPC writes it) of every caller that a certificate of the fleet let in.
     """

@@ -71,7 +71,6 @@ class WellFormed(grpc.aio.ServerInterceptor):
     """Refuses requests that can't be read. The last interceptor of a server, next to its services.
 
     Args:
-        refusals: the log.
         limits: by method (/package.Service/Method), what is read at most; others read what gRPC lets through.
     """
 

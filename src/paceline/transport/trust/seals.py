@@ -53,8 +53,6 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
 
     Args:
         signed: as it came.
-        root: the fleet's CA.
-        voids: the revocations known.
         now: Unix seconds.
         held: the certificate known of the node, for a card that comes without.
 

@@ -22,7 +22,6 @@ class StrangerWatch:
     """Watches one port. Made and used on the event loop; only `connection` comes from gRPC's threads.
 
     Args:
-        refusals: the log.
         look_s: how often connections without a call are looked at, while there are any.
     """
 
