@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
 from statistics import median
@@ -179,6 +179,25 @@ class PromptMaker:
         return [tuple(self._random.choices(self._ids, k=length)) for _ in range(count)]
 
 
+def steps(
+    engine: StepsRequests, requests: Sequence[GenerationRequest], clock: Clock, ends: Collection[FinishReason] = (FinishReason.LENGTH,)
+) -> Iterator[tuple[float, list[GenerationChunk]]]:
+    """Answer requests side by side: each step's chunks, and when they were there.
+
+    Raises:
+        PacelineError: a sequence ended otherwise than by one of `ends`.
+    """
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        chunks = engine.step()
+        now_s = clock.monotonic()
+        for chunk in chunks:
+            if chunk.finish_reason is not None and chunk.finish_reason not in ends:
+                raise PacelineError(f"{chunk.request_id} ended by {chunk.finish_reason}: {chunk.error or 'no error was given'}")
+        yield now_s, chunks
+
+
 def drive(
     engine: StepsRequests, prompts: Sequence[tuple[int, ...]], answer_tokens: int, clock: Clock, sampling: Sampled = Sampled.GREEDY
 ) -> Timing:
@@ -200,14 +219,8 @@ def drive(
     ]
     arrivals: dict[RequestId, list[float]] = {request.request_id: [] for request in requests}
     started_s = clock.monotonic()
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        chunks = engine.step()
-        now_s = clock.monotonic()
+    for now_s, chunks in steps(engine, requests, clock):
         for chunk in chunks:
-            if chunk.finish_reason not in {None, FinishReason.LENGTH}:
-                raise PacelineError(f"{chunk.request_id} ended by {chunk.finish_reason}: {chunk.error or 'no error was given'}")
             arrivals[chunk.request_id].extend([now_s] * len(chunk.token_ids))
     for request_id, times in arrivals.items():
         if len(times) != answer_tokens:

@@ -14,10 +14,10 @@ from typing import Any
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
+from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import NodeId, RequestId
 from paceline.fleet.plan import Objective, Pin
-from paceline.node.bench import PromptMaker, StepsRequests, drive
+from paceline.node.bench import PromptMaker, StepsRequests, drive, steps
 from paceline.node.bench_node import BenchNode
 from paceline.node.build import build_engine
 from paceline.node.local_fleet import LocalFleet
@@ -246,11 +246,7 @@ def answer(
     seen = Answers({request.request_id: [] for request in asked})
     arrivals: dict[RequestId, list[float]] = {request.request_id: [] for request in asked}
     killed_s: float | None = None
-    for request in asked:
-        engine.add(request)
-    while engine.has_work:
-        chunks = engine.step()
-        now_s = clock.monotonic()
+    for now_s, chunks in steps(engine, asked, clock):
         if not seen.replayed and any(chunk.notices for chunk in chunks):
             seen.replayed = [
                 (*request.prompt_ids, *seen.tokens[request.request_id])
@@ -258,8 +254,6 @@ def answer(
                 if request.max_tokens is None or len(seen.tokens[request.request_id]) < request.max_tokens
             ]
         for chunk in chunks:
-            if chunk.finish_reason not in {None, FinishReason.LENGTH}:
-                raise PacelineError(f"{chunk.request_id} ended by {chunk.finish_reason}: {chunk.error or 'no error was given'}")
             seen.tokens[chunk.request_id].extend(chunk.token_ids)
             if chunk.token_ids:
                 arrivals[chunk.request_id].append(now_s)

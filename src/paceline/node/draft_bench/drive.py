@@ -10,23 +10,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
+from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
+from paceline.node.bench import StepsRequests, steps
 
 GRAM = 8
 """Tokens of the pieces by which a text that goes round in circles is known."""
 LEAST_DISTINCT = 0.5
 
 
-class MeasuredEngine(Protocol):
+class MeasuredEngine(StepsRequests, Protocol):
     """What is needed of an engine."""
 
-    @property
-    def has_work(self) -> bool: ...
-    def add(self, request: GenerationRequest) -> None: ...
-    def step(self) -> list[GenerationChunk]: ...
     def stats(self) -> EngineStats: ...
 
 
@@ -77,15 +73,13 @@ def answer_all(
     names = [RequestId(f"draft-{place}") for place in range(len(prompts))]
     answers: dict[RequestId, list[int]] = {name: [] for name in names}
     arrivals: dict[RequestId, list[float]] = {name: [] for name in names}
-    for name, prompt, most in zip(names, prompts, max_tokens, strict=True):
-        engine.add(GenerationRequest(name, prompt, most, SamplingParams(temperature=0.0), draft=draft))
+    greedy = SamplingParams(temperature=0.0)
+    requests = [
+        GenerationRequest(name, prompt, most, greedy, draft=draft) for name, prompt, most in zip(names, prompts, max_tokens, strict=True)
+    ]
     before = engine.stats()
-    while engine.has_work:
-        chunks = engine.step()
-        now_s = clock.monotonic()
+    for now_s, chunks in steps(engine, requests, clock, (FinishReason.LENGTH, FinishReason.STOP)):
         for chunk in chunks:
-            if chunk.finish_reason not in {None, FinishReason.LENGTH, FinishReason.STOP}:
-                raise PacelineError(f"{chunk.request_id} ended by {chunk.finish_reason}: {chunk.error or 'no error was given'}")
             answers[chunk.request_id] += chunk.token_ids
             arrivals[chunk.request_id] += [now_s] * len(chunk.token_ids)
     after = engine.stats()
