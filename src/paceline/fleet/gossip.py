@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
-from paceline.fleet.bounds import Measures
 from paceline.fleet.card import SealedCard, SealedRevocation
 from paceline.fleet.clashes import ClashWatch
 from paceline.fleet.effects import Call, Effect, Reseal
 from paceline.fleet.intake import Intake
 from paceline.fleet.messages import PassedCard, Reply, Request
 from paceline.fleet.peers import Peer, Peers
-from paceline.fleet.presets import Preset
+from paceline.fleet.presets import Measures, Preset
 from paceline.fleet.registry import CardRegistry
 from paceline.fleet.revocations import Revocations
 from paceline.fleet.shares import Shares

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.core.ids import NodeId
-from paceline.fleet.bounds import Bounds
 from paceline.fleet.card import NodeCard, SealedCard
 from paceline.fleet.entry import Difference, Entry, Floor, Merged, change, received
 from paceline.fleet.messages import Digest, PassedCard, Stamp
+from paceline.fleet.presets import Bounds
 from paceline.fleet.revocations import Revocations
 from paceline.fleet.stamps import StampChain, holds, node_key, salt
 from paceline.fleet.view import LiveCard

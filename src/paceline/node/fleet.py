@@ -27,8 +27,7 @@ from paceline.fleet.effects import Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.view import FleetView
 from paceline.node.fleet_gossip import GossipDriver
 from paceline.node.fleet_links import LinkDriver
-from paceline.node.fleet_log import log_news
-from paceline.node.fleet_meter import FleetMeter
+from paceline.node.fleet_meter import FleetMeter, log_news
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_state import Running, claim_running, forget_running, keep_running
 from paceline.node.fleet_upkeep import Portrait, Upkeep
@@ -40,8 +39,7 @@ from paceline.transport.discovery import Discovery
 from paceline.transport.exchange import Exchanger
 from paceline.transport.proposer_desk import ProposerDesk
 from paceline.transport.proposer_service import proposer_service
-from paceline.transport.rpc_meter import RpcMeter
-from paceline.transport.server import NodeServer
+from paceline.transport.server import NodeServer, RpcMeter
 from paceline.transport.tensor.listener import TensorListener
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.certificates import Member

@@ -1,9 +1,11 @@
-"""What a node counts of its fleet life, for /metrics. Everything happens on the event loop, so counting needs no lock."""
+"""What a node counts of its fleet life, for /metrics, and says of it, in its log. Everything happens on the event loop, so counting needs no lock."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
+from paceline.fleet.effects import Appeared, Clashed, Effect, Expired, Left, Restarted, Revoked
 from paceline.server.metrics import Histogram
 
 EXCHANGE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -32,3 +34,30 @@ class FleetMeter:
     """Requests run for another node."""
     retried: int = 0
     """Forwarded requests that another node took over before the first token."""
+
+
+logger = logging.getLogger(__name__)
+
+
+def log_news(effect: Effect) -> None:
+    """One line, where it is worth one."""
+    match effect:
+        case Appeared(card):
+            logger.info("%s is here, at %s", card.node_id, ", ".join(card.addresses))
+        case Restarted(card):
+            logger.info("%s started anew", card.node_id)
+        case Left(node_id):
+            logger.info("%s left", node_id)
+        case Expired(node_id):
+            logger.warning("%s was not heard of any more", node_id)
+        case Revoked(node_id):
+            logger.warning("%s was revoked", node_id)
+        case Clashed(node_id, addresses, others):
+            logger.error(
+                "two running nodes claim the id %s: at %s and at %s; stop one, and join anew there",
+                node_id,
+                ", ".join(addresses),
+                ", ".join(others),
+            )
+        case _:
+            pass

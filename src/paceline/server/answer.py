@@ -18,12 +18,11 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk
 from paceline.server.call import Call, Endpoint, Usage
-from paceline.server.events import Events
 from paceline.server.faults import STOPPING, Fault, Refusal, no_machines, of_error, server_fault
 from paceline.server.inference import Inference
 from paceline.server.metrics import Meter
 from paceline.server.shapes import DONE, ChatShape, Collected, CompletionShape, Shape
-from paceline.server.streams import open_call
+from paceline.server.streams import Events, open_call
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 

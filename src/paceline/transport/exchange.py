@@ -15,9 +15,9 @@ import grpc.aio
 from paceline.core.clock import Clock
 from paceline.core.errors import NodeUnreachable, PacelineError
 from paceline.core.ids import NodeId
-from paceline.fleet.bounds import Bounds
 from paceline.fleet.effects import Call
 from paceline.fleet.messages import Reply
+from paceline.fleet.presets import Bounds
 from paceline.transport.address_book import AddressBook
 from paceline.transport.channels import ChannelPool, Purpose
 from paceline.transport.exchange_codec import Refuse, measure_reply, parse_reply, read_reply, write_request

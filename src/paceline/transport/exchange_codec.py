@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import FleetError, MalformedMessage
 from paceline.core.ids import NodeId
-from paceline.fleet.bounds import Measures
 from paceline.fleet.card import SealedCard, SealedRevocation
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
+from paceline.fleet.presets import Measures
 from paceline.transport.parts import check_parts
 from paceline.transport.wire import fleet_pb2 as wire
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -10,13 +12,47 @@ import grpc.aio
 from paceline.core.errors import ConfigError
 from paceline.transport.channels import COMMON, Options
 from paceline.transport.exchange_codec import MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS
-from paceline.transport.rpc_meter import RpcMeter
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.credentials import server_credentials
 from paceline.transport.trust.guard import PeerGuard
-from paceline.transport.trust.handlers import Limit, WellFormed
+from paceline.transport.trust.handlers import Behaviour, Context, Limit, Request, Response, WellFormed, rewrap
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.strangers import StrangerWatch
+
+
+class RpcMeter(grpc.aio.ServerInterceptor):
+    """Counts the RPCs a server answers, by method and outcome. Its first interceptor: what others refuse counts too."""
+
+    def __init__(self) -> None:
+        self.answered: Counter[str] = Counter()
+        """By method (Service/Method). Only methods that exist count, so a peer can't make up names."""
+        self.failed: Counter[str] = Counter()
+        """Refused, cancelled or broken."""
+        self.open: Counter[str] = Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Request, Response] | None:
+        method = handler_call_details.method.rpartition(".")[2]
+        return rewrap(await continuation(handler_call_details), lambda behaviour: self._counted(behaviour, method))
+
+    def _counted(self, behaviour: Behaviour, method: str) -> Behaviour:
+        async def counted(request: Any, context: Context) -> Any:
+            self.open[method] += 1
+            try:
+                answer = await behaviour(request, context)
+            except BaseException:
+                self.failed[method] += 1
+                raise
+            finally:
+                self.open[method] -= 1
+            self.answered[method] += 1
+            return answer
+
+        return counted
+
 
 MAX_CONNECTIONS = 1024
 """Open at once, of members and of strangers whose handshake is under way. Raising it: files that strangers can make a node hold open."""

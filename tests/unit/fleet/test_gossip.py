@@ -9,11 +9,10 @@ import pytest
 from tests.unit.fleet.cards import card, chain, passed, revocation, sealed, stamp
 
 from paceline.core.ids import NodeId
-from paceline.fleet.bounds import Bounds
 from paceline.fleet.effects import Appeared, Call, Changed, Effect, Expired, Left, Reseal, Restarted, Revoked
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request
-from paceline.fleet.presets import Preset, desk, lan, simulation
+from paceline.fleet.presets import Bounds, Preset, desk, lan, simulation
 from paceline.fleet.registry import next_version
 from paceline.fleet.stamps import CHAIN_LENGTH, node_key
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.unit.fleet.cards import TTL_S, card, passed, revocation
 
 from paceline.core.ids import NodeId
-from paceline.fleet.bounds import Bounds
 from paceline.fleet.card import SealedRevocation
 from paceline.fleet.messages import PassedCard
+from paceline.fleet.presets import Bounds
 from paceline.fleet.registry import CardRegistry
 from paceline.fleet.revocations import Revocations
 

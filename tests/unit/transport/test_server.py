@@ -11,8 +11,7 @@ from tests.unit.node.fleet.nodes import in_loop, until
 
 from paceline.testing.fleets import TestFleet
 from paceline.transport.channels import CHANNEL_OPTIONS
-from paceline.transport.rpc_meter import RpcMeter
-from paceline.transport.server import SERVER_OPTIONS, NodeServer
+from paceline.transport.server import SERVER_OPTIONS, NodeServer, RpcMeter
 from paceline.transport.trust.certificates import NODE_NAME
 from paceline.transport.trust.credentials import channel_credentials
 from paceline.transport.trust.guard import PeerGuard

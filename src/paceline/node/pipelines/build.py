@@ -9,15 +9,17 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, PipelineDisabled, PlacementError
+from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.intake import context_of
+from paceline.engine.local import LayerRunner
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest, Way
 from paceline.node.build import BuiltNode
@@ -25,7 +27,6 @@ from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
-from paceline.node.pipelines.alone import loads_the_rest
 from paceline.node.pipelines.choosing import Wanted
 from paceline.node.pipelines.holders import Holders
 from paceline.node.pipelines.meter import PipelineMeter
@@ -40,6 +41,7 @@ from paceline.node.shards.ends import TensorEnds
 from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import PipelineLimits
+from paceline.parallel.local_route import LocalRoute
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.route import Opening
 from paceline.parallel.sessions import SESSION_ID_BYTES, ActivationDtype, StageRequest
@@ -47,6 +49,30 @@ from paceline.server.inference import ServedModel
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
+
+
+def loads_the_rest(own: NodeId, setup: Setup, head: LayerRunner[Any], max_rows: int) -> Callable[[], LocalRoute]:
+    """What a `Fallback` loads.
+
+    Args:
+        setup: the head's, so that bytes are the same; the model is whole on this machine.
+        head: embedding, head and first layers.
+    """
+    spec = setup.opened.spec
+    layers = LayerRange(head.layers.stop, spec.n_layers)
+
+    def load() -> LocalRoute:
+        """The route.
+
+        Raises:
+            OutOfMemory: it does not fit.
+        """
+        kv = setup.room(layers, edges=False, unasked=True)
+        runner = setup.load(layers, min(kv.n_blocks, head.n_blocks * head.block_size // BLOCK_TOKENS), max_rows, edges=False)
+        return LocalRoute(own, setup.opened.name, runner, max_rows=max_rows, max_context=spec.max_context, width=spec.hidden)
+
+    return load
+
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,7 @@ from paceline.parallel.sessions import ActivationDtype, NextStage, StageRequest
 from paceline.parallel.stage_batch import StageBatch
 from paceline.testing.fleets import TestFleet
 from paceline.transport.channels import CHANNEL_OPTIONS
-from paceline.transport.rpc_meter import RpcMeter
-from paceline.transport.server import NodeServer
+from paceline.transport.server import NodeServer, RpcMeter
 from paceline.transport.shard_client import RemoteStage, open_stage
 from paceline.transport.shard_service import shard_service
 from paceline.transport.tensor.listener import TensorListener
