@@ -23,7 +23,7 @@ ROUNDER = 2.0 ** (52 - WEIGHT_BITS)
 """Added to a small float64, it leaves a multiple of 2**-WEIGHT_BITS, which multiple is in the low bits."""
 ROUNDER_BITS = struct.unpack("<q", struct.pack("<d", ROUNDER))[0]
 HASH = 0x7FEB352D, 0x846CA68B
-"""Factors of the noise's hash (`engine.noise`)."""
+"""Factors of the noise's hash (`engine.arithmetic`)."""
 _LOADS = range(0, BLOCK * 4, LANES * 4)
 
 
