@@ -1,8 +1,8 @@
 """The numerics id of a backend, and whether its kernels hold the rules of byte identity (rule 7).
 
-One seeded layer and head run 33 rows whole and cut into 1, 2, 3, 16, 17 rows, on each path and each thread count in use. Where every
-cut agrees to the byte, identity holds and the hash of what they agree on is the id: equal ids, equal bytes. Where they don't, the id
-covers every answer and `holds_identity` is false. Weights and inputs are drawn alike on every machine.
+One seeded layer and head run 33 rows whole and cut into 1, 2, 3, 16, 17 rows, on each path and each thread count in use; where sums over keys have
+segments, once more behind as many keys as show them. Where every cut agrees to the byte, identity holds and the hash of what they agree on is the id: equal ids,
+equal bytes. Where they don't, the id covers every answer and `holds_identity` is false. Weights and inputs are drawn alike on every machine.
 
 Shapes: T rows, D hidden.
 """
@@ -46,6 +46,7 @@ def measure(
     threads: Iterable[int],
     to_bytes: Callable[[Any], bytes],
     label: str,
+    behind: int = 0,
 ) -> Numerics:
     """Run the seeded layer.
 
@@ -55,14 +56,17 @@ def measure(
         threads: thread counts in use.
         to_bytes: of the runner's activations.
         label: names kernels and weights format: different ones never share an id.
+        behind: position from which the rows run a second time, a whole number of blocks; 0: they don't.
     """
-    answers: dict[Path, set[bytes]] = {Path.PROMPT: set(), Path.GENERATED: set()}
+    answers: dict[tuple[Path, int], set[bytes]] = {}
     for count in sorted(set(threads)):
         runner = make(source, count)
         try:
             ids = np.arange(ROWS, dtype=np.int32) * 7 % source.spec.vocab
-            for path, found in answers.items():
-                found.update(answer(runner, runner.embed(ids), path, to_bytes, cut, logits=True) for cut in CUTS)
+            for path in (Path.PROMPT,) if runner.one_path else Path:
+                for first in (0, behind) if behind else (0,):
+                    found = answers.setdefault((path, first), set())
+                    found.update(answer(runner, runner.embed(ids), path, to_bytes, cut, logits=True, behind=first) for cut in CUTS)
         finally:
             runner.close()
     digest = hashlib.sha256(label.encode())
@@ -71,13 +75,31 @@ def measure(
     return Numerics(digest.hexdigest()[:16], all(len(found) == 1 for found in answers.values()))
 
 
-def answer(runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[Any], bytes], cut: Sequence[int], *, logits: bool) -> bytes:
-    """Bytes of the residual, then of the logits if asked for, of one sequence from position 0, run in pieces. The runner's first blocks are used."""
-    table = np.arange(-(-sum(cut) // runner.block_size), dtype=np.int32)[::-1].reshape(1, -1).copy()
+def answer(
+    runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[Any], bytes], cut: Sequence[int], *, logits: bool, behind: int = 0
+) -> bytes:
+    """Bytes of the residual, then of the logits if asked for, of one sequence, run in pieces. The runner's first blocks are used.
+
+    Args:
+        runner: runs it.
+        x_TD: its rows.
+        path: theirs.
+        to_bytes: of the runner's activations.
+        cut: rows of each piece.
+        logits: whether they are asked for.
+        behind: position of the first row. What lies before it are the full blocks that a run of these rows from position 0 left, over and over.
+    """
+    own = -(-sum(cut) // runner.block_size)
+    table = np.arange(own, dtype=np.int32)[::-1]
+    if behind:
+        full = table[: sum(cut) // runner.block_size]
+        before = np.random.Generator(np.random.PCG64(_SEED)).choice(full, behind // runner.block_size)
+        table = np.concatenate([before, table + own])
+    table = np.ascontiguousarray(table.reshape(1, -1), np.int32)
     residual, head = list[bytes](), list[bytes]()
     first = 0
     for count in cut:
-        start, n_rows, position, kind = (np.array([n], np.int32) for n in (0, count, first, path))
+        start, n_rows, position, kind = (np.array([n], np.int32) for n in (0, count, behind + first, path))
         out = runner.run_layers(x_TD[first : first + count], RowPlan(start, n_rows, position, kind, table))
         residual.append(to_bytes(out))
         if logits:

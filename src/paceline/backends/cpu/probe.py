@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends import numerics
+from paceline.backends.cpu.attention import SEGMENT
 from paceline.backends.cpu.forms import Form
+from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.pack import row_bytes
 from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.cpu.weights import pack_model
@@ -21,8 +23,9 @@ from paceline.core.model import ModelSpec
 from paceline.core.weights import BlockTensor, StoredTensor, WeightSource
 
 ARITHMETIC: Final = 2
-"""Of `docs/arithmetic.md`. To be raised with every change that changes a byte: what is too long for the probe, as a context of several segments, stands
-in no hash."""
+"""Of `docs/arithmetic.md`. To be raised with every change that changes a byte: a probe sees some shapes, not all."""
+BEHIND: Final = 2 * SEGMENT - BLOCK
+"""Keys before the rows that run again: they see two segments, then a third."""
 SCALES: Final[Mapping[Form, Sequence[tuple[int, float]]]] = {
     Form.Q4_0: ((0, 0.04),), Form.Q4_1: ((0, 0.04), (2, -0.3)), Form.Q5_0: ((0, 0.02),), Form.Q5_1: ((0, 0.02), (2, -0.3)),
     Form.Q8_0: ((0, 0.003),), Form.Q4_K: ((0, 0.001), (2, 0.0075)), Form.Q5_K: ((0, 0.0005), (2, 0.0075)), Form.Q6_K: ((208, 0.0002),),
@@ -59,18 +62,19 @@ def numerics_id(spec: ModelSpec, forms: Collection[Form], threads: int) -> str:
         PacelineError: batching or threads changed a byte: these kernels can't be trusted here.
     """
     # Rows of whole superblocks.
-    small = replace(numerics.small(spec), hidden=256, n_heads=8, ffn=256)
+    # The sums of its feed-forward have as many segments as any model's, of unlike lengths.
+    small = replace(numerics.small(spec), hidden=256, n_heads=8, ffn=768, max_context=BEHIND + 4 * BLOCK)
     source = SeededBlocks(small, forms)
+    model = pack_model(source, small.all_layers, source.forms.__getitem__, edges=True)
 
     def make(_: WeightSource, count: int) -> CpuRunner:
-        model = pack_model(source, small.all_layers, source.forms.__getitem__, edges=True)
-        return CpuRunner(model, n_blocks=4, threads=count, numerics_id="", max_rows=64)
+        return CpuRunner(model, n_blocks=small.max_context // BLOCK, threads=count, numerics_id="", max_rows=64)
 
     def to_bytes(x_TD: npt.NDArray[np.uint16]) -> bytes:
         return x_TD.tobytes()
 
     label = f"arithmetic-{ARITHMETIC}-cpu-avx512bf16-{'-'.join(form.name for form in sorted(forms))}"
-    measured = numerics.measure(make, source, {1, threads}, to_bytes, label)
+    measured = numerics.measure(make, source, {1, threads}, to_bytes, label, BEHIND)
     if not measured.holds_identity:
         raise PacelineError(
             f"The compiled kernels gave other bytes for other cuts of one prompt, on 1 or {threads} threads",
