@@ -17,6 +17,7 @@ import sys
 import time
 from contextlib import aclosing
 from itertools import count, pairwise
+from pathlib import Path
 from statistics import median
 
 from paceline.core.generation import GenerationRequest, SamplingParams
@@ -121,16 +122,20 @@ async def pauses(clients: Clients, long: int, seconds: float) -> dict[str, objec
     }
 
 
-async def measure(node: BuiltNode, options: argparse.Namespace) -> None:
-    """Print each part as it is there."""
-    clients = Clients(node)
-    print(json.dumps({"processor": machine(options.threads or usable_cores()), "model": node.summary}, indent=2), flush=True)
+async def measure(node: BuiltNode, options: argparse.Namespace) -> dict[str, object]:
+    """Print each part as it is there; returns all."""
+    clients, report = Clients(node), dict[str, object]()
+
+    def add(**found: object) -> None:
+        report.update(found)
+        print(json.dumps(found, indent=2), flush=True)
+
+    add(processor=machine(options.threads or usable_cores()), model=node.summary)
     if "first" in options.parts:
-        found = await first_tokens(clients, options.long, options.short, options.rounds, options.after)
-        print(json.dumps({"short_behind_long": found}, indent=2), flush=True)
+        add(short_behind_long=await first_tokens(clients, options.long, options.short, options.rounds, options.after))
     if "pauses" in options.parts:
-        found = await pauses(clients, options.long, options.seconds)
-        print(json.dumps({"pauses_beside_long": found, "load_average": os.getloadavg()[0]}, indent=2), flush=True)
+        add(pauses_beside_long=await pauses(clients, options.long, options.seconds), load_average=os.getloadavg()[0])
+    return report
 
 
 def main() -> int:
@@ -145,10 +150,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--prefill-chunk", type=int, default=512)
     parser.add_argument("--step-budget-ms", type=int, default=250)
+    parser.add_argument("--json", type=Path, help="write all of it here")
     options = parser.parse_args()
     settings = NodeSettings(
         options.model,
-        context=options.long + 2048,
         kv_tokens=2 * options.long + 4096,
         threads=options.threads,
         prefill_chunk=options.prefill_chunk,
@@ -157,9 +162,11 @@ def main() -> int:
     )
     node = build_node(settings)
     try:
-        asyncio.run(measure(node, options))
+        report = asyncio.run(measure(node, options))
     finally:
         node.close()
+    if options.json:
+        options.json.write_text(json.dumps(report))
     return 0
 
 

@@ -25,6 +25,7 @@ import httpx
 import size_fleet
 import size_load
 import size_speed
+import size_steps
 import size_weights
 from contender import ContenderError, Kind, kinds
 from paceline.testing.seeded_models import shape, write_gguf
@@ -68,6 +69,12 @@ class Bench:
             return
         yield from size_speed.deep_prefill(OURS, self.before, self.scratch)
 
+    def scheduling(self) -> Iterator[Row]:
+        yield from size_steps.scheduling(OURS, self.model, self.scratch, threads=self.threads, rounds=self.rounds)
+
+    def sampling(self) -> Iterator[Row]:
+        yield from size_steps.sampling(OURS, self.scratch)
+
     def fleet(self) -> Iterator[Row]:
         yield from size_fleet.measure(OURS, self.model, self.scratch, threads=self.threads, limit_bytes=self.limit_bytes)
 
@@ -106,7 +113,8 @@ def guarded(part: str, rows: Iterator[Row]) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    "load": Bench.load, "weights": Bench.weights, "fleet": Bench.fleet, "speed": Bench.speed, "context": Bench.context, "bytes": Bench.bytes,
+    "load": Bench.load, "weights": Bench.weights, "fleet": Bench.fleet, "speed": Bench.speed, "context": Bench.context,
+    "scheduling": Bench.scheduling, "sampling": Bench.sampling, "bytes": Bench.bytes,
 }  # fmt: skip
 
 
@@ -114,7 +122,7 @@ def main() -> int:
     options = _options()
     options.scratch.mkdir(parents=True, exist_ok=True)
     model = options.scratch / f"{options.preset}-{options.types}.gguf"
-    if not model.exists() and set(options.parts) - {"context", "bytes"}:
+    if not model.exists() and set(options.parts) - {"context", "sampling", "bytes"}:
         print(f"writing {model}", file=sys.stderr)
         write_gguf(model, shape(options.preset), options.types)
     llama = kinds(options.peers_venv.absolute(), options.threads)["llama.cpp"]
