@@ -91,18 +91,21 @@ async def first_tokens(clients: Clients, long: int, short: int, rounds: int, aft
 async def pauses(clients: Clients, long: int, seconds: float) -> dict[str, object]:
     """Of an answer: alone for a while, and while a long prompt is computed beside it."""
     told: list[float] = []
+    computed: list[float] = []  # by this process until then
     warm = asyncio.Event()
     async with aclosing(clients.ask(16, LIVE)) as live:
 
         async def read() -> None:
             async for chunks in live:
-                told.extend([time.perf_counter()] * sum(bool(chunk.token_ids) for chunk in chunks))
+                tokens = sum(bool(chunk.token_ids) for chunk in chunks)
+                told.extend([time.perf_counter()] * tokens)
+                computed.extend([time.process_time()] * tokens)
                 if len(told) >= 2 * WARM_TOKENS:
                     warm.set()
 
         reading = asyncio.create_task(read())
         await warm.wait()
-        alone = [b - a for a, b in pairwise(told[WARM_TOKENS:])]
+        alone, alone_cpu = ([b - a for a, b in pairwise(times[WARM_TOKENS:])] for times in (told, computed))
         began, place = time.perf_counter(), len(told)
         busy = asyncio.create_task(clients.in_background(clients.ask(long, 1)))
         await asyncio.wait([busy], timeout=seconds)
@@ -110,12 +113,15 @@ async def pauses(clients: Clients, long: int, seconds: float) -> dict[str, objec
         busy.cancel()
         await asyncio.gather(busy, return_exceptions=True)
         beside = [b - a for a, b in pairwise(told[place - 1 :]) if b <= ended]
+        beside_cpu = [b - a for a, b in pairwise(computed[place - 1 : place + len(beside)])]
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
     return {
         "alone_s": median(alone),
         "beside_median_s": median(beside),
         "beside_worst_s": max(beside),
+        # Of what this process computed, whatever else the machine does.
+        "worst_times_by_cpu": round(max(beside_cpu) / median(alone_cpu), 2),
         "worst_first": [round(each, 4) for each in sorted(beside, reverse=True)[:8]],
         "tokens_beside": len(beside),
         "long_prompt_done_s": ended - began if is_done else None,

@@ -40,7 +40,8 @@ def scheduling(ours: Build, model: Path, scratch: Path, *, threads: int, rounds:
     worst = pauses["beside_worst_s"]
     yield Row(
         f"longest gap between two tokens while a prompt of {LONG} is computed, {model.name}",
-        f"{worst:.2f} s, median {pauses['beside_median_s']:.2f} s, alone {pauses['alone_s']:.2f} s; {pauses['tokens_beside']} tokens",
+        f"{worst:.2f} s, median {pauses['beside_median_s']:.2f} s, alone {pauses['alone_s']:.2f} s; {pauses['tokens_beside']} tokens; "
+        f"the most computed for one is {pauses['worst_times_by_cpu']:.2f} times what one alone takes",
         "0.5 s",
         "0.3 s",
         worst <= 0.5,

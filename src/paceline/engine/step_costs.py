@@ -4,8 +4,8 @@ Steps with prompts have a curve of their own, by all their rows, and beside it w
 grows with the context. Of drafts only ratios matter: a row count that was not seen yet is assumed cheap, so that it is tried. Of prompts seconds do:
 a count that was not seen lies between those that were. What was measured long ago is believed less and less.
 
-Law: one measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. At first it may lower all of them by
-more: a machine that begins is slow.
+Law: one measurement, however wild, moves an estimate by a bounded factor: on a shared machine many are wild. At first it may lower those by more that
+nothing confirmed: a machine that begins is slow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWN_GAIN, LEVEL_GAIN = 0.25, 0.1
 PROMPT_GAIN = 0.5
 """As `OWN_GAIN`, of steps with prompts. Raising it: the budget of a step is kept sooner after a change, and missed oftener by chance."""
 FIRST, MUCH = 16, 8.0
-"""So many steps, if they are faster than expected, lower all estimates, by as much."""
+"""So many steps, if they are faster than expected, lower all estimates by as much, but for those of counts that were measured twice."""
 HALF_LIFE = 1024
 """Steps after which half of an old measurement is forgotten."""
 
@@ -55,6 +55,7 @@ class _Seen:
     factor: float
     """Of the assumed cost."""
     at: int
+    times: int
 
 
 class StepCosts:
@@ -152,12 +153,17 @@ class _Curve:
         rows = _counted_with(rows)
         self._steps += 1
         if self._steps <= FIRST and off < 1:
-            self.level *= max(off, 1 / MUCH) ** share
+            lower = max(off, 1 / MUCH) ** share
+            self.level *= lower
+            for other, seen in self._seen.items():
+                if seen.times > 1 and other != rows:
+                    seen.factor /= lower
             off = 1.0
         off = min(max(off, 1 / WILD), WILD) ** share
         if rows not in self._seen:
             insort(self._order, rows)
-        self._seen[rows] = _Seen(factor * off**self._gain, self._steps)
+        times = self._seen[rows].times if rows in self._seen else 0
+        self._seen[rows] = _Seen(factor * off**self._gain, self._steps, times + 1)
         self.level *= off**LEVEL_GAIN
         self._expected.clear()
 

@@ -106,6 +106,25 @@ def test_a_context_grows_dear() -> None:
     assert near > 1.5 * far > 20
 
 
+def test_what_was_measured_twice_stands_while_other_counts_are_found_cheaper_than_assumed() -> None:
+    """An 8B where weights are read for one row as for twenty: steps of more rows cost less than their shape suggests, those of twenty what they cost."""
+    costs = StepCosts()
+    for rows, seconds in [(20, 3.0), (20, 1.5), (20, 1.5), (27, 1.6), (32, 1.7), (64, 2.4), (16, 1.4)]:
+        costs.took(Load(0).more(rows, 0), seconds)
+    assert costs.of(Load(0).more(20, 0)) == pytest.approx(1.5, rel=0.05)
+    costs.took(Load(1), 0.8)
+    (rows,) = rows_of_prompts([left(8000)], 512, 1, costs, 0.25)
+    assert 0 < rows < 20, "twenty would make the answer beside them wait for almost twice its time"
+
+
+def test_a_machine_that_begins_slowly_is_soon_known_to_be_fast() -> None:
+    costs = StepCosts()
+    for rows, seconds in [(20, 0.6), (20, 0.02), (20, 0.02), (512, 0.4), (24, 0.024)]:
+        costs.took(Load(0).more(rows, 0), seconds)
+    assert costs.of(Load(0).more(20, 0)) == pytest.approx(0.02, rel=0.2)
+    assert costs.of(Load(0).more(24, 0)) < 0.04
+
+
 def test_a_step_without_rows_is_estimated_where_only_prompts_were_measured() -> None:
     """As beside a pipeline's answers, all of whose rows are on their way."""
     costs = StepCosts()
