@@ -35,7 +35,7 @@ from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.testing.drafts import UnsteadySource
+from paceline.testing.engines import UnsteadySource
 from paceline.testing.null_backend import ByteVocabulary
 from paceline.testing.pipelines import Machine, MemoryRouter
 

@@ -22,7 +22,7 @@ from paceline.core.trust import Trust
 from paceline.fleet.revocations import Revocations
 from paceline.node.fleet_settings import FLEET_PORT
 from paceline.store.home import Home
-from paceline.transport.interfaces import own_hosts
+from paceline.transport.address_book import own_hosts
 from paceline.transport.join_client import join
 from paceline.transport.join_host import JoinHost
 from paceline.transport.trust.addresses import is_address, join_host

@@ -17,7 +17,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, UserError
 from paceline.fleet.card import Link, NodeCard
 from paceline.node.fleet_gossip import GossipDriver
-from paceline.transport.interfaces import own_hosts
+from paceline.transport.address_book import own_hosts
 from paceline.transport.join_host import JoinHost
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.folder import FleetFolder

@@ -19,10 +19,9 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import PacelineError
 from paceline.server import replies
 from paceline.server.answer import Answer
-from paceline.server.body import BodyReader
 from paceline.server.call import Call
 from paceline.server.faults import STOPPING, Fault, Refusal, of_error, server_fault
-from paceline.server.guard import Guard
+from paceline.server.guard import BodyReader, Guard
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.intake import Intake, unknown_model
 from paceline.server.metrics import Meter, MetricsPage

@@ -1,10 +1,12 @@
-"""Which of a node's addresses to use: the one that measured best, then those that worked, then those not tried, then those that failed.
+"""Under which addresses others may reach this machine, and which of another node's to use: the one that measured best, then those that worked, then
+those not tried, then those that failed.
 
-Failures are kept until the address works again, for whoever asks why a node can't be reached.
+Failures are kept until the address works again, for callers that ask why a node can't be reached.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -72,3 +74,19 @@ class AddressBook:
         if address in self._failures:
             return 3
         return 0 if address in self._best else 1 if address in self._works else 2
+
+
+def own_hosts() -> tuple[str, ...]:
+    """Addresses of this machine's interfaces, the likeliest to be reached first; loopback only where there is nothing else."""
+    import ifaddr
+
+    every = [ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    return rank(ip if isinstance(ip, str) else ip[0] for ip in every)
+
+
+def rank(hosts: Iterable[str]) -> tuple[str, ...]:
+    """Private IPv4 first, then other IPv4, then IPv6. Link-local ones are left out: they need the name of the caller's own interface."""
+    addresses = [ipaddress.ip_address(host) for host in dict.fromkeys(hosts)]
+    outside = [one for one in addresses if not one.is_loopback and not one.is_link_local and not one.is_unspecified]
+    kept = outside or [one for one in addresses if one.is_loopback]
+    return tuple(str(one) for one in sorted(kept, key=lambda one: (one.version, not one.is_private)))

@@ -16,8 +16,7 @@ from paceline.core.generation import FinishReason, GenerationRequest, SamplingPa
 from paceline.core.ids import RequestId
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.executor import StepBatch, StepOutput
-from paceline.testing.drafts import UnsteadySource
-from paceline.testing.engines import VOCAB, Answer, EngineBench, answer_alone
+from paceline.testing.engines import VOCAB, Answer, EngineBench, UnsteadySource, answer_alone
 
 BASES = tuple(tuple(1 + (base * 7 + i * i) % 31 for i in range(24)) for base in range(3))
 

@@ -30,7 +30,7 @@ from paceline.parallel.local_route import LocalRoute
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.route import Fault, Opening
 from paceline.testing.clock import FakeClock
-from paceline.testing.drafts import UnsteadySource
+from paceline.testing.engines import UnsteadySource
 from paceline.testing.null_backend import ByteVocabulary
 from paceline.testing.pipelines import Machine, MemoryRouter
 

@@ -37,7 +37,7 @@ def _await_phase(rank, seen, control):
 def enter(rank, work, done, sizes, weights, buffers, batch):
     """Rank 0 conducts a piece of work and returns the tasks done in all, `done` included; others take part until none comes.
 
-    The batch's watch (`engine.step_watch`; 0: none) holds whether to give up, and counts layers.
+    The batch's watch (`engine.local`; 0: none) holds whether to give up, and counts layers.
     """
     control = buffers[CONTROL]
     position, count, seen = 0, 0, 0

@@ -28,8 +28,7 @@ from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path
-from paceline.engine.local import Int32, LayerRunner, RowPlan, WireBits
-from paceline.engine.step_watch import StepWatch
+from paceline.engine.local import Int32, LayerRunner, RowPlan, StepWatch, WireBits
 
 MAX_HEAD_DIM = 256
 """FlashAttention's limit."""

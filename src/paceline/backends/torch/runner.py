@@ -24,8 +24,7 @@ from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.step import Rope, Step, of_path
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.executor import Path
-from paceline.engine.local import Int32, RowPlan, WireBits
-from paceline.engine.step_watch import StepWatch
+from paceline.engine.local import Int32, RowPlan, StepWatch, WireBits
 
 
 class Layer(Protocol):

@@ -28,13 +28,12 @@ from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines.choosing import Wanted
-from paceline.node.pipelines.holders import Holders
 from paceline.node.pipelines.meter import PipelineMeter
 from paceline.node.pipelines.metered import MeteredEngine
 from paceline.node.pipelines.opening import Opener, SeesFleet
 from paceline.node.pipelines.router import FleetRouter
 from paceline.node.pipelines.spare_keeper import SpareKeeper
-from paceline.node.pipelines.spot_check import SpotCheck
+from paceline.node.pipelines.spot_check import Holders, SpotCheck
 from paceline.node.settings import NodeSettings
 from paceline.node.setup import Setup, set_up
 from paceline.node.shards.ends import TensorEnds

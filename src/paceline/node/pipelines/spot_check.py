@@ -14,24 +14,70 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from paceline.core.errors import FleetError, ShardCorrupt
+from paceline.core.errors import FleetError, PipelineError, ShardCorrupt, WeightsMismatch
 from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
+from paceline.core.trust import Trust
 from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
-from paceline.node.pipelines.choosing import Part
+from paceline.fleet.card import NodeCard
+from paceline.node.pipelines.choosing import Part, Wanted, allowed_hosts, choose, warm_cover
 from paceline.node.pipelines.fleet_route import FleetRoute
 from paceline.node.pipelines.opening import NotOpened
 from paceline.parallel.checks import check_activations
 from paceline.parallel.route import Fault, Route
 from paceline.parallel.stage_batch import StageBatch
+
+
+class Holders:
+    """Others that could compute a route's layers once more. On the event loop.
+
+    Args:
+        left_out: who must take no part.
+    """
+
+    def __init__(
+        self,
+        cards: Callable[[], Sequence[NodeCard]],
+        trust: Callable[[], Mapping[NodeId, Trust]],
+        own: NodeId,
+        wanted: Wanted,
+        left_out: Callable[[], frozenset[NodeId]],
+    ) -> None:
+        self._cards, self._trust, self._own = cards, trust, own
+        self._wanted, self._left_out = replace(wanted, pins=()), left_out
+
+    def chain(self, stages: Sequence[Part]) -> list[list[Part]]:
+        """For each stage, others that run its layers: nodes outside the route where they cover it, else whoever has the layers loaded."""
+        outside = self._left_out() | {stage.node_id for stage in stages}
+        try:
+            parts = choose(self._cards(), self._trust(), self._own, self._wanted, outside)
+        except PipelineError:
+            chain = [self.third(stage.layers, frozenset({stage.node_id})) for stage in stages]
+            return chain if all(chain) else []
+        return [[part for whole in parts if (part := _within(whole, stage.layers)) is not None] for stage in stages]
+
+    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[Part]:
+        """Others that have the layers loaded; none where they don't cover."""
+        wanted = replace(self._wanted, own_layers=layers.start, n_layers=layers.stop)
+        allowed = allowed_hosts(self._cards(), self._trust(), self._own, wanted)
+        try:
+            return warm_cover(allowed, self._own, wanted, self._left_out() | but)
+        except WeightsMismatch:
+            return []
+
+
+def _within(part: Part, layers: LayerRange) -> Part | None:
+    start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
+    return Part(part.node_id, LayerRange(start, stop)) if start < stop else None
+
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from paceline.core.errors import OutOfMemory
 from paceline.core.model import LayerRange
 from paceline.core.weights import tensor_shapes
 from paceline.engine.executor import Path
-from paceline.engine.local import LayerRunner
-from paceline.engine.step_watch import StepWatch
+from paceline.engine.local import LayerRunner, StepWatch
 from paceline.testing.conformance.runs import (
     TOKENS,
     Outcome,

@@ -11,7 +11,7 @@ import pytest
 from paceline.backends import cpu
 from paceline.core.model import ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.executor import Path
-from paceline.engine.step_watch import StepWatch
+from paceline.engine.local import StepWatch
 from paceline.store.home import Home
 from paceline.testing.conformance.runs import Rows, RunnerCase, blocks, plan_of, run, same, tokens
 

@@ -17,8 +17,7 @@ from paceline.core.ids import RequestId
 from paceline.fleet.card import Role
 from paceline.node.build import BuiltNode, build_node
 from paceline.node.drafts.proposing import LoadedProposer, load_proposer, lookup
-from paceline.node.drafts.service import check_vocabulary, drafting_alone
-from paceline.node.drafts.use import draft_use
+from paceline.node.drafts.service import check_vocabulary, draft_use, drafting_alone
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
 DRAFT = f"jacobi:{DEFAULT_MODEL}"

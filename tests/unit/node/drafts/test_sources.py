@@ -17,8 +17,8 @@ from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.view import FleetView, LiveCard
 from paceline.node.drafts.drafter import Drafter, Line
+from paceline.node.drafts.service import OFF_HERE, draft_use
 from paceline.node.drafts.sources import FLEET, MOST_NAMED, NodeDrafts
-from paceline.node.drafts.use import OFF_HERE, draft_use
 from paceline.transport.proposer_desk import BlockAsk, ProposerDesk
 
 ONE, TWO = SequenceId(1), SequenceId(2)
