@@ -95,8 +95,6 @@ class Subject:
     """A model, whole, in two stages, and as a drafter; and what it answers alone, without drafts.
 
     Args:
-        source: its weights.
-        vocabulary: its tokens.
         answer: tokens of an answer, at most.
         clock: of the engines; one that stands still makes every draft look cheap.
     """

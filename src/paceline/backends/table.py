@@ -28,7 +28,6 @@ def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = N
     """Pick an entry.
 
     Args:
-        spec: the model.
         asked: an entry to use whatever the table says.
         cuda: whether a CUDA device is there and may be used.
 

@@ -64,7 +64,6 @@ def run_up(
 
     Args:
         settings: of the model; None: serve what other nodes have.
-        api_key: asked of every client.
         greet: ask one question once it is up.
         fleet: this node's part in its fleet; None where it is in none.
         order: how the model is spread over the fleet; None: this machine runs it alone.

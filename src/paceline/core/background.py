@@ -43,7 +43,6 @@ class Background:
 
     Args:
         clock: for how long work went on.
-        sleep: waits so many seconds.
     """
 
     def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
@@ -61,11 +60,7 @@ class Background:
         )
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
-        """Run work on this event loop until it ends without an error, or its owner, who keeps the task, cancels it.
-
-        Args:
-            work: begins it, each time.
-        """
+        """Run work on this event loop until it ends without an error, or its owner, who keeps the task, cancels it."""
         return in_background(self._kept(work, name), name)
 
     async def _kept(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:

@@ -33,7 +33,6 @@ class Asking:
     Args:
         longest: tokens of one sequence verified in one step, at most.
         vocabulary: token ids below this are tokens.
-        costs: of steps.
         clock: for how long an answer is due.
     """
 

@@ -56,7 +56,6 @@ class Drafting:
     Args:
         config: None: there are none, whatever requests say: a backend gives other bytes for other batches, say.
         vocabulary: token ids below this are tokens.
-        costs: of steps.
         clock: for how long an answer of a source is due.
     """
 

@@ -29,7 +29,6 @@ class DrawState:
         Args:
             params: within the ranges of `core.sampling_ranges`.
             seed: of the sequence's noise; counts modulo 2**64.
-            prompt_ids: the prompt's tokens.
             banned: tokens that are never drawn.
         """
         self.params = params
@@ -48,7 +47,6 @@ class DrawState:
 
         Args:
             logits_row: which row of a batch's logits.
-            position: where the token will stand.
             guessed: tokens in front of it that are not counted yet; the draw counts only if they come true.
         """
         adjustments = self.adjustments

@@ -79,7 +79,6 @@ def row_plan(
     """The plan of rows that lie one sequence after the other.
 
     Args:
-        n_rows: of each sequence.
         first_positions: of each sequence's first row.
         paths: `Path` of each sequence's rows.
         tables_SB: as `RowPlan` has them.
@@ -124,7 +123,6 @@ class LayerRunner(Protocol[Activations]):
 
         Args:
             x_TD: the residual before the first of them.
-            plan: where the rows stand.
             part: some of the layers it holds; None: all.
         """
         ...

@@ -46,7 +46,6 @@ class Sampler(Protocol):
 
         Args:
             logits_RV: of a batch. Columns beyond the vocabulary are ignored. May be written to, but is as it was in the end.
-            rows: those wanted.
 
         Returns:
             What each row gave: a failure where it holds NaN, its largest logit is infinite, or no token is left.

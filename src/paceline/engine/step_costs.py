@@ -189,7 +189,6 @@ class _Curve:
         """Likewise; of a count that was not seen, between those of the next that were.
 
         Args:
-            rows: of the step.
             one_row: factor of a step of one row, where that was not seen.
         """
         rows = _counted_with(rows)

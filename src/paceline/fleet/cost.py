@@ -104,9 +104,7 @@ def draft(machine: Machine, proposer: Proposer, link: Link | None, request: Plan
     """One machine, all layers, with another that proposes. And the best length of a draft.
 
     Args:
-        proposer: drafts.
         link: between them; None: they are one machine.
-        request: with an answer.
     """
     options = [(_drafted_token(machine, proposer, link, length, request.abreast), length) for length in DRAFT_LENGTHS]
     token, length = min(options, key=lambda option: (option[0].all, option[1]))
@@ -136,10 +134,8 @@ def pipeline(machines: Sequence[Machine], layers: Sequence[int], links: Sequence
     """Several machines, each a range of layers.
 
     Args:
-        machines: in the order of their layers.
         layers: how many each has.
         links: from each machine to the next, and from the last to the first.
-        request: with a prompt and an answer.
     """
     first = machines[0]
     row_bytes = ROW_BYTES * first.shape.hidden

@@ -17,7 +17,6 @@ def settled(value: float, shown: float) -> float:
     """What to show for `value` where `shown` was shown before: the same, until the value is clearly nearer to another.
 
     Args:
-        value: as measured.
         shown: the last result of this function, or 0.
     """
     rounded = two_digits(value)

@@ -47,9 +47,7 @@ class Gossip:
     """One node's part in its fleet's gossip.
 
     Args:
-        rng: source of all randomness.
         seeds: addresses (host:port) that were given, to call until a live card lists them.
-        revocations: what was known before.
 
     Nothing is called before the first `announce`.
     """

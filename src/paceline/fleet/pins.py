@@ -33,7 +33,6 @@ def pinned(
     Args:
         links: of the same view.
         having: machines by the very same weights.
-        request: with pins.
         barred: may hold no layers for others.
 
     Raises:

@@ -174,7 +174,6 @@ class CardRegistry:
         """What to hand over to somebody who holds `theirs`, and what to ask of them. Call `sweep` first.
 
         Args:
-            theirs: what they hold.
             now: monotonic seconds.
             complete: `theirs` is everything they hold, so whatever is not in it goes to them too.
         """

@@ -39,7 +39,6 @@ def spares_for(
         view: the live cards, in any order.
         request: names the model and the orchestrator.
         spans: ranges of layers that a machine each runs, or ran.
-        taken: machines that take part already.
         trust: what certificates say of nodes; those left out are members.
 
     Raises:

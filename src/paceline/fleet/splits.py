@@ -28,7 +28,6 @@ def split(
     it passes are the best splits for each bound on the slowest stage, so the best of them is the best of all; among equals the most even.
 
     Args:
-        n_layers: to be split.
         room: layers each can hold.
         each: seconds a layer adds to the request on each machine.
         busy: seconds a layer keeps each machine busy with a chunk of the prompt.
@@ -67,7 +66,6 @@ def balanced(n_layers: int, room: Sequence[int], layer: Sequence[float], extra: 
     Empty where they don't fit.
 
     Args:
-        n_layers: to be split.
         room: layers each can hold.
         layer: seconds a layer keeps each machine busy.
         extra: seconds it is busy without any.

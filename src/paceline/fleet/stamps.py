@@ -38,8 +38,6 @@ class StampChain:
     """The secret half: what the card's own node makes stamps from. Lives in memory only; a restart makes a new card.
 
     Args:
-        node_id: the card's node.
-        version: the card's version.
         secret: random bytes, `LINK_BYTES` of them, used for this one card.
     """
 

@@ -98,8 +98,6 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
 
     Args:
         settings: the model and how to hold it; the bench decides what else would change what is measured.
-        plan: default: `BenchPlan()`.
-        on_run: told what is about to be measured.
 
     Raises:
         ConfigError: the plan does not fit the model.

@@ -86,7 +86,6 @@ class BenchNode:
         """Until machines are seen that run layers for others.
 
         Args:
-            names: of all of them.
             beside: instances that are known to be gone.
 
         Raises:

@@ -64,7 +64,6 @@ class SelfPortrait:
         """Measure. Blocks for about 0.1 s the first time in a machine's uptime; afterwards for as long as reading new models' heads takes.
 
         Args:
-            warm: models loaded here.
             drafts: what this node proposes tokens with.
             beside: models that lie elsewhere than in the home.
 

@@ -157,7 +157,6 @@ def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False) -> bool:
 
     Args:
         folder: of the machine with the CA.
-        node_id: whom.
         anyway: even where no certificate was issued to it by this machine.
 
     Returns:

@@ -113,13 +113,6 @@ def run_fault_bench(
 ) -> FaultReport:
     """Break a pipeline over a local fleet, once for each number of streams.
 
-    Args:
-        node: the fleet's first.
-        fleet: the others.
-        pipelines: of this machine.
-        plan: what to break.
-        on_run: told of what is next.
-
     Raises:
         UserError: there is no such pipeline, or nothing to kill.
         PacelineError: answers ended before their time.

@@ -64,7 +64,6 @@ class GossipDriver:
         hooks: told the news, asked for the card.
         refusals: the log of what is not believed.
         seeds: addresses to call at the start.
-        revocations: known before.
     """
 
     def __init__(

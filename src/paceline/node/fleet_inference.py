@@ -36,7 +36,6 @@ class FleetInference:
 
     Args:
         local: what this node runs itself.
-        tokenizers: of what others run.
     """
 
     def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:

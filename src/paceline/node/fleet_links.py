@@ -32,7 +32,6 @@ class LinkDriver:
     """One node's link measurements, between `start` and `close`.
 
     Args:
-        opener: knows whom to meet.
         changed: told the links whenever they show something new.
     """
 

@@ -50,7 +50,6 @@ class EngineHost:
         Args:
             engine: owned from here on.
             release: frees what the engine ran on; called last, by `close` or by the engine's end.
-            model: what the engine serves.
             config: the engine's bounds. Held here too: a full queue is said at once, whatever the step in progress takes.
             rebuild: makes another engine over the same weights, in the engine's thread, once one failed; None: there is none.
         """

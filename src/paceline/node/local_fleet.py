@@ -117,13 +117,7 @@ def become_first(fleet: LocalFleet) -> None:
 
 
 def found_fleet(root: Path, own: Home, names: Sequence[str]) -> dict[str, Path]:
-    """Homes with an identity each, of one new fleet, and this user's models and caches.
-
-    Args:
-        root: where the homes go.
-        own: this user's.
-        names: of the nodes.
-    """
+    """Homes with an identity each, of one new fleet, and this user's models and caches."""
     from paceline.transport.trust.authority import Authority
     from paceline.transport.trust.certificates import make_key
     from paceline.transport.trust.folder import FleetFolder

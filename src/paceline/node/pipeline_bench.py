@@ -125,7 +125,6 @@ def run_pipeline_bench(
     Args:
         node: of a fleet whose other machines are in view, or will be.
         settings: the model, and this machine's threads.
-        on_run: told of what is next.
 
     Raises:
         UserError: there is no such pipeline.

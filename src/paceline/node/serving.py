@@ -44,7 +44,6 @@ class Portrait:
     """`SelfPortrait` with what is loaded.
 
     Args:
-        warm: loaded models.
         drafts: what this node proposes tokens with.
         beside: models that lie elsewhere than in the home. More may be added while this lives.
     """

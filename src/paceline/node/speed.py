@@ -94,7 +94,6 @@ def learn_speed(
 
     Args:
         runner: what will serve; nothing runs on it yet.
-        sampler: of the engine that will serve.
     """
     cache = SpeedCache(home)
     speed = cache.find(key, runner.numerics_id)

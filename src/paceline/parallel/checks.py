@@ -16,7 +16,6 @@ def check_activations(x_TD: WireBits, n_rows: int, width: int) -> None:
 
     Args:
         x_TD: bits of bf16.
-        n_rows: due.
 
     Raises:
         ShardCorrupt: another shape, or values that are not finite, or far too large.

@@ -71,7 +71,6 @@ class Patience:
         """What a batch may take, in seconds.
 
         Args:
-            n_rows: of it.
             hop_bytes: of its activations, over all links that it goes.
         """
         return MARGIN * (n_rows * ((n_rows > SMALL and self._large_s) or self._small_s) + hop_bytes * self._byte_s)

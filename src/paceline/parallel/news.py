@@ -22,7 +22,6 @@ class RouteNews:
 
     Args:
         layers: that its routes run, for messages.
-        numerics_id: of this machine.
         clock: for how often it is said how far a load is.
     """
 

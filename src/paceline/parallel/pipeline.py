@@ -79,7 +79,6 @@ class PipelineExecutor:
 
     Args:
         head: embedding, final norm, head, and the layers this machine runs itself: those from 0 on, maybe none.
-        n_layers: of the model.
         router: finds routes through the layers that `head` lacks.
         inspector: is shown what goes out and comes back.
         fallback: this machine alone, where no others are left; None: requests end with an error.

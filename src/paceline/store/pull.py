@@ -47,7 +47,6 @@ def pull(
         ref: `org/name`, with `@revision` and `:file-or-quantisation` where wanted; a folder; a GGUF file; or a name already here.
         progress: told after every piece; called in the caller's thread.
         endpoint: the hub's address; default: `HF_ENDPOINT`, else the hub of huggingface_hub.
-        sleep: waits between attempts.
 
     Raises:
         ModelNotFound: no such repository, file or path.

@@ -63,7 +63,6 @@ def choose_gguf(where: str, names: Iterable[str], selector: str | None) -> list[
 
     Args:
         where: what the names are of, for errors.
-        names: of all files.
         selector: a file's name or path, or a part of it such as `Q4_1`, in any case; None where only one can be meant.
 
     Raises:

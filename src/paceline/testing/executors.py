@@ -24,7 +24,6 @@ class InOrderExecutor:
         """An executor with nothing in flight.
 
         Args:
-            runner: runs the batches.
             depth: how many may be in flight.
             lose: ordinals of `collect` at which all KV and all batches in flight are lost.
             break_at: ordinal of `collect` at which it fails for good.

@@ -53,7 +53,6 @@ class SimulatedNetwork:
     """Nodes and what connects them.
 
     Args:
-        preset: of every node.
         latency_s: one way, from least to most.
         loss: share of messages that never arrive; the caller notices at its timeout.
         sealed_bytes: a signed card has so many.

@@ -30,7 +30,6 @@ class MemoryLimit:
         """Make the group.
 
         Args:
-            name: part of the group's own.
             n_bytes: of memory its processes may take together.
 
         Raises:

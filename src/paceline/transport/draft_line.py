@@ -27,7 +27,6 @@ class RemoteLine:
     Args:
         channel: to the node.
         peer: its name, for messages.
-        on_block: told of blocks.
         on_end: told why there will be no more, unless it was closed from here.
     """
 

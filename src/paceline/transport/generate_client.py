@@ -29,7 +29,6 @@ class RemoteStream:
         Args:
             channel: to the node that runs it.
             peer: its name, for messages.
-            model: what must be loaded there.
         """
         self._channel, self._peer, self._model, self._request = channel, peer, model, request
         self._call: Call | None = None
@@ -82,7 +81,6 @@ async def describe_model(
     Args:
         channel: to that node.
         peer: its name, for messages.
-        name: the model.
         known: SHA-256 of tokenizers held here: theirs are not fetched.
         most_bytes: a longer tokenizer is refused.
         timeout_s: for all of it.

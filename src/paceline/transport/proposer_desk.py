@@ -74,7 +74,6 @@ class ProposerDesk:
     """Every proposer of one node.
 
     Args:
-        proposers: by model id.
         most_sessions: kept.
         most_tokens: kept, over all sessions.
     """

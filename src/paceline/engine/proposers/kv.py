@@ -42,7 +42,6 @@ class SharedKv(Generic[Activations]):
     Args:
         runner: holds all layers; closed by whoever made it.
         max_rows: that it takes at a time.
-        max_context: of the model.
     """
 
     def __init__(self, runner: LayerRunner[Activations], *, max_rows: int, max_context: int) -> None:
@@ -60,7 +59,6 @@ class SharedKv(Generic[Activations]):
         """Make a text's KV that of `tokens`; run what of them is not there.
 
         Args:
-            text: whose.
             tokens: all of it; at most `room`.
             wanted: rows whose logits are asked for, the last ones; at least 1.
 

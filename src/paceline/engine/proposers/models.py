@@ -30,7 +30,6 @@ class ModelProposer(SessionProposer, Generic[Activations]):
         vocabulary_size: token ids below this are tokens. Kernels look up the others' too, wherever that is in memory.
         eos_ids: nothing is drafted behind one.
         max_rows: that the runner takes at a time.
-        max_context: of the model.
     """
 
     def __init__(

@@ -213,10 +213,6 @@ class DraftReport:
 def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, on_run: Callable[[str], None]) -> DraftReport:
     """Load a model and measure it.
 
-    Args:
-        settings: the model and how to hold it.
-        on_run: told what is about to be measured.
-
     Raises:
         ConfigError: the plan makes no sense.
         UserError: the model can't be loaded.

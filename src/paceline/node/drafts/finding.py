@@ -36,7 +36,6 @@ def drafters(
     """Those that could draft, the best first; other machines before this one.
 
     Args:
-        verifier: drafted for.
         model_id: of the proposer; empty: any model whose drafts pay.
         left_out: not these processes.
 

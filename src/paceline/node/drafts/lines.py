@@ -18,7 +18,6 @@ class DeskLine:
 
     Args:
         caller: in whose name.
-        on_block: told of blocks.
         on_end: told why there will be no more.
     """
 

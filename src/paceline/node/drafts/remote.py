@@ -96,7 +96,6 @@ class RemoteDrafts:
 
         Args:
             find: knows who could draft.
-            open_line: reaches them.
             vocabulary_size: of the model drafted for.
         """
         self._find, self._open, self._vocabulary_size = find, open_line, vocabulary_size

@@ -27,11 +27,7 @@ DRAIN_S = 0.5
 
 
 class DraftService:
-    """Of one node in a fleet. Made on the event loop.
-
-    Args:
-        proposers: what it drafts with.
-    """
+    """Of one node in a fleet. Made on the event loop."""
 
     def __init__(self, fleet: FleetNode, proposers: Sequence[LoadedProposer]) -> None:
         self._fleet, self._proposers = fleet, proposers
@@ -108,7 +104,6 @@ def check_vocabulary(vocabulary: str, proposers: Sequence[LoadedProposer], wante
     """Check that what is to draft here for this machine's own model has its tokens.
 
     Args:
-        proposers: of this machine.
         wanted: names that are to draft for it.
 
     Raises:

@@ -24,7 +24,6 @@ class FleetRoute:
     Args:
         stages: what each runs, in order.
         block_size: tokens of the blocks that batches name.
-        sessions: with each.
         sink: into the first stage.
         incoming: out of the last.
     """

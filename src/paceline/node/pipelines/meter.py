@@ -77,7 +77,6 @@ class PipelineMetrics(Collector):
     """For `server.metrics.MetricsPage.add`.
 
     Args:
-        pipelines: of this node.
         shards: of the layers it runs for others, where it does.
     """
 

@@ -51,7 +51,6 @@ class FleetRouter:
     """A `parallel.route.Router`. `find` is for the engine's thread, `quarantine` for any.
 
     Args:
-        opener: of routes.
         spares: asked to load what a route's machines have; None: none are.
     """
 

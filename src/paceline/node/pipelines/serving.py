@@ -32,7 +32,6 @@ async def orchestrate(
     """Open a pipeline that begins on this node, and serve it. Close what it returns before the node stops.
 
     Args:
-        whole: the node, started.
         reading: of computing the model's digest, where it is not known, from a thread.
         progress: of loading this machine's part, from a thread.
         on_opening: of the others', from a thread.

@@ -25,7 +25,6 @@ def dial(addresses: Sequence[str], member: Member, ticket: bytes, identity: Iden
 
     Args:
         addresses: host:port, the likeliest first.
-        member: whom to meet, and nobody else.
         ticket: what its session gave out. Good for one stream.
         deadline: on the monotonic clock.
 

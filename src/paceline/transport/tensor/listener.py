@@ -163,7 +163,6 @@ class TensorListener:
         """Close a revoked node's streams, from any thread.
 
         Args:
-            node_id: whose.
             not_after: only those with certificates issued up to then, in Unix seconds.
         """
         with self._lock:

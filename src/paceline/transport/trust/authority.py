@@ -40,11 +40,7 @@ NODE_YEARS = timedelta(days=10 * 365)
 
 
 class Authority:
-    """The CA with its key.
-
-    Args:
-        root: its certificate.
-    """
+    """The CA with its key."""
 
     def __init__(self, key: PrivateKey, root: FleetRoot) -> None:
         if key.public_key() != root.public_key:
