@@ -28,12 +28,12 @@ def is_here(ref: str, home: Home) -> bool:
 
 
 def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
-    """A model from another machine of the fleet; None where there is no fleet, or nobody has it.
+    """A model from another machine of the fleet; None where there is no fleet, or no node has it.
 
     Raises:
         UserError: it can't be finished, or run.
     """
-    # In no fleet there is nobody to ask, and no need to import what would ask.
+    # In no fleet there is no node to ask, and no need to import what would ask.
     if not (home.fleet / "identity.pem").exists():
         return None
     from paceline.node.weights import pull_from_fleet
@@ -47,7 +47,7 @@ def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
 
 
 def ensure(ref: str, console: Console) -> None:
-    """Bring a model that is not here from the fleet, if it has it. If not, whoever opens it says what can be done.
+    """Bring a model that is not here from the fleet, if it has it. If not, opening it says what can be done.
 
     Raises:
         UserError: it can't be finished, or run.
@@ -70,7 +70,7 @@ def lies_elsewhere(ref: str, console: Console) -> Path | None:
     try:
         location = resolve(ref, home)
     except ModelNotFound:
-        return None  # the fleet may have it; if not, whoever opens it says so
+        return None  # the fleet may have it; if not, opening it says so
     if location in locations(home):
         return None
     with byte_bar(console, f"Reading {ref} for its digest, once", "Starting nodes") as progress:

@@ -55,7 +55,7 @@ def run_models(*, as_json: bool) -> None:
 
 
 def run_pull(ref: str) -> None:
-    """Pull `ref`, from the fleet where somebody has it and else from the hub, and say what came.
+    """Pull `ref`, from the fleet where a node has it and else from the hub, and say what came.
 
     Raises:
         UserError: it can't be found, finished, or run.

@@ -132,7 +132,7 @@ def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 
 
 def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
-    """In no fleet, this machine has the drafts that it makes itself, and nobody else does."""
+    """In no fleet, this machine has the drafts that it makes itself, and no others."""
     from paceline.engine.drafts import DRAFTS
     from paceline.node.drafts.sources import FLEET
 
@@ -150,6 +150,6 @@ def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 
 
 def _stop_at_eof() -> None:
-    """Whoever started this process is gone."""
+    """The parent process is gone."""
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)

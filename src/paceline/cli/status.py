@@ -119,7 +119,7 @@ def _show(looked: Looked, console: Console) -> None:
         console.print(Text.assemble("plan for ", (name, "bold"), f", were it begun anew: {line}"))
     proposers = any(offer.role is Role.PROPOSER and offer.warm for card in view.cards for offer in card.models)
     for use in looked.sight.drafts:
-        # That nobody drafts is news to who started a machine that should, or asked for a model.
+        # That there is no drafter is news to a person who started a machine that should, or asked for a model.
         if use.drafts or use.blocks or proposers or use.by != FLEET:
             console.print(_drafts(use), markup=False)
     for clash in view.clashes:

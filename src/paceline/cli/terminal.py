@@ -14,7 +14,7 @@ from paceline.core.errors import PacelineError
 
 
 class Terminal(Console):
-    """A console. When nobody reads it any more (`paceline up | head`), the work goes on unseen."""
+    """A console. When its reader is gone (`paceline up | head`), the work goes on unseen."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(highlight=False, stderr=stderr)

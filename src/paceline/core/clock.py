@@ -1,4 +1,4 @@
-"""Time as an argument: whoever needs the time is given a clock."""
+"""Time as an argument: code that needs the time is given a clock."""
 
 from __future__ import annotations
 

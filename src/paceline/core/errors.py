@@ -8,7 +8,7 @@ PacelineError
 |   |-- UnsupportedModel      a model family or tensor type Paceline does not run
 |   |-- OutOfMemory           a model or a context larger than this machine's memory
 |   |-- DownloadError         a pull that could not be finished
-|   |   `-- FetchInProgress   somebody else on this machine is fetching the same model
+|   |   `-- FetchInProgress   another process of this machine is fetching the same model
 |   |-- MembershipError       init, join, token, revoke or ca can't be done on this machine as it stands
 |   |-- IdentityError         a key or a certificate on disk is missing, open to others, or damaged
 |   |-- TokenError            a text that is no join token
@@ -104,7 +104,7 @@ class DownloadError(UserError):
 
 
 class FetchInProgress(DownloadError):
-    """Somebody else on this machine is fetching the same model."""
+    """Another process of this machine is fetching the same model."""
 
 
 class MembershipError(UserError):

@@ -50,7 +50,7 @@ class TensorAt:
     """Where a tensor lies."""
 
     name: str
-    """Hugging Face's. One that no layer and no edge has is needed by whoever opens any of the model."""
+    """Hugging Face's. One that no layer and no edge has is needed to open any of the model."""
     file: int
     """Place in the manifest's files."""
     offset: int

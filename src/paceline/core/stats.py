@@ -50,7 +50,7 @@ class DraftUse:
     accepted_tokens: int = 0
     """Each is a step saved."""
     node_id: str = ""
-    """Who drafts at present; empty: prompt lookup, or nobody."""
+    """The node that drafts at present; empty: prompt lookup, or none."""
     model_id: str = ""
     blocks: int = 0
     """That proposers were asked for and gave."""
@@ -58,4 +58,4 @@ class DraftUse:
     """Of one such block, from ask to answer, on average."""
     failures: int = 0
     trouble: str = ""
-    """Why nobody drafts at present."""
+    """Why there is no drafter at present."""

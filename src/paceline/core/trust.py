@@ -1,4 +1,4 @@
-"""How far a member of a fleet is trusted: said once, by whoever invites it, and written into its certificate."""
+"""How far a member of a fleet is trusted: said once, by the person who invites it, and written into its certificate."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Asking:
 
         Args:
             drafts: of that sequence.
-            verified: how many guesses, by whoever makes them now, are being verified.
+            verified: how many guesses, by whichever maker they have now, are being verified.
         """
         for maker in drafts.told:
             self._ask(seq, drafts, maker, verified if maker == drafts.maker else 0)
@@ -127,7 +127,7 @@ class Asking:
             return  # it goes on behind a guess that was wrong
         told.since = None
         if not ids or not all(0 <= token < self._vocabulary for token in ids):
-            drafts.rates[maker].learn_fresh(0)  # so that nobody waits for nothing
+            drafts.rates[maker].learn_fresh(0)  # so that no step waits for nothing
             return
         old, known = drafts.tapes.get(maker), len(seq.tokens)
         branches = {

@@ -1,6 +1,6 @@
 """What an engine does with drafts: who may guess for a sequence, and how much of it to verify in each step.
 
-Prompt lookup is at home here; whoever else guesses is a `DraftSource`, asked ahead (`asking`). What they guess lies on tapes (`tapes`), and as
+Prompt lookup is at home here; every other guesser is a `DraftSource`, asked ahead (`asking`). What they guess lies on tapes (`tapes`), and as
 those are compared with whatever is drawn, drafts come back by themselves when the text has changed.
 
 Law: nothing here changes a token.
@@ -37,7 +37,7 @@ class DraftingConfig:
     default: str = AUTO
     """For requests that don't say: "off", "auto", "ngram", or a key of `sources`."""
     sources: Mapping[str, DraftSource] = field(default_factory=dict[str, DraftSource])
-    """Those of "auto", beside prompt lookup, which is always there. Closed by whoever made them."""
+    """Those of "auto", beside prompt lookup, which is always there. Closed by their maker."""
     more: MoreSources | None = None
     """For requests that name another."""
     longest: int = 15
@@ -175,7 +175,7 @@ class Drafting:
         return drafts.best()
 
     def _waited(self, seq: SequenceState, maker: str | None) -> bool:
-        """Whether something came that was worth a wait, as nobody had a good guess."""
+        """Whether something came that was worth a wait, as no tape had a good guess."""
         drafts = self._of.get(seq)
         if drafts is None or not (maker is None or drafts.tapes[maker].resumes):
             return False
@@ -199,7 +199,7 @@ class Drafting:
         return draft
 
     def _index(self) -> None:
-        """Some of the prompts that came, so that long ones hold up nobody."""
+        """Some of the prompts that came, so that long ones hold up no answer."""
         budget = INDEXED
         while budget:
             # Those that wait may do so for long, and many may.

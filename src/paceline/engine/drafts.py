@@ -1,6 +1,6 @@
 """Drafts: tokens that may come next, and where such guesses come from.
 
-Law: a draft is never believed. Whoever made it, wherever, from whatever: the model verifies each token, so a wrong one costs a row and changes no
+Law: a draft is never believed. Whichever machine made it, from whatever: the model verifies each token, so a wrong one costs a row and changes no
 byte. What is asked of a proposer is that it answers soon, not that it is right.
 
 Source: the proposer contract is seed 001's (`propose_block(committed, L, K)`).
@@ -15,7 +15,7 @@ from typing import Protocol
 from paceline.core.ids import SequenceId
 
 AUTO, OFF, NGRAM = "auto", "off", "ngram"
-"""Whoever drafts best; nobody; prompt lookup."""
+"""The best maker at the time; none; prompt lookup."""
 DRAFTS = (AUTO, OFF, NGRAM)
 """What a request's `draft` may always be; beyond it, the ids of draft models."""
 
@@ -41,7 +41,7 @@ class BlockProposal:
     """Of the proposer's model."""
     peak_activation_bytes: int = 0
     branches: tuple[Branch, ...] = ()
-    """Of proposers that know some: whoever is far away is behind by the time it takes to ask again where its block turns out wrong."""
+    """Of proposers that know some: one far away is behind by the time it takes to ask again where its block turns out wrong."""
 
 
 class Proposer(Protocol):
@@ -92,7 +92,7 @@ class DraftSource(Protocol):
 
     @property
     def expected_s(self) -> float | None:
-        """How long an answer takes, as measured; None: none are to be had at present, so nobody need ask."""
+        """How long an answer takes, as measured; None: none are to be had at present, so there is no need to ask."""
         ...
 
     @property

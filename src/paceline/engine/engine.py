@@ -58,7 +58,7 @@ class Engine:
         """Start idle.
 
         Args:
-            executor: runs the batches; closed by whoever made it.
+            executor: runs the batches; closed by its maker.
             clock: for the deadline of a step.
             entropy: seeds of requests that bring none.
             drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.

@@ -103,7 +103,7 @@ class Executor(Protocol):
         """Whether a batch may be submitted. Where machines are being looked for in place of lost ones, waits a moment and says False.
 
         Raises:
-            ExecutorUnavailable: none were found, and nobody looks any longer until this is asked again.
+            ExecutorUnavailable: none were found, and none are looked for until this is asked again.
         """
         ...
 

@@ -142,7 +142,7 @@ class LayerRunner(Protocol[Activations]):
     def rehearse_layers(self, x_TD: WireBits, plan: RowPlan, part: LayerRange) -> None:
         """Go the way of `run_layers` without computing, so that code and first weights are at hand; changes no result. May do nothing.
 
-        It uses what batches use: whoever shares a runner between threads keeps it apart from them as it keeps them apart.
+        It uses what batches use: a caller that shares a runner between threads keeps it apart from them as it keeps them apart.
         """
         ...
 

@@ -71,12 +71,12 @@ class Prefixes:
             seq.n_published += 1
 
     def stopped(self, seq: SequenceState) -> None:
-        """A sequence computes no further, for now or for good: nobody waits for it."""
+        """A sequence computes no further, for now or for good: no other waits for it."""
         for key in seq.keys[seq.n_published :]:
             self._waive(seq, key)
 
     def check_invariants(self, holders: Container[SequenceState]) -> None:
-        """Assert that whoever is waited for holds blocks."""
+        """Assert that a sequence that others wait for holds blocks."""
         assert all(seq in holders for seq in self._computing.values()), "a key waits for a sequence that is gone"
 
     def _wanted(self, seq: SequenceState) -> Sequence[bytes]:

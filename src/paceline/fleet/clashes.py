@@ -36,7 +36,7 @@ class ClashWatch:
 
     Args:
         memory_s: a clash is reported for so long after its last evidence.
-        max_nodes: ids watched; whoever was seen first is forgotten first.
+        max_nodes: ids watched; the one seen first is forgotten first.
     """
 
     def __init__(self, memory_s: float, max_nodes: int) -> None:

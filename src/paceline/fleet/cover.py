@@ -1,8 +1,8 @@
 """Which shards that are loaded already cover a model's layers, so that a pipeline opens with no weights to move.
 
 Law: from the first uncovered layer on, of the shards that include it the one with the lowest queue; among equals the one that reaches
-farthest, then throughput, memory, id. Who has no stream free is passed over, not waited for. The order in which shards are given is
-nobody's business.
+farthest, then throughput, memory, id. Who has no stream free is passed over, not waited for. The order in which shards are given
+does not matter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CoverRequest:
     own: NodeId | None = None
     """Who asks."""
     allow_self: bool = True
-    """Whether shards of whoever asks count."""
+    """Whether shards of the asking node count."""
     max_shards: int = 16
     exclude: frozenset[NodeId] = frozenset()
     """Nodes that must take no part."""

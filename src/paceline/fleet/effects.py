@@ -1,6 +1,6 @@
 """What gossip asks its owner to do, and what it tells it happened. Values: gossip itself does nothing.
 
-`Call` and `Reseal` are asked; everything else is news, for logs, metrics, open streams and whoever waits for a change of the view.
+`Call` and `Reseal` are asked; everything else is news, for logs, metrics, open streams and callers that wait for a change of the view.
 """
 
 from __future__ import annotations

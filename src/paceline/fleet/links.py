@@ -131,7 +131,7 @@ class LinkWatch:
         if self._asked is not None:
             if now < self._asked_s + 2 * self._times.timeout_s:
                 return []
-            self.failed(self._asked.id, now)  # nobody answered for it: its asker is gone
+            self.failed(self._asked.id, now)  # it was not answered: its asker is gone
         full = min(((way.due_s, node_id, way.address) for node_id, peer in self._peers.items() for way in peer.ways.values()), default=None)
         ping = min(((peer.ping_due_s, node_id, peer.best) for node_id, peer in self._peers.items() if peer.best), default=None)
         due = full if full is not None and full[0] <= now else ping

@@ -11,7 +11,7 @@ from paceline.fleet.card import SealedCard, SealedRevocation
 
 
 class Digest(NamedTuple):
-    """What somebody holds of one node. Greater (version, beat) is newer. A tuple, so that sets of a thousand compare quickly."""
+    """What a node holds of another. Greater (version, beat) is newer. A tuple, so that sets of a thousand compare quickly."""
 
     key: int
     """`stamps.node_key` of the node's id."""

@@ -1,7 +1,7 @@
 """Whom to exchange with next: some members, in turn and in random order, and one of those who can't be members yet or any more.
 
 Every member comes up once before any comes up twice, so no pair waits longer than chance allows. Seeds (addresses from `--peer`, a join or
-mDNS) are called until a live card lists them; nodes that expired are called so that a healed partition is noticed. Anybody on the network can
+mDNS) are called until a live card lists them; nodes that expired are called so that a healed partition is noticed. Any machine on the network can
 say something by mDNS, so what was heard there takes every second turn at most, and the place of nothing that was given.
 """
 
@@ -20,7 +20,7 @@ MAX_STRAYS = 64
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody to call."""
+    """A node to call."""
 
     addresses: tuple[str, ...]
     node_id: NodeId | None = None
@@ -49,7 +49,7 @@ class Peers:
             self._given[address] = None
 
     def hear_seed(self, address: str) -> bool:
-        """Remember an address that anybody may have announced; True where it is new."""
+        """Remember an address that any machine may have announced; True where it is new."""
         if address in self._given or address in self._heard or address in self._own_addresses:
             return False
         self._heard[address] = None
@@ -82,7 +82,7 @@ class Peers:
         self._lost.pop(node_id, None)
 
     def addresses(self) -> frozenset[str]:
-        """Of everybody who may be called beside the members."""
+        """Of all that may be called beside the members."""
         return frozenset([*self._given, *self._heard, *(address for addresses, _ in self._lost.values() for address in addresses)])
 
     def choose(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:

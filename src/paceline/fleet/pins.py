@@ -16,7 +16,7 @@ from paceline.fleet.pipelines import arranged
 from paceline.fleet.plan import Choice, Constraint, Pin, PlanRequest, Way
 
 ASSUMED_RTT_S, ASSUMED_BYTES_PER_S = 5e-3, 1e7
-"""Of a link that nobody has measured, where a pin wants it: a poor Wi-Fi."""
+"""Of a link that was not measured, where a pin wants it: a poor Wi-Fi."""
 _MOST_ORDERS = 720
 """Orders of pinned machines that are priced: all of six."""
 
@@ -167,7 +167,7 @@ def _orders(pins: Sequence[Pin], machines: Mapping[NodeId, Machine], n_layers: i
     """Orders of the machines, with their layers where ranges were pinned. Machines without a range fill the gaps, one each.
 
     Raises:
-        ImpossiblePin: ranges overlap, leave the model, or leave gaps that nobody fills.
+        ImpossiblePin: ranges overlap, leave the model, or leave gaps that no pin fills.
     """
     fixed = sorted((pin for pin in pins if pin.layers is not None), key=lambda pin: (_layers(pin).start, pin.node_id))
     free = sorted(pin.node_id for pin in pins if pin.layers is None)

@@ -1,6 +1,6 @@
 """Which machines run a request: a pure function of the view, so that every node computes the same plan with no word between them.
 
-Law: `plan` is deterministic (the order of cards is nobody's business), total (it returns, or raises `PlacementError`), and blind to machines
+Law: `plan` is deterministic (the order of cards does not matter), total (it returns, or raises `PlacementError`), and blind to machines
 that could take no part. `fleet.cost` prices every choice, `fleet.choices` orders them.
 """
 
@@ -231,7 +231,7 @@ def _notes(best: Choice, others: Sequence[Choice], free: Choice | None) -> list[
 
 
 def _assumed(best: Choice, links: Links) -> list[str]:
-    """Links that a pin asked for and nobody has measured."""
+    """Links that a pin asked for and that were not measured."""
     ids = best.node_ids
     hops = {tuple(sorted(pair)) for pair in zip(ids, [*ids[1:], ids[0]], strict=True)} if len(ids) > 1 else set[tuple[NodeId, ...]]()
     assumed = f"{choices.seconds(ASSUMED_RTT_S)} and {ASSUMED_BYTES_PER_S / 1e6:.0f} MB/s are assumed"

@@ -69,7 +69,7 @@ class Preset:
 
     ttl_s: int = 120
     """A card not stamped for so long is dropped. Raising it: a dead machine stays in views, and in plans, for longer. It must exceed
-    `restamp_s` and the time a stamp takes to reach everybody (about log of the fleet's size to the base 1 + 2 `fanout`, times `exchange_s`)."""
+    `restamp_s` and the time a stamp takes to reach every node (about log of the fleet's size to the base 1 + 2 `fanout`, times `exchange_s`)."""
     exchange_s: float = 30.0
     """From one round of exchanges to the next. Raising it: news takes longer to arrive, in proportion; bytes fall in proportion."""
     restamp_s: float = 30.0
@@ -79,11 +79,11 @@ class Preset:
     """One call may take so long. Raising it: a round that meets a dead peer ends later."""
     fanout: int = 2
     """Peers a node exchanges with in a round, besides one that it has lost or only knows the address of. Raising it: stamps and news reach
-    everybody in fewer rounds; each costs a set of digests (18 bytes a node) and two calls more."""
+    every node in fewer rounds; each costs a set of digests (18 bytes a node) and two calls more."""
     fanout_news: int = 3
     """The same after a round that brought a new card, a goodbye or a revocation. Raising it: as above, but only while there is news."""
     fanout_goodbye: int = 16
-    """Peers a node says goodbye to itself. Raising it: stopping takes a call to each; whoever is not called hears of it in a round or two."""
+    """Peers a node says goodbye to itself. Raising it: stopping takes a call to each; a node that is not called hears of it in a round or two."""
     jitter: float = 0.1
     """Rounds are spread by this fraction of `exchange_s`. Raising it: rounds grow uneven; at 0 nodes that started together call together."""
     max_calls: int = 8
@@ -98,7 +98,7 @@ class Preset:
 
 
 def desk() -> Preset:
-    """Two to five machines on one desk: everybody calls everybody, a lost machine is out of the view within 30 s."""
+    """Two to five machines on one desk: each calls every other, a lost machine is out of the view within 30 s."""
     return Preset(ttl_s=30, exchange_s=5.0, restamp_s=5.0, rpc_timeout_s=2.0, fanout=4, fanout_news=4)
 
 

@@ -171,7 +171,7 @@ class CardRegistry:
         return frozenset(self._digests)
 
     def compare(self, theirs: Iterable[Digest], now: float, *, complete: bool, bounds: Bounds) -> Difference:
-        """What to hand over to somebody who holds `theirs`, and what to ask of them. Call `sweep` first.
+        """What to hand over to a node that holds `theirs`, and what to ask of it. Call `sweep` first.
 
         Args:
             now: monotonic seconds.

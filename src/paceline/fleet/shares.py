@@ -6,7 +6,7 @@ from paceline.core.errors import PeerFloods
 
 
 class Shares:
-    """Buckets by peer, for at most `max_peers` of them: whoever asked longest ago is forgotten, with a bucket that is full by then."""
+    """Buckets by peer, for at most `max_peers` of them: the one that asked longest ago is forgotten, with a bucket that is full by then."""
 
     def __init__(self, burst: int, period_s: float, max_peers: int) -> None:
         self._burst, self._period_s, self._max_peers = burst, period_s, max_peers

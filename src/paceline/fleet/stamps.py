@@ -1,6 +1,6 @@
 """Freshness without signatures: a signed card holds the end of a chain of hashes, and each stamp reveals the link before.
 
-Only the node that drew the chain's secret can make the next stamp; everybody checks it with a hash or two (64 bytes of signature and 100 us
+Only the node that drew the chain's secret can make the next stamp; every node checks it with a hash or two (64 bytes of signature and 100 us
 less than signing a card that did not change). Links are salted with id and version: a link of one card says nothing about another.
 """
 

@@ -82,7 +82,7 @@ class BuiltNode:
     location: ModelLocation | None = None
     """Where all of the model lies, so that members can have it."""
     drafts: NodeDrafts | None = None
-    """For whoever runs the node to attach."""
+    """For the owner of the node to attach."""
 
     def close(self) -> bool:
         """Stop; see `EngineHost.close`."""

@@ -101,7 +101,7 @@ class SelfPortrait:
         return before != (self._shards, self._shard_memory)
 
     def card(self, addresses: tuple[str, ...] = (), links: tuple[Link, ...] = ()) -> NodeCard:
-        """The card as of the last look; the first call looks. Version, instance, stamp and TTL are for whoever announces it."""
+        """The card as of the last look; the first call looks. Version, instance, stamp and TTL are its announcer's to add."""
         if self._seen is None:
             self.look()
         seen = self._seen

@@ -108,7 +108,7 @@ class EngineThread:
         """Take over an engine, and start.
 
         Args:
-            engine: nobody else may touch it any more, but for what any thread may.
+            engine: no other thread may touch it any more, but for what any thread may.
             release: frees what the engine ran on; called in the engine's thread, last.
             tell: called in that thread once a step, when the next one is under way, and whenever the engine comes to rest; must not wait.
             rebuild: makes another, once one failed; None: it stays down. Called in that thread.

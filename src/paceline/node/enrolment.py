@@ -61,7 +61,7 @@ def start_fleet(folder: FleetFolder, name: str | None, join_port: int | None) ->
     clock = SystemClock()
     check_free(folder)
     node_id = _name(name)
-    # An init that was cut short left a CA that nobody belongs to yet.
+    # An init that was cut short left a CA without a member.
     authority = folder.authority() if folder.has_authority else Authority.create(clock.wall())
     folder.write_secret(folder.authority_file, authority.to_pem())
     issuer = Issuer(authority, folder, clock)
@@ -138,8 +138,8 @@ async def enrol(folder: FleetFolder, text: str, name: str | None) -> Identity:
     Raises:
         MembershipError: this machine is in a fleet already.
         TokenError: that is no token.
-        JoinRefused: the issuer says no, or whoever answers is not the issuer.
-        Unreachable: nobody answers.
+        JoinRefused: the issuer says no, or what answers is not the issuer.
+        Unreachable: no address answers.
     """
     clock = SystemClock()
     check_free(folder)
@@ -232,7 +232,7 @@ def usable_join_port(issuer: Issuer, asked: int | None) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens at a port, at any address."""
+    """Whether no socket listens at a port, at any address."""
     for family, host in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104 - it is asked whether it could be
         try:
             with socket.socket(family) as listening:

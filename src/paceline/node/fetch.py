@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import grpc.aio
 
 Dial = Callable[[WeightsSource, str], AbstractAsyncContextManager["grpc.aio.Channel"]]
-"""Opens a channel to one address of a node, on which nobody else can answer."""
+"""Opens a channel to one address of a node, on which no other node can answer."""
 Result = TypeVar("Result")
 End = Callable[[Staging, Sequence[PieceRun], Callable[[], None]], Result]
 
@@ -59,7 +59,7 @@ async def fetch_model(fetch: Fetch) -> LocalModel:
 
     Raises:
         DownloadError: no source could finish it, or the disk does not take it; what arrived is kept.
-        FetchInProgress: somebody else on this machine is at it.
+        FetchInProgress: another process of this machine is at it.
         ModelFileError, UnsupportedModel: what came can't be run here.
         ConfigError: the model's name can't be had here.
     """

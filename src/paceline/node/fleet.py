@@ -221,7 +221,7 @@ class FleetNode:
     def sight(self) -> Sight:
         """The same, and how it goes."""
         now = self._clock.monotonic()
-        # Where a node was that left or moved is nobody's trouble any more.
+        # Where a node was that left or moved is no trouble any more.
         self.book.keep_to(self.gossip.addresses)
         failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
         return Sight(self.view(), failures, self.meter.rounds, self._draft_use())
@@ -291,7 +291,7 @@ class FleetNode:
         return f"To join anew: stop paceline up, remove {self._folder.root}, then paceline join with a new token"
 
     def _refused(self, failed: grpc.aio.AioRpcError) -> None:
-        """Hear from whoever refused this node that it was revoked."""
+        """Hear from a node that refused this one that it was revoked."""
         told, own = revocation_told(failed, self.identity.root), (self.node_id, self.identity.member.issued_at)
         if told is not None and not self.gossip.voids(*own):
             self.gossip.learn((told,))

@@ -1,7 +1,7 @@
 """Drives `fleet.gossip`: gives it time and messages, and does what it asks.
 
 Law: everything happens on one event loop; every call has a bound and a task that `close` joins; nothing a peer sent reaches gossip before
-`exchange_codec` checked it; the version of a card is on disk before anybody is told the card, as long as the disk takes it.
+`exchange_codec` checked it; the version of a card is on disk before any node is told the card, as long as the disk takes it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The whole fleet as one `Inference`: a request arrives here and runs where the plan says, and its answer streams back through here.
 
-Law: a request keeps the node it started with. One that nobody has begun to answer moves on to the next node of its route that gives the
+Law: a request keeps the node it started with. One that no node has begun to answer moves on to the next node of its route that gives the
 same bytes; an answer that broke off after its first token ends with an error. What this node runs itself costs nothing more than before.
 """
 
@@ -32,7 +32,7 @@ RETRY_S = 5.0
 
 
 class FleetInference:
-    """Implements `server.inference.Inference` over this node's engine and everybody else's.
+    """Implements `server.inference.Inference` over this node's engine and every other node's.
 
     Args:
         local: what this node runs itself.

@@ -20,7 +20,7 @@ class FleetMeter:
     exchange: Histogram = field(default_factory=lambda: Histogram(EXCHANGE_BOUNDS_S))
     """Exchanges that this node began and a peer answered."""
     failed: int = 0
-    """Those that nobody answered."""
+    """Those that no node answered."""
     answered: int = 0
     """Those that peers began."""
     refused: int = 0

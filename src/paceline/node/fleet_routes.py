@@ -1,7 +1,7 @@
 """Which nodes could run a request for a model, the best first: this node's view, read by the plan that every node computes.
 
 Law: the nodes of one route have the same weights in the same format. Where this node has the model loaded, it is that one; where several
-nodes offer different weights under one name, the plan decides, and the name keeps its meaning for as long as anybody offers it.
+nodes offer different weights under one name, the plan decides, and the name keeps its meaning for as long as a node offers it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class FleetSettings:
     port: int = FLEET_PORT
     """Of the node's gRPC services; 0: any free one."""
     host: str = ""
-    """Address to listen on; empty: all of this machine's. Only members of the fleet are answered, whoever can reach it."""
+    """Address to listen on; empty: all of this machine's. Only members of the fleet are answered, whatever else can reach it."""
     peers: tuple[str, ...] = ()
     """host:port of other nodes, beside those found by mDNS and those remembered."""
     mdns: bool = True

@@ -28,7 +28,7 @@ class Running:
 
 
 def read_version(folder: FleetFolder) -> int:
-    """The highest version used; 0 where none was, or nobody knows."""
+    """The highest version used; 0 where none was, or it is not known."""
     try:
         return int((folder.root / "version").read_bytes())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """The engine as the server sees it: `server.inference.Inference` over an engine that runs elsewhere.
 
 Everything here happens on one event loop; the engine's reports come in through one `call_soon_threadsafe` a step, for all requests
-together. A stream that is closed or cancelled aborts its request at once; whoever opens one closes it. When the engine dies, every stream ends with an
+together. A stream that is closed or cancelled aborts its request at once; the caller that opened one closes it. When the engine dies, every stream ends with an
 error; another engine takes its place over the same weights, within a bound on how often, and beyond it every later call ends with an error.
 """
 
@@ -177,7 +177,7 @@ class EngineHost:
         """Called in the engine's thread."""
         loop = self._loop
         if loop is None or loop.is_closed():
-            self._receive(news)  # nobody streams: there is no loop to disturb
+            self._receive(news)  # no request streams: there is no loop to disturb
             return
         try:
             loop.call_soon_threadsafe(self._receive, news)

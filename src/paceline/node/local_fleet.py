@@ -36,11 +36,11 @@ for _ in range(50):
         break
     time.sleep(0.2)
 """
-"""Removes the folder once nobody uses it any more, in whatever way they ended."""
+"""Removes the folder once no process uses it any more, in whatever way they ended."""
 
 
 class LocalFleet:
-    """Homes of `count` nodes, and the processes of all but the first, whose home is for whoever orchestrates.
+    """Homes of `count` nodes, and the processes of all but the first, whose home is the orchestrator's.
 
     Args:
         count: nodes in all.

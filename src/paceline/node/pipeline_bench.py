@@ -198,7 +198,7 @@ def estimated(node: BenchNode, built: BuiltPipeline, plan: PipelineBenchPlan, st
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What everybody had done at some moment at which nothing was on its way."""
+    """What each machine had done at some moment at which nothing was on its way."""
 
     batches: int
     own_s: float

@@ -33,13 +33,13 @@ class HostSettings(_Table):
 
     serve_shards: bool = False
     shard_eviction_idle_seconds: Annotated[float, Field(ge=1, le=604800)] = 600
-    """Layers that nobody used for so long are unloaded. Raising it: a pipeline opens at once for longer, and memory is kept for longer."""
+    """Layers that were not used for so long are unloaded. Raising it: a pipeline opens at once for longer, and memory is kept for longer."""
     shard_max_memory_mb: Annotated[int, Field(ge=16, le=1 << 24)] | None = None
     """MiB for layers and their KV; None: a share of what is measured free."""
     max_concurrent_streams: Annotated[int, Field(ge=1, le=256)] = 4
     """Sessions of a shard. Raising it: more pipelines side by side, each with less KV and less of the machine."""
     min_caller_trust: Annotated[Trust, _WORD] = Trust.MEMBER
-    """Callers below it are refused: whoever runs layers for them sees their activations, and gives them its time."""
+    """Callers below it are refused: a node that runs layers for them sees their activations, and gives them its time."""
 
 
 class PipelineSettings(_Table):

@@ -89,7 +89,7 @@ def _known_here(model: str) -> ModelLocation | None:
     try:
         found = resolve(model, home)
     except PacelineError:
-        return None  # nobody here knows it; placement says so if nobody else does
+        return None  # it is not known here; placement says so if no other node has it
     return next((location for location in locations(home) if location.path == found.path), found)
 
 

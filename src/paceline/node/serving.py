@@ -1,6 +1,6 @@
 """What `paceline up` serves: this machine's engine alone, or, on a member of a fleet, the whole fleet.
 
-Law: whoever enters `serving` gets an `Inference` that works, and on leaving everything it started has ended.
+Law: a caller that enters `serving` gets an `Inference` that works, and on leaving everything it started has ended.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class FleetServing:
         """
         folder = FleetFolder(home.fleet)
         warm = () if node is None or node.warm is None else (node.warm,)
-        everybody = (lookup(clock), *proposers)
-        offers = tuple(one.offer for one in everybody)
+        drafters = (lookup(clock), *proposers)
+        offers = tuple(one.offer for one in drafters)
         self._beside = [*beside, *([] if node is None or node.location is None else [node.location])]
         portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm, offers, self._beside)
         self.fleet = FleetNode(settings, folder, portrait, clock)
-        self.drafting = DraftService(self.fleet, everybody)
+        self.drafting = DraftService(self.fleet, drafters)
         loaded = () if node is None else tuple(_loaded(node, model) for model in warm)
         self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)

@@ -70,7 +70,7 @@ def pull_from_fleet(model: str, home: Home, progress: Progress, announce: Callab
         announce: told in words who sends, and who did not go on.
 
     Returns:
-        None where this machine is in no fleet, or nobody else there has the model.
+        None where this machine is in no fleet, or no other node there has the model.
 
     Raises:
         ModelNotFound: the fleet has different models of that name.
@@ -105,7 +105,7 @@ async def _fleet_cards(home: Home, folder: FleetFolder, pool: ChannelPool) -> Se
 
 
 async def _card_at(address: str, pool: ChannelPool) -> NodeCard | None:
-    """The card of whoever of the fleet is at an address; None where nobody is."""
+    """The card of the fleet's node at an address; None where there is none."""
     try:
         return (await pool.card_at(address, ASK_S)).card
     except PacelineError:

@@ -1,6 +1,6 @@
 """This machine alone, in place of those that were lost: the layers that others ran are loaded here, beside the thread that waits for them.
 
-Law: nothing is loaded before it is wanted, and what was loaded for nobody is closed.
+Law: nothing is loaded before it is wanted, and what was loaded in vain is closed.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ActivationSink(Protocol):
         ...
 
     def close(self) -> None:
-        """Idempotent; wakes whoever waits."""
+        """Idempotent; wakes a thread that waits."""
         ...
 
 
@@ -66,5 +66,5 @@ class ActivationSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Idempotent; wakes whoever waits."""
+        """Idempotent; wakes a thread that waits."""
         ...

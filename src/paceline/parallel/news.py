@@ -1,4 +1,4 @@
-"""What is said of a pipeline's routes, as they break and others take over: to the log, to clients that ask, to whoever counts."""
+"""What is said of a pipeline's routes, as they break and others take over: to the log, to clients that ask, to the meter."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class PipelineExecutor:
         now = clock.monotonic()
         times.own_s += now - began
         try:
-            # Whoever takes it has those before it to compute, and then maybe this one: it need not be read in one go.
+            # The stage that takes it has those before it to compute, and then maybe this one: it need not be read in one go.
             route.sink.send(stage_batch, bits_TD, now + self._allowed_s(stage_batch))
         except TensorStreamError as error:
             raise self._lost(error) from error
@@ -266,7 +266,7 @@ class PipelineExecutor:
                 width=self._width,
             )
             self._own.take_blocks_of(self.block_size)
-        # Alone, there is nobody to work meanwhile.
+        # Alone, there is no machine to work meanwhile.
         self.depth = 1 if self._search.is_alone else len(route.stages) + bool(own)
         self._received = 0
 

@@ -1,6 +1,6 @@
 """A way through the machines, as the pipeline's executor sees it: whom activations go to, whom they come from, and who finds another way.
 
-Law: a route that broke is never mended, it is closed and another one is found. Whoever was to blame stays out for a while.
+Law: a route that broke is never mended, it is closed and another one is found. The node to blame stays out for a while.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Fault:
     """Why a route can't go on."""
 
     node_id: NodeId | None
-    """Who is held responsible; None where nobody knows."""
+    """The node that is held responsible; None where it is not known."""
     code: str
     message: str
 
@@ -119,7 +119,7 @@ class Router(Protocol):
         """A route over machines that work; where none could be opened within `wait_s`, how far the attempt is, which goes on.
 
         Raises:
-            PipelineError: there can be none: nobody has the layers, or those who have them refuse.
+            PipelineError: there can be none: no nodes have the layers, or those who have them refuse.
         """
         ...
 

@@ -37,7 +37,7 @@ class Search:
     def __init__(self, router: Router, fallback: Fallback | None, layers: str, limits: PipelineLimits, clock: Clock) -> None:
         self._router, self._fallback, self._layers, self._limits, self._clock = router, fallback, layers, limits, clock
         self._until: float | None = None
-        self._found_nobody = False
+        self._found_none = False
         """The search before this one."""
         self.opening: Opening | None = None
         """What the last look saw of a route on its way."""
@@ -83,7 +83,7 @@ class Search:
         if isinstance(route, Opening):
             return None
         self._forget_opening()
-        if (fault := route.fault()) is not None:  # it broke while nobody asked for anything
+        if (fault := route.fault()) is not None:  # it broke while nothing was asked of it
             route.close()
             self._router.quarantine(fault)
             self._again_at = now + LOOK_AGAIN_S
@@ -114,27 +114,27 @@ class Search:
         if fallback is not None and fallback.is_due:
             self.reason = "they were lost too often"
             return self._alone(fallback)
-        self.reason, self._hint, somebody = "none answered in time", "", True
+        self.reason, self._hint, any_left = "none answered in time", "", True
         try:
             found = self._router.find(self._limits.look_s)
         except PipelineError as error:
-            self.reason, self._hint, somebody = error.message, error.hint, False
+            self.reason, self._hint, any_left = error.message, error.hint, False
             self.opening = self._prepares_until = None
         else:
             if not isinstance(found, Opening):
-                self._until, self._found_nobody = None, False
+                self._until, self._found_none = None, False
                 self._forget_opening()
                 return found
             self._heed(found)
-        if self._clock.monotonic() < (self._prepares_until or self._until) and (somebody or not self._found_nobody):
-            if begins and not somebody:
+        if self._clock.monotonic() < (self._prepares_until or self._until) and (any_left or not self._found_none):
+            if begins and not any_left:
                 logger.warning(
                     "looking for machines for layers %s for %g s: %s. %s", self._layers, self._limits.search_s, self.reason, self._hint
                 )
             return None
-        if fallback is None and not self._found_nobody:
+        if fallback is None and not self._found_none:
             logger.warning("no machines are left for layers %s: %s. %s", self._layers, self.reason, self._hint)
-        self._until, self._found_nobody = None, True
+        self._until, self._found_none = None, True
         if fallback is not None:
             return self._alone(fallback)
         raise self._unavailable(self.reason)
@@ -171,7 +171,7 @@ class Search:
             raise self._unavailable(f"{self.reason}; and not here: {error}") from error
         if route is not None:
             logger.warning("no machines are left for layers %s (%s): they run here until others are back", self._layers, self.reason)
-            self._until, self._found_nobody, self.is_alone = None, False, True
+            self._until, self._found_none, self.is_alone = None, False, True
             now = self._clock.monotonic()
             again = now - self._back_at < ALONE_MOST_S
             self._alone_s = min(2 * self._alone_s, ALONE_MOST_S) if again else self._limits.alone_s

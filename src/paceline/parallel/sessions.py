@@ -1,6 +1,6 @@
 """One orchestrator's use of one stage, from the moment it asks: what is asked, what is told, and where results go. Values only.
 
-A session lives as long as the call that opened it. Its identity is the caller's and the id the caller drew: nobody else can name it.
+A session lives as long as the call that opened it. Its identity is the caller's and the id the caller drew: no other caller can name it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StageOpened:
     tensor_port: int
     """On the node's addresses."""
     ticket: bytes
-    """Whoever brings it may send to this session; good once."""
+    """A node that brings it may send to this session; good once."""
     n_blocks: int
     """KV leased, in blocks of 16 tokens."""
     block_size: int

@@ -195,7 +195,7 @@ def create_app(inference: Inference, settings: ServerSettings | None = None) -> 
 
 
 def _add_faults(app: FastAPI) -> None:
-    """Errors leave in OpenAI's shape, whoever raised them."""
+    """Errors leave in OpenAI's shape, wherever they were raised."""
 
     async def refusal(_: Request, error: Exception) -> Response:
         return cast("Refusal", error).fault.response()
@@ -210,7 +210,7 @@ def _add_faults(app: FastAPI) -> None:
         return Fault(raised.status_code, message, code=code, headers=dict(raised.headers or {})).response()
 
     async def left(_: Request, __: Exception) -> Response:
-        return Response(status_code=400)  # nobody is there to read it
+        return Response(status_code=400)  # the client is gone
 
     async def unexpected(_: Request, __: Exception) -> Response:
         return server_fault("The server failed while it answered; its log says why").response()

@@ -64,7 +64,7 @@ class Inference(Protocol):
     def models(self) -> Sequence[ServedModel]: ...
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
-        """Start a request. Whoever opens its stream closes it.
+        """Start a request. The caller that opens its stream closes it.
 
         Raises:
             UnknownModel, ContextOverflow, Overloaded: before the first item.

@@ -1,7 +1,7 @@
 """A model's layers while they are being fetched: a tensor can be read as soon as its pieces are on disk and checked, so that packing does not wait for
 the last of them.
 
-Law: what was not checked is never read. A reader waits for its pieces until they are there or the fetch is over, so whoever fetches must say that.
+Law: what was not checked is never read. A reader waits for its pieces until they are there or the fetch is over, so the fetch must say that.
 """
 
 from __future__ import annotations

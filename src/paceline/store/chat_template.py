@@ -67,7 +67,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, strftime_now=now.strftime, **self.special_tokens
             )
-        except Exception as error:  # a template is somebody's program: it may raise anything
+        except Exception as error:  # a template is a stranger's program: it may raise anything
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}",
                 "Give each message a role and a text content, in the order the model knows (system, user, assistant, ...)",

@@ -41,7 +41,7 @@ class Home:
         """The folder `PACELINE_HOME` names, else `~/.paceline`.
 
         Raises:
-            ConfigError: it names the home of somebody the system does not know.
+            ConfigError: it names the home of a user the system does not know.
         """
         return cls(expanded(Path(os.environ.get("PACELINE_HOME") or "~/.paceline")).absolute())
 
@@ -79,7 +79,7 @@ class Home:
 
 
 def expanded(path: Path) -> Path:
-    """A path with the `~` or `~somebody` it begins with resolved.
+    """A path with the `~` or `~user` it begins with resolved.
 
     Raises:
         ConfigError: the system knows no such home.

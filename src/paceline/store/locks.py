@@ -17,14 +17,14 @@ def only_one(path: Path, what: str) -> Generator[None]:
     """Hold the lock file at `path`, which is gone afterwards.
 
     Raises:
-        FetchInProgress: somebody else holds it.
+        FetchInProgress: another process or thread holds it.
         DownloadError: it can't be made.
     """
     handle = _locked(path, what)
     try:
         yield
     finally:
-        # While it is held: whoever opened this file already will see that it is not the one at `path` any more.
+        # While it is held: a process that opened this file already will see that it is not the one at `path` any more.
         path.unlink(missing_ok=True)
         os.close(handle)
 

@@ -1,7 +1,7 @@
 """Models of which this machine has only some layers: `partial/<digest>/`, files of full size with holes, and a note of what is no hole.
 
 The files have their own names and places, so the readers of whole models open them; what is in a hole is refused here, never read as
-zeros. Which layers are there follows from the files' own tables, not from what anybody said of them.
+zeros. Which layers are there follows from the files' own tables, not from what a node said of them.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def check_space(name: str, folder: Path, missing: int) -> None:
 
 
 def folder_lock(folder: str, home: Home) -> contextlib.AbstractContextManager[None]:
-    """Alone in changing a folder under `models/`. Raises FetchInProgress where somebody else does."""
+    """Alone in changing a folder under `models/`. Raises FetchInProgress where another process does."""
     return only_one(home.partial / f"{folder.replace('/', '--')}.lock", folder)
 
 

@@ -40,7 +40,7 @@ def staged(name: str, manifest: ModelManifest, home: Home) -> Generator[Staging]
         name: what it will be called here.
 
     Raises:
-        FetchInProgress: somebody else on this machine is at it.
+        FetchInProgress: another process of this machine is at it.
         WrongBytes: the description is not of the model its digest names, or has files that no model has.
         ConfigError: the name can't be had.
         DownloadError: the disk does not take it.

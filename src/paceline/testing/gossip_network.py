@@ -121,7 +121,7 @@ class SimulatedNetwork:
         self.at(self.now + self.preset.rpc_timeout_s, lambda: self._stop(node))
 
     def partition(self, *groups: Iterable[str]) -> None:
-        """Only nodes of one group reach one another. Whoever is in none is in one with the other such."""
+        """Only nodes of one group reach one another. Nodes in none are together in one."""
         for node in self.nodes.values():
             node.group = 0
         for number, labels in enumerate(groups, 1):
@@ -129,7 +129,7 @@ class SimulatedNetwork:
                 self.nodes[label].group = number
 
     def heal(self) -> None:
-        """Everybody reaches everybody."""
+        """Every node reaches every other."""
         self.partition()
 
     def revoke(self, node_id: str, on: str) -> None:

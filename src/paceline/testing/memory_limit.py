@@ -1,6 +1,6 @@
 """Processes under a limit on their memory that bites: a control group of Linux, version 1 or 2. What it needs is root, or a group of one's own.
 
-Law: the group goes with whoever made it: processes left in it are killed. The limit is on what is taken, mapped files that could be
+Law: the group goes with its maker: processes left in it are killed. The limit is on what is taken, mapped files that could be
 dropped excepted; RLIMIT_AS counts mappings instead, and would forbid a mapped file.
 """
 

@@ -66,7 +66,7 @@ class AddressBook:
         return tuple(sorted(self._failures.values(), key=lambda failure: failure.since))
 
     def keep_to(self, addresses: Collection[str]) -> None:
-        """Nobody calls others than these any more."""
+        """No others than these are called any more."""
         for address in [address for address in self._failures if address not in addresses]:
             del self._failures[address]
 

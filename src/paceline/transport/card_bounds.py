@@ -1,5 +1,5 @@
 """What a card may say. A member is trusted to belong, not to be right: figures that would upset a plan, names that would upset a log, and
-lists without end are refused before anybody reads them.
+lists without end are refused before they are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """mTLS channels to members, kept while they are used: one a purpose, an address and the certificate to meet there.
 
 Exchanges and long streams have channels of their own: one that timed out is thrown away and dialled anew, because TCP wakes up long after
-a partition healed, and that must not end somebody's stream.
+a partition healed, and that must not end a client's stream.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_CHANNELS = 512
 MAX_MESSAGE_BYTES = 8 << 20
 """A link's measure carries 4 MiB, 256 cards of 16 KB as much. Raising it: what one message can make a node hold."""
 MAX_CARD_MESSAGE_BYTES = 128 << 10
-"""What somebody who is only met may say: one card."""
+"""What a node that is only met may say: one card."""
 MAX_BLOCK_BYTES = 64 << 10
-"""What may come at once of somebody who drafts: a block and branches take some 20 KB at the most, and what takes long to read holds up this node."""
+"""What may come at once of a node that drafts: a block and branches take some 20 KB at the most, and what takes long to read holds up this node."""
 KEEPALIVE_S = 10
 """Of silence in a call, until the other side is asked for a sign of life. Raising it: the streams of a machine that lost its power hang for
 longer."""
@@ -123,10 +123,10 @@ class ChannelPool:
         return self._identity.root.member((await self.card_at(address, timeout_s)).certificate, self._clock.wall())
 
     async def card_at(self, address: str, timeout_s: float) -> SealedCard:
-        """The own card of whoever is at an address.
+        """The own card of the node at an address.
 
         Raises:
-            NodeUnreachable: nobody of this fleet answers there.
+            NodeUnreachable: no node of this fleet answers there.
             FleetError: what it sent proves nothing, or it was revoked.
             PacelineError: as it refused.
         """
@@ -138,7 +138,7 @@ class ChannelPool:
             failure = fleet_error_of(error, address)
         finally:
             await channel.close(None)
-        # Not from the call's own error: whoever holds that holds the call, and with it a channel that dials on though it is closed.
+        # Not from the call's own error: a holder of that holds the call, and with it a channel that dials on though it is closed.
         raise failure
 
     def discard(self, purpose: Purpose, address: str, member: Member) -> None:

@@ -104,6 +104,6 @@ def _read_branches(message: wire.ProposeBlockResponse) -> tuple[Branch, ...]:
 
 
 def failed(error: grpc.aio.AioRpcError, peer: str) -> RemoteProposerError:
-    """What a failed call means for whoever wanted drafts."""
+    """What a failed call means for the caller that wanted drafts."""
     said = error_of(error, peer)
     return RemoteProposerError(said.message, said.hint, status=error.code().name)

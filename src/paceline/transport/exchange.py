@@ -74,7 +74,7 @@ class Exchanger:
             refuse: told of each thing in the reply that proves nothing.
 
         Raises:
-            PacelineError: nobody answered at any of its addresses, or what came was refused; of the address tried last.
+            PacelineError: the node answered at none of its addresses, or what came was refused; of the address tried last.
         """
         until = self._clock.monotonic() + call.timeout_s
         addresses = self._book.order(call.addresses)

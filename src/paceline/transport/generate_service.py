@@ -66,7 +66,7 @@ class GenerateServicer(GenerateServiceServicer):
     def __init__(self, models: LoadedModels) -> None:
         self._models = models
 
-    # Written to the context rather than yielded: a generator that nobody asks for more would be closed only when it is collected.
+    # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def Generate(self, request: wire.GenerateRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         try:
             self._check(request)

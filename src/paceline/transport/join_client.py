@@ -68,8 +68,8 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
     """Become a member.
 
     Raises:
-        JoinRefused: the issuer says no, or whoever answers is not the issuer, or this machine's clock is wrong.
-        Unreachable: nobody answers at any of the token's addresses.
+        JoinRefused: the issuer says no, or what answers is not the issuer, or this machine's clock is wrong.
+        Unreachable: no machine answers at any of the token's addresses.
     """
     tried: list[_Tried] = []
     asking = [asyncio.ensure_future(_ask(address, token.fingerprint)) for address in token.addresses]

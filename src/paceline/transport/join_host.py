@@ -1,7 +1,7 @@
 """Keeps the join port: open while a token lives, closed otherwise.
 
-`paceline up` runs one for as long as it runs, and `paceline token` does where no `up` does; a lock in the fleet's folder says which. Whoever
-runs it notices within a second what other processes wrote there: a new token opens the port, a revocation is passed on.
+`paceline up` runs one for as long as it runs, and `paceline token` does where no `up` does; a lock in the fleet's folder says which. The
+process that runs it notices within a second what other processes wrote there: a new token opens the port, a revocation is passed on.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LOOK_S = 1.0
 """How often files are looked at."""
 MAX_JOIN_BYTES = 16 << 10
 MAX_CONNECTIONS = 512
-"""Anybody may open one before it has shown that it was invited. Raising it: what strangers can make this process hold."""
+"""Any machine may open one before it has shown that it was invited. Raising it: what strangers can make this process hold."""
 MAX_STREAMS = 2
 """Calls on one connection; a joiner makes one."""
 CONNECTION_S = 30
-"""Nobody has business here for longer."""
+"""No machine has business here for longer."""
 LAST_CALLS_S = 5
 """A call that was begun and never sent ends so long after its connection's time."""
 GRACE_S = 2.0
@@ -160,7 +160,7 @@ class JoinHost:
                 ("grpc.max_connection_age_ms", CONNECTION_S * 1000),
                 ("grpc.max_connection_age_grace_ms", LAST_CALLS_S * 1000),
             ),
-            # No bound on calls at once: whoever begins some and never sends them would keep everybody else out.
+            # No bound on calls at once: a machine that begins some and never sends them would keep all others out.
         )
         add_JoinServiceServicer_to_server(self._service, server)
         authority = self.issuer.authority

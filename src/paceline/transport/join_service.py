@@ -35,7 +35,7 @@ class JoinServicer(JoinServiceServicer):
         folder: where revocations are, for the newcomer.
         peers: addresses (host:port) of members, for the newcomer.
         on_joined: told the id of each machine that came.
-        here: ids of members, whom nobody else may be called.
+        here: ids of members, whose names no other machine may take.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""This machine's proposers, for whoever asks: members over gRPC, or an engine of the same process.
+"""This machine's proposers, for its callers: members over gRPC, or an engine of the same process.
 
 Law: one block of a model at a time, in a thread that the model keeps; asks wait in line, and one whose asker gave up meanwhile is dropped. Prompt
 lookup of a few new tokens takes less time than going to a thread, and is done at once. Sessions
@@ -191,7 +191,7 @@ class ProposerDesk:
                     self._drop(model, key, self._kept[key])
 
     def close(self) -> None:
-        """Begin nothing more, and answer whoever waits. A block being made is not waited for: nobody will have it. On the event loop; idempotent."""
+        """Begin nothing more, and answer all callers that wait. A block being made is not waited for: no caller will have it. On the event loop; idempotent."""
         self._closed = True
         self._ended += [model.thread for model in self._models.values()]
         for thread in self._ended:
@@ -232,7 +232,7 @@ class ProposerDesk:
         kept.held = held
         self._kept.move_to_end(key)
         while len(self._kept) > self._most_sessions or self._tokens > self._most_tokens:
-            # Those with asks under way, of which there are no more than may wait, are somebody's this moment.
+            # Those with asks under way, of which there are no more than may wait, are in use this moment.
             oldest = next((each for each, one in self._kept.items() if not one.busy), None)
             if oldest is None:
                 return

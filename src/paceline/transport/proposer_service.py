@@ -37,7 +37,7 @@ class ProposerServicer(ProposerServiceServicer):
         except PacelineError as error:
             await abort(context, error)
 
-    # Written to the context rather than yielded: a generator that nobody asks for more would be closed only when it is collected.
+    # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def ProposeBlocks(self, requests: AsyncIterator[wire.ProposeBlocksRequest], context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         caller = self._who(context).node_id
         writing = asyncio.Lock()
@@ -76,7 +76,7 @@ class ProposerServicer(ProposerServiceServicer):
         except* PacelineError as errors:
             await abort(context, _first(errors))
         finally:
-            # Sessions end with the call that spoke of them: whoever calls again says everything again.
+            # Sessions end with the call that spoke of them: a peer that calls again says everything again.
             self._desk.end(caller, tuple(seen))
 
 

@@ -1,4 +1,4 @@
-"""Errors over gRPC keep their type: a status for whoever reads statuses, and the error's kind and fields beside it for us.
+"""Errors over gRPC keep their type: a status for any client of gRPC, and the error's kind and fields beside it for us.
 
 One table for all services. What is no `PacelineError` is a bug: it is logged where it happened, and the caller learns only that.
 """
@@ -127,7 +127,7 @@ def fleet_error_of(failed: grpc.aio.AioRpcError, peer: str) -> FleetError:
 def unless_closed(peer: str) -> Generator[None]:
     """Around every wait for a peer over a channel that others may close: it is closed under the calls on it when the peer leaves or starts anew.
 
-    Law: whoever waits learns that as an error. grpc has it look as if the waiting task were cancelled, which would end it unnoticed.
+    Law: the caller that waits learns that as an error. grpc has it look as if the waiting task were cancelled, which would end it unnoticed.
 
     Args:
         peer: who is called, for messages.

@@ -36,7 +36,7 @@ class ShardHost(Protocol):
 
         Raises:
             NotTrusted: this caller is not served.
-            PipelineDisabled: nobody is.
+            PipelineDisabled: no caller is.
         """
         ...
 
@@ -87,7 +87,7 @@ class ShardServicer(ShardServiceServicer):
     def __init__(self, host: ShardHost, who: Callable[[Context], Member]) -> None:
         self._host, self._who = host, who
 
-    # Written to the context rather than yielded: a generator that nobody asks for more would be closed only when it is collected.
+    # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
     async def OpenStage(self, request: wire.OpenStageRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         try:
             caller = self._admitted(context)

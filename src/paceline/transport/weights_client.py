@@ -1,6 +1,6 @@
 """Asks one node for weights. Every wait is bounded; what comes is what was asked for, in that order, or an error.
 
-Whether bytes are right is for whoever keeps them to say: the description has their checksums.
+Whether bytes are right is for their keeper to say: the description has their checksums.
 """
 
 from __future__ import annotations

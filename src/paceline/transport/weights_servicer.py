@@ -1,7 +1,7 @@
 """Gives weights to other nodes: descriptions and pieces, of models in this machine's catalog and of nothing else.
 
 Disks are read in threads. A stream holds at most two pieces in memory (one on its way, one read ahead), and only so many streams are served
-at once; whoever comes then is told to try elsewhere.
+at once; a node that comes then is told to try elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WeightsLibrary(Protocol):
 
 
 class _CallerLeft(Exception):
-    """Nobody waits for the description any more."""
+    """No call waits for the description any more."""
 
 
 class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
@@ -139,7 +139,7 @@ def _pieces(request: wire.FetchPiecesRequest) -> Iterator[tuple[int, int]]:
 
 
 async def _refuse(context: FetchContext | DescribeContext, error: ModelNotFound | ModelFileError) -> NoReturn:
-    """Say no. What a file is called here is nobody else's business."""
+    """Say no. What a file is called here is not for others to know."""
     if isinstance(error, ModelNotFound):
         await context.abort(grpc.StatusCode.NOT_FOUND, error.message)
     logger.warning("weights can't be given: %s", error)

@@ -1,4 +1,4 @@
-"""How threads share one forward pass: a conductor posts phases, whoever is awake claims their tasks.
+"""How threads share one forward pass: a conductor posts phases, the threads that are awake claim their tasks.
 
 A phase is one 64-bit word: what to do, how many tasks, the next one to claim. Claiming adds one to the word, so a thread that comes
 late or sleeps through phases needs no barrier: it reads the word and takes part in what runs now. Only the conductor waits, and

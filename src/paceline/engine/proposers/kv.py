@@ -40,7 +40,7 @@ class SharedKv(Generic[Activations]):
     """All texts of one model.
 
     Args:
-        runner: holds all layers; closed by whoever made it.
+        runner: holds all layers; closed by its maker.
         max_rows: that it takes at a time.
     """
 
@@ -49,7 +49,7 @@ class SharedKv(Generic[Activations]):
         self.room = min(max_context, runner.n_blocks * runner.block_size)
         """Tokens that one text may have."""
         self.lock = threading.Lock()
-        """Held while a text is extended, by whoever does: a runner runs one batch at a time."""
+        """Held while a text is extended, by the thread that does: a runner runs one batch at a time."""
         self._free = list(range(runner.n_blocks))
         self._texts: list[Text] = []
         """Those with blocks, the one drafted for last at the end."""

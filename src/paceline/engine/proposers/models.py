@@ -26,7 +26,7 @@ class ModelProposer(SessionProposer, Generic[Activations]):
     """A model that drafts.
 
     Args:
-        runner: holds all layers, and runs for nobody else; closed by whoever made it.
+        runner: holds all layers, and runs for no other; closed by its maker.
         vocabulary_size: token ids below this are tokens. Kernels look up the others' too, wherever that is in memory.
         eos_ids: nothing is drafted behind one.
         max_rows: that the runner takes at a time.

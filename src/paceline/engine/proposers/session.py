@@ -1,6 +1,6 @@
 """One sequence's drafts: a proposer remembers what it was told, so that only new tokens need be said and run.
 
-Law: a session that was told the same tokens drafts the same, however they were cut into asks. Whoever opens one closes it.
+Law: a session that was told the same tokens drafts the same, however they were cut into asks. The caller that opens one closes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The texts that drafts are measured on: chats of four kinds, each with a real answer.
 
 A file of `texts/` is one chat: `=== role` on a line of its own begins a message, and the last one, the assistant's, is the answer. They
-were written for this, so nobody else's licence is on them.
+were written for this, so no other licence is on them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An executor whose model says what it is told to: everything is computed, and then the logit of the wanted token is raised above all others.
 
 So the speed of a small model is measured on text that only a large one would write. A row's wanted token depends on its position alone, as a
-model's would where a draft is right; behind a wrong one nobody looks.
+model's would where a draft is right; what stands behind a wrong one is not looked at.
 """
 
 from __future__ import annotations

@@ -41,14 +41,14 @@ def drafters(
 
     Raises:
         VocabularyMismatch: those that have it have other tokens.
-        PlacementError: nobody has it.
+        PlacementError: no node has it.
     """
     here = live_cards(cards)
     own = verifier.node_id
     barred = {node_id for node_id, instance in left_out if node_id in here and here[node_id].instance == instance}
     able = {node_id: card for node_id, card in _trusted(here, trust, own).items() if node_id == own or node_id not in barred}
     offers = _offers(able.values(), verifier, model_id)
-    # Without a model to name, whoever pays: the plan is then free to say that nobody does.
+    # Without a model to name, any that pays: the plan is then free to say that none does.
     ways = frozenset({Way.DRAFT} if model_id else {Way.DRAFT, Way.ALONE})
     planned = plan(able.values(), PlanRequest(verifier.digest, verifier.weights, ways=ways, pins=(Pin(own),), draft_model=model_id))
     links = Links(able)

@@ -51,6 +51,6 @@ class Ledger:
         return [key for key, record in self._records.items() if record.until_s > now]
 
     def next_s(self) -> float | None:
-        """Until the first of them is no longer; None: nobody is left out."""
+        """Until the first of them is no longer; None: none is left out."""
         now = self._clock.monotonic()
         return min((record.until_s - now for record in self._records.values() if record.until_s > now), default=None)

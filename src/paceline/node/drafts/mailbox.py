@@ -1,7 +1,7 @@
 """Between an engine's thread, which asks and goes on, and the event loop, which carries asks out and answers back.
 
 Law: the engine's thread waits for answers alone, and no longer than it says. What it told of a sequence is kept until the sequence is over, so that
-whoever drafts next can be told all of it. While nobody reads the mail, asks are answered with nothing.
+the next drafter can be told all of it. While no talk reads the mail, asks are answered with nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Mailbox:
                 self._return()
 
     def _return(self) -> None:
-        """Nobody reads it."""
+        """No talk reads it."""
         for item in self.take():
             if isinstance(item, tuple):
                 self.answer(item[0], ())

@@ -17,7 +17,7 @@ class DraftMetrics(Collector):
 
     Args:
         meter: what it has from others; None where it runs no model.
-        drafting: by source, whether anybody drafts at present.
+        drafting: by source, whether a proposer drafts at present.
     """
 
     def __init__(self, desk: ProposerDesk, meter: Callable[[], DraftMeter | None], drafting: Callable[[], Mapping[str, bool]]) -> None:

@@ -1,6 +1,6 @@
 """Models that this node drafts with, for others and for itself: `paceline up --propose`.
 
-`MODEL` drafts token by token, `jacobi:MODEL` refines whole blocks. Each has a runner of its own, so that whoever asks never waits for an answer
+`MODEL` drafts token by token, `jacobi:MODEL` refines whole blocks. Each has a runner of its own, so that an ask never waits for an answer
 that this node itself is giving.
 """
 

@@ -1,7 +1,7 @@
 """Drafts from wherever the plan says: the engine's thread asks and goes on (`mailbox`); on the event loop one proposer at a time drafts (`talk`).
 
 Law: the engine is never held up but for the wait it names. Every ask is answered once: with a draft, or, where its proposer failed, is late or is not
-to be had, with an empty one. Who failed is left out for a while (`ledger`), and whoever is next takes over, told everything anew.
+to be had, with an empty one. A drafter that failed is left out for a while (`ledger`), and the next takes over, told everything anew.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RemoteDrafts:
         self._again: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self.trouble: PacelineError | None = None
-        """Why nobody drafts at present."""
+        """Why there is no drafter at present."""
         self.failure: RemoteProposerError | None = None
         """Of a proposer, the last one there was."""
 
@@ -103,7 +103,7 @@ class RemoteDrafts:
         self.look()
 
     def look(self) -> None:
-        """The view has changed: maybe somebody can draft now, or the one who did no longer can."""
+        """The view has changed: maybe a node can draft now, or the one that did no longer can."""
         if self._find is None:
             return
         try:
@@ -113,7 +113,7 @@ class RemoteDrafts:
                 level = logging.WARNING if isinstance(error, VocabularyMismatch) else logging.INFO
                 logger.log(level, "nobody drafts (%s): %s", self.name, error)
             self.trouble, found = error, ()
-        # Whoever drafts goes on: another would have to be told everything.
+        # The present drafter goes on: another would have to be told everything.
         talk = self._talk
         kept = None if talk is None else next((one for one in found if one.is_same(talk.drafter)), None)
         if talk is not None and kept is not None:
@@ -171,7 +171,7 @@ class RemoteDrafts:
         self.look()
 
     def _change(self, drafter: Drafter | None) -> None:
-        """Let somebody else draft, or nobody."""
+        """Let another node draft, or none."""
         talk, self._talk, self._expected_s = self._talk, None, None
         if talk is not None and (line := talk.end()) is not None:
             task = asyncio.create_task(line.close())

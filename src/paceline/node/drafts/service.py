@@ -126,7 +126,7 @@ async def close_proposers(desk: ProposerDesk, proposers: Sequence[LoadedProposer
 
 
 def _drafting(drafts: NodeDrafts | None) -> dict[str, bool]:
-    """By source, whether anybody drafts."""
+    """By source, whether a proposer drafts."""
     return {} if drafts is None else {name: source.drafter is not None for name, source in drafts.sources.items()}
 
 

@@ -23,17 +23,17 @@ from paceline.transport.proposer_desk import ProposerDesk
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""After the start, for whoever drafts to be seen, before it is said that nobody does."""
+"""After the start, for drafters to be seen, before it is said that there is none."""
 
 MOST_NAMED = 8
-"""Sources at once, unless sequences that go on have more. Raising it: more streams stay open, for models that nobody may name again."""
+"""Sources at once, unless sequences that go on have more. Raising it: more streams stay open, for models that no request may name again."""
 FLEET = "fleet"
 """A request's `draft` for whatever model of the fleet drafts best."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """Whoever can draft, from where this node is."""
+    """The drafters, from where this node is."""
 
     loop: asyncio.AbstractEventLoop
     find: Callable[[str, Collection[Key]], Sequence[Drafter]]
@@ -62,7 +62,7 @@ class NodeDrafts:
         """By what a request's `draft` says, the one named last at the end. Replaced, never changed: both threads look at it."""
         self._reach: _Reach | None = None
         self._models: frozenset[str] = frozenset()
-        """Those that somebody drafts with."""
+        """Those that have a drafter."""
         self._ending: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None
 
@@ -133,7 +133,7 @@ class NodeDrafts:
                 source.look()
 
     def complain(self) -> None:
-        """Say which models that were asked for nobody drafts with."""
+        """Say which models that were asked for have no drafter."""
         for name in self._asked:
             source = self.sources[name]
             if name != FLEET and source.drafter is None and source.trouble is not None:

@@ -1,6 +1,6 @@
 """With one proposer, over one line: what it was told, what it was asked, and when its answers are late.
 
-Law: every ask is answered once, at the latest when the talk ends. Only what is new of a text is said, unless the proposer lost it. Whoever breaks
+Law: every ask is answered once, at the latest when the talk ends. Only what is new of a text is said, unless the proposer lost it. A proposer that breaks
 the contract, is late, or ends the line has failed, which is said once. Lives on the event loop.
 """
 
@@ -22,7 +22,7 @@ from paceline.transport.proposer_desk import BlockAsk
 
 LATE_S, LATE_TIMES, LATEST_S = 0.5, 4.0, 30.0
 """A block is late after so long, and so many times what its proposer's speed promises for it and for those before it, or what it took lately instead;
-at the latest after the last. Raising them: a proposer that hangs is noticed later, and meanwhile nobody drafts."""
+at the latest after the last. Raising them: a proposer that hangs is noticed later, and meanwhile no proposer drafts."""
 MOST_SLOWER = 20.0
 """Times that a proposer may be slower than its speed promises: it was measured with other lengths, while nothing else ran."""
 FASTER_AGAIN = 0.1
@@ -45,7 +45,7 @@ class _Waiting:
 
 
 class Talk:
-    """Begins with `begin`, and ends with `end`, whoever failed.
+    """Begins with `begin`, and ends with `end`, on whichever side it failed.
 
     Args:
         drafter: whom with.
@@ -101,7 +101,7 @@ class Talk:
             self._line.send(None, sessions)
 
     def end(self) -> Line | None:
-        """Answer whoever waits, with nothing, and hear no more. The line is the caller's to close. Idempotent."""
+        """Answer all that wait, with nothing, and hear no more. The line is the caller's to close. Idempotent."""
         line, self._line = self._line, None
         waiting, self._waiting = self._waiting, {}
         for each in (each for asks in waiting.values() for each in asks):
@@ -112,12 +112,12 @@ class Talk:
     def _tell(self, ask: DraftAsk, asked_s: float, *, whole: bool) -> None:
         """Ask, and say what is new, or everything."""
         line = self._line
-        assert line is not None, "nobody is asked before the beginning or after the end"
+        assert line is not None, "asks come neither before the beginning nor after the end"
         first, tokens = ask.first_position, ask.token_ids
         if whole:
             self.leave((ask.sequence,))
             text = self._mailbox.text(ask.sequence, first + len(tokens))
-            if text is None:  # nobody waits for it any more
+            if text is None:  # no sequence waits for it any more
                 self._mailbox.answer(ask, ())
                 return
             first, tokens = 0, text

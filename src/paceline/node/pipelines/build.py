@@ -80,7 +80,7 @@ TYPICAL_PROMPT = 512
 LEAST_TOKENS = 256
 """Of KV, for which machines are worth asking where no context was asked for. Raising it leaves out machines that are nearly full."""
 LOOK_S = 0.5
-"""Between two looks at a view in which nobody can take part yet."""
+"""Between two looks at a view in which no node can take part yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def build_engine_over(
 
     Raises:
         PipelineDisabled: this machine's settings don't allow it.
-        ExecutorUnavailable: nobody can run the other layers.
+        ExecutorUnavailable: no node can run the other layers.
         UserError: something asked for can't be had.
     """
     asked = order.settings

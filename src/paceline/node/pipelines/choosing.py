@@ -71,7 +71,7 @@ def choose(
         last: the route before. Those of it that are left keep their layers, where others can take those of the lost: they are loaded.
 
     Raises:
-        ShardUnavailable, WeightsMismatch: nobody can, or may.
+        ShardUnavailable, WeightsMismatch: no node can, or may.
     """
     allowed = allowed_hosts(cards, trust, own, wanted)
     there = frozenset(card.node_id for card in allowed) - exclude
@@ -136,7 +136,7 @@ def _mended(
 
 
 def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> Sequence[Stage]:
-    """A machine that came just now, so that nobody has measured the way to it, is as good as any where there is no other."""
+    """A machine that came just now, so that the way to it is not measured yet, is as good as any where there is no other."""
     for card in sorted(cards, key=lambda card: (-card.memory_total_bytes, card.node_id)):
         if request.pins or card.node_id in {request.orchestrator, *request.exclude}:
             continue

@@ -1,6 +1,6 @@
 """A route over the fleet: a session with each stage, and the two ends of the activations' way.
 
-Law: as soon as a stage is gone, whoever waits for activations is woken; `close` ends everything and waits for nothing. What is read here from
+Law: as soon as a stage is gone, a thread that waits for activations is woken; `close` ends everything and waits for nothing. What is read here from
 the engine's thread is set by the event loop once and for all.
 """
 
@@ -48,7 +48,7 @@ class FleetRoute:
             session.lost.add_done_callback(lambda _: self._wake())
 
     def accuse(self, fault: Fault) -> None:
-        """End the route for what somebody found out about a stage. For any thread."""
+        """End the route for what was found out about a stage. For any thread."""
         self._accused = self._accused or fault
         self._wake()
 
@@ -87,7 +87,7 @@ class FleetRoute:
             asyncio.run_coroutine_threadsafe(end(), self._loop)
 
     def _fault(self, place: int, loss: StageLoss) -> Fault:
-        """Whom a loss is held against. A stage knows of nobody but those it receives from and sends to; of this node it may say what it likes."""
+        """Whom a loss is held against. A stage knows only those it receives from and sends to; of this node it may say what it likes."""
         node_id, told = self.sessions[place].node_id, loss.fault
         beside = {self.sessions[at].node_id for at in (place - 1, place + 1) if 0 <= at < len(self.sessions)}
         if told is not None and told.blames is not None and told.blames in beside:

@@ -40,7 +40,7 @@ class PipelineMeter:
             self._corruption += 1
 
     def listen(self, listener: Callable[[Opening], None]) -> None:
-        """Have routes on their way told to somebody else too, in the engine's thread."""
+        """Have routes on their way told to a further listener, in the engine's thread."""
         self._listeners.append(listener)
 
     # ---------------------------------------------------------------------------------- as a PipelineWatch, in the engine's thread

@@ -1,7 +1,7 @@
 """Finds routes through the fleet: asks the view who could, opens sessions with them, and takes others where they refuse.
 
-Law: an attempt that fails leaves no session behind. Whoever broke a route is left out for a while that depends on how; who starts anew is not
-the one who broke it. Who only stalled is asked again sooner where there is nobody else: it may have slept.
+Law: an attempt that fails leaves no session behind. A node that broke a route is left out for a while that depends on how; who starts anew is not
+the one who broke it. One that only stalled is asked again sooner where there is no other: it may have slept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUARANTINE_S = {ShardCorrupt.code: 600.0, PipelineStalled.code: 30.0}
 GONE_S = 3.0
 """The same for one that just went away: it may be back."""
 LAST_RESORT_S = 4.0
-"""The same for one that stalled, where nobody else has the layers. Raising it: answers wait longer for a machine that was asleep for a moment."""
+"""The same for one that stalled, where no other node has the layers. Raising it: answers wait longer for a machine that was asleep for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _LeftOut:
     """Of the process that did."""
     until: float
     in_need_until: float
-    """The same where nobody else is there."""
+    """The same where there is no other node."""
 
 
 class FleetRouter:
@@ -95,7 +95,7 @@ class FleetRouter:
         except CancelledError as error:
             raise ShardUnavailable("This node is stopping") from error
         except PipelineError:
-            # Nobody can now. Somebody may as soon as there is news, and whoever is left out in a while.
+            # No node can now. One may as soon as there is news, and those left out may in a while.
             self._fleet.wait_for_news(max(0.0, until - self._clock.monotonic()))
             raise
         self.route = route
@@ -157,7 +157,7 @@ class FleetRouter:
         """Who is left out now. On the event loop.
 
         Args:
-            in_need: nobody else is there.
+            in_need: there is no other node.
         """
         now, instances = self._clock.monotonic(), {card.node_id: card.instance for card in self._fleet.cards()}
         with self._lock:

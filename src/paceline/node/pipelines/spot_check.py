@@ -2,9 +2,9 @@
 
 Law: only what this node sent and what came back to it is known at first hand, so a whole chain of second holders runs from the one, and must
 end with the very bytes of the other. No stage can tell such a batch from any other, but for one drawn each time, which is asked what arrived:
-that says on which side of it to look, clears nobody, and convicts only whoever told of a wrong input although the end is right. Of the suspects,
+that says on which side of it to look, clears no stage, and convicts only one that told of a wrong input although the end is right. Of the suspects,
 each is given its input again in a session like any other; who then differs from the second holder is left out, or the second holder, where a
-third one sides against it. Where all repeat what they should have said, nobody knows who lied, and all suspects are left out.
+third one sides against it. Where all repeat what they should have said, it can't be known which lied, and all suspects are left out.
 What is checked needs no KV from before: rows from position 0 of a sequence. Later rows go unseen.
 """
 
@@ -55,7 +55,7 @@ class Holders:
         self._wanted, self._left_out = replace(wanted, pins=()), left_out
 
     def chain(self, stages: Sequence[Part]) -> list[list[Part]]:
-        """For each stage, others that run its layers: nodes outside the route where they cover it, else whoever has the layers loaded."""
+        """For each stage, others that run its layers: nodes outside the route where they cover it, else any node that has the layers loaded."""
         outside = self._left_out() | {stage.node_id for stage in stages}
         try:
             parts = choose(self._cards(), self._trust(), self._own, self._wanted, outside)
@@ -256,7 +256,7 @@ class SpotCheck:
         """What layers make of the first rows of a sequence, in a session of its own.
 
         Raises:
-            NotOpened, FleetError: nobody knows.
+            NotOpened, FleetError: no holder can say.
         """
         n_rows = len(x_TD)
         route = await self._opener.open(parts, blocks=-(-n_rows // WIDEST_BLOCK) * WIDEST_BLOCK // BLOCK_TOKENS)

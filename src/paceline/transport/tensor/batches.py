@@ -89,7 +89,7 @@ def written(x_TD: WireBits, dtype: ActivationDtype) -> Array:
     """Activations as they go over the wire."""
     if dtype is ActivationDtype.BF16:
         return x_TD
-    with np.errstate(over="ignore"):  # what fp16 can't hold becomes infinite, and is found by whoever checks for that
+    with np.errstate(over="ignore"):  # what fp16 can't hold becomes infinite, and is found by the check for that
         return from_bf16(x_TD).astype(WIRE[dtype], copy=False)
 
 

@@ -1,4 +1,4 @@
-"""Bytes in, events out: what one end of a tensor stream reads. Pure; whoever has the socket reads into `space` and says how much came.
+"""Bytes in, events out: what one end of a tensor stream reads. Pure; the socket's owner reads into `space` and says how much came.
 
 Small frames are read past their ends into a buffer, so that a message costs one read. Data of a large chunk is read to where it belongs.
 Lengths are checked before anything is allocated for them.

@@ -1,4 +1,4 @@
-"""The one port of a node where activations arrive. Who brings a ticket that a session gave out is handed to that session; nobody else stays.
+"""The one port of a node where activations arrive. A peer with a ticket that a session gave out is handed to that session; no other stays.
 
 One thread accepts, shakes hands and reads hellos, of all callers at once and of none for longer than a bound. There is room for so many who
 have not said hello; when one more comes, the oldest of the host that has the most goes: a flood of silent callers costs little and keeps no
@@ -49,11 +49,11 @@ class Expected:
         self._over = False
 
     def wait(self, deadline: float) -> TensorReceiver:
-        """The stream, once somebody brings the ticket. It is the caller's then.
+        """The stream, once a peer brings the ticket. It is the caller's then.
 
         Raises:
-            StreamStalled: nobody has until `deadline`, on the monotonic clock. Waiting again is possible.
-            StreamClosed: it was cancelled, or the listener closed, or whoever came was revoked.
+            StreamStalled: no peer has until `deadline`, on the monotonic clock. Waiting again is possible.
+            StreamClosed: it was cancelled, or the listener closed, or the peer that came was revoked.
         """
         with self._changed:
             while self._receiver is None and not self._over:
@@ -65,7 +65,7 @@ class Expected:
         return receiver
 
     def cancel(self) -> None:
-        """The ticket is good no longer. A stream that nobody has fetched is closed."""
+        """The ticket is good no longer. A stream that was not fetched is closed."""
         self._forget(self)
         with self._changed:
             receiver, self._receiver, self._over = self._receiver, None, True
@@ -74,7 +74,7 @@ class Expected:
             receiver.close()
 
     def deliver(self, receiver: TensorReceiver) -> bool:
-        """By the listener. False: nobody waits any more."""
+        """By the listener. False: no session waits any more."""
         with self._changed:
             if self._over:
                 return False

@@ -14,7 +14,7 @@ from paceline.transport.tensor.incoming import FROM_SENDER, Hello, Incoming
 from paceline.transport.trust.certificates import Member
 
 HELLO_BYTES = 1024
-"""What is read of somebody who has not said hello. It is longer than that, as nobody sends more before the welcome."""
+"""What is read of a peer that has not said hello. It is longer than that, as no peer sends more before the welcome."""
 
 
 class Wants(Enum):
@@ -55,7 +55,7 @@ class Newcomer:
 
         Raises:
             OSError: TLS turned it away, or it left.
-            NotTrusted: it is nobody of the fleet, or no longer.
+            NotTrusted: it is no node of the fleet, or no longer.
             TensorStreamError: it says something else than hello.
         """
         try:

@@ -5,7 +5,7 @@ The socket never blocks: a read or a write is tried, and only what can't be done
 beyond its own.
 
 A thread that sleeps until something comes wakes late, on a core that has gone cold. So a reader may look for a while first, which halves
-the way of a small message and more; but only on a core that nobody else wants: who is interrupted at it does without for a second.
+the way of a small message and more; but only on a core that no other thread wants: a thread that is interrupted at it does without for a second.
 Meanwhile it may rehearse what it will do with what comes, at first soon again, then less and less often: what is in the core's own caches stays
 there, and who comes during a rehearsal waits for its end.
 """
@@ -32,7 +32,7 @@ GIVE_UP_S = 20
 NOTICEABLE_S = 200e-6
 """Of shorter waits one can't tell whether they were interrupted."""
 NOT_WANTED_S = 1.0
-"""How long nobody looks where somebody else wanted the core."""
+"""How long no thread looks where another wanted the core."""
 
 FIRST_PAUSE_S = 100e-6
 """Between the first two rehearsals; each pause is twice the one before."""
@@ -63,7 +63,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def cut(sock: socket.socket) -> None:
-    """End a connection under whoever reads it: only the system's side of it, as TLS is another thread's."""
+    """End a connection under the thread that reads it: only the system's side of it, as TLS is another thread's."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 

@@ -126,7 +126,7 @@ class TensorReceiver(End):
     def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> Message | Closed:
         incoming, pipe, conversation = self._incoming, self._pipe, self._conversation
         if conversation.unacknowledged > HALF + HALF // 2:
-            # Nobody acknowledges; but asking for more says as much.
+            # Nothing is acknowledged; but asking for more says as much.
             self._ack(deadline)
         silence = Silence(deadline, pipe.now)
         while True:

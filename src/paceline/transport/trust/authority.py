@@ -36,7 +36,7 @@ from paceline.transport.trust.requests import open_request
 
 CA_YEARS = timedelta(days=20 * 365)
 NODE_YEARS = timedelta(days=10 * 365)
-"""A node's certificate is not renewed (ADR 5): whoever should not belong any more is revoked."""
+"""A node's certificate is not renewed (ADR 5): a node that should not belong any more is revoked."""
 
 
 class Authority:

@@ -1,7 +1,7 @@
 """mTLS between members: what a server shows and asks for, what a caller shows, and who is at an address.
 
 TLS proves only "a member of this fleet"; names in it are no addresses. A caller that knows a node's certificate (from its card) asks for the
-name which that certificate alone carries (`Member.tls_name`), so nobody else can answer. One that knows only an address asks whoever is
+name which that certificate alone carries (`Member.tls_name`), so no other node can answer. One that knows only an address asks the node
 there, by `NODE_NAME`, for its card, and calls again by the name it learned.
 """
 
@@ -23,7 +23,7 @@ from paceline.transport.wire import fleet_pb2_grpc as rpc
 
 
 def server_credentials(identity: Identity, on_connection: Callable[[], None] | None = None) -> grpc.ServerCredentials:
-    """What a node's gRPC port shows, and that it lets in nobody whose certificate this fleet's CA did not issue.
+    """What a node's gRPC port shows. It lets in only those whose certificate this fleet's CA issued.
 
     Args:
         on_connection: called as each handshake begins, in a thread of gRPC's own: `StrangerWatch.connection`.
@@ -45,12 +45,12 @@ def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
 
 
 async def ask_card(channel: grpc.aio.Channel, root: FleetRoot, voids: Voids, now: float, timeout_s: float) -> SealedCard:
-    """The own card of whoever is at the far end of a channel made by `NODE_NAME`. Proved only once it is called by its `tls_name`.
+    """The own card of the node at the far end of a channel made by `NODE_NAME`. Proved only once it is called by its `tls_name`.
 
     Raises:
-        grpc.aio.AioRpcError: nobody of this fleet answers there.
+        grpc.aio.AioRpcError: no node of this fleet answers there.
         NotTrusted: the card is not good.
-        RevokedNode: whoever answers there was revoked.
+        RevokedNode: the node that answers there was revoked.
         MalformedMessage: what it sent is no card.
     """
     answer = await rpc.CapabilityServiceStub(channel).GetNodeCapability(wire.GetNodeCapabilityRequest(), timeout=timeout_s)

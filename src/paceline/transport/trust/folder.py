@@ -6,8 +6,8 @@
     revocations.json     who no longer belongs, as the CA signed it
     peers.json           where members were last reached
 
-Everything is written whole, to its owner alone. A secret that others could read is refused, not used. Whoever changes a file that
-another process may change too holds the folder's lock meanwhile.
+Everything is written whole, to its owner alone. A secret that others could read is refused, not used. A process that changes a file
+which another may change too holds the folder's lock meanwhile.
 """
 
 from __future__ import annotations
@@ -199,10 +199,10 @@ class FleetFolder:
 
 
 def read_secret(path: Path) -> bytes:
-    """A file that nobody but its owner can read.
+    """A file that only its owner can read.
 
     Raises:
-        IdentityError: others can read it, it is somebody else's, or it can't be read.
+        IdentityError: others can read it, it is another user's, or it can't be read.
     """
     try:
         with path.open("rb") as file:

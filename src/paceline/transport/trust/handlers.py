@@ -50,7 +50,7 @@ def rewrap(
 ) -> grpc.RpcMethodHandler[Request, Response] | None:
     """A method's handler with its behaviour wrapped, and its requests read by another function if one is given.
 
-    Behaviours that answer with a stream write it to their context: a generator that nobody asks for more would be closed only when it
+    Behaviours that answer with a stream write it to their context: a generator that is not asked for more would be closed only when it
     is collected.
     """
     if handler is None:  # no such method: gRPC answers that itself

@@ -87,7 +87,7 @@ class Issuer:
         self._folder, self._clock = folder, clock
 
     def mint(self, addresses: Iterable[str], *, ttl_s: float, uses: int, trust: Trust = Trust.MEMBER) -> JoinToken:
-        """A new token. Whoever joins by it is trusted so far; the token itself does not say so, and nobody can change it.
+        """A new token. A machine that joins by it is trusted so far; the token itself does not say so, and no holder can change it.
 
         Raises:
             MembershipError: the state can't be kept.
@@ -162,7 +162,7 @@ class Issuer:
         return node_id, certificate
 
     def issue_own(self, request: bytes, node_id: NodeId) -> bytes:
-        """A certificate for the node that holds the CA: nobody is trusted more."""
+        """A certificate for the node that holds the CA: no node is trusted more."""
         certificate = self.authority.issue(request, node_id, self._clock.wall(), trust=Trust.TRUSTED)
         with self._folder.locked():
             state = self._load()

@@ -43,7 +43,7 @@ class Refusals:
         self._all = _Lines(0.0)
 
     def note(self, who: str, why: str, *, at: str = "") -> None:
-        """Say that somebody was refused, and why. Nothing here may hold a secret.
+        """Say that a caller was refused, and why. Nothing here may hold a secret.
 
         Args:
             who: a node id that was proved, or an address's host: by this the lines are counted.

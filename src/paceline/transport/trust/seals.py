@@ -1,6 +1,6 @@
 """Signatures on what travels from hand to hand: a card by its own node, a revocation by the CA.
 
-Whoever passes a card on can't alter it, and a member can't make another's: the certificate must be the CA's, for exactly the card's id, and
+A node that passes a card on can't alter it, and a member can't make another's: the certificate must be the CA's, for exactly the card's id, and
 not void. Each kind of thing is signed with its name before it, so that a signature on one is none on another.
 """
 
@@ -28,7 +28,7 @@ REVOCATION = b"paceline revocation\0"
 MAX_SIGNATURE_BYTES = 80
 MAX_REVOCATION_BYTES = 512
 REVOCATION_KEY = "paceline-revocation-bin"
-"""Trailing metadata of a refusal: the CA's word, so that a revoked node need not believe whoever refuses it."""
+"""Trailing metadata of a refusal: the CA's word, so that a revoked node need not believe the node that refuses it."""
 
 Voids = Callable[[NodeId, int], bool]
 """Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.revocations.Revocations.voids`."""

@@ -50,7 +50,7 @@ class StrangerWatch:
         try:
             self._loop.call_soon_threadsafe(self._arrived, remotes)
         except RuntimeError:
-            return  # the loop has ended: nobody is served any more
+            return  # the loop has ended: no caller is served any more
 
     def caller(self, peer: str) -> None:
         """A call came from `peer` (ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5)."""
@@ -76,7 +76,7 @@ class StrangerWatch:
         if self._port is None:
             return
         open_now = connections(self._port)
-        self._known &= open_now  # not by what was open when a handshake began: whoever has called since would be taken for a stranger
+        self._known &= open_now  # not by what was open when a handshake began: a caller since then would be taken for a stranger
         gone = self._silent - open_now
         for host, port in sorted(gone):
             self._silent.discard((host, port))
