@@ -149,7 +149,7 @@ class Answer(Response):
                 if not self._started and (item or body):
                     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                     self._started = True
-                    body = shape.opening() + body
+                    body = shape.first_events() + body
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         self._check_complete()

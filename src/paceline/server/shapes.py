@@ -43,7 +43,7 @@ class Shape(ABC):
         self._close = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
 
     @abstractmethod
-    def opening(self) -> bytes:
+    def first_events(self) -> bytes:
         """Events before the first text."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class ChatShape(Shape):
         self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % index for index in range(call.n * len(call.requests))]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
 
-    def opening(self) -> bytes:
+    def first_events(self) -> bytes:
         """One event with the role for every choice."""
         choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
         return b"".join(self._head + choice % index + self._close for index in range(len(self._text_heads)))
@@ -149,7 +149,7 @@ class CompletionShape(Shape):
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._close
         self._offsets = [0] * count
 
-    def opening(self) -> bytes:
+    def first_events(self) -> bytes:
         """Nothing: there are no roles here."""
         return b""
 

@@ -57,9 +57,9 @@ def test_text_held_back_makes_no_event(endpoint: Endpoint) -> None:
 
 
 def test_the_opening_gives_every_choice_its_role() -> None:
-    got = events(shape(Endpoint.CHAT).opening())
+    got = events(shape(Endpoint.CHAT).first_events())
     assert [(event["choices"][0]["index"], event["choices"][0]["delta"]["role"]) for event in got] == [(0, "assistant"), (1, "assistant")]
-    assert shape(Endpoint.COMPLETION).opening() == b""
+    assert shape(Endpoint.COMPLETION).first_events() == b""
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
