@@ -1,0 +1,104 @@
+"""What happens between the products, against the written arithmetic, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from paceline.backends import cpu
+
+if not cpu.runs_here():
+    pytest.skip("this processor lacks AVX512-BF16 or AVX512-VNNI", allow_module_level=True)
+
+from numba import njit
+from tests.unit.backends.cpu import rows_reference as reference
+
+from paceline.backends.cpu import rows
+
+Float32 = npt.NDArray[np.float32]
+EPS = np.float32(1e-5)
+EPS_BITS = int(EPS.view(np.int32))
+SPECIAL = np.array(
+    [0.0, -0.0, 1e-45, -1e-39, 2.0**-126, -(2.0**-126), 1.1754942e-38, 3.4e38, -3.4e38, 88.0, -88.0, 87.33654, -87.33655, -104.0, 1 + 2.0**-8,
+     1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, np.inf, -np.inf, 1e-30, -1e-30, 126.0, 150.0, -150.0, 1e-3, -1e-3, 0.5, -0.5, 2.0, -2.0, 1e10, -1e10],
+    np.float32,
+)  # fmt: skip
+
+
+@njit
+def call_rms_norm(x: int, weight: int, n: int, eps: int, out: int) -> None:
+    rows.rms_norm(x, weight, n, eps, out)
+
+
+@njit
+def call_head_norm(x: int, weight: int, n: int, eps: int) -> None:
+    rows.head_norm(x, weight, n, eps)
+
+
+@njit
+def call_rotate(x: int, cos: int, sin: int, half: int, out: int) -> None:
+    rows.rotate(x, cos, sin, half, out)
+
+
+@njit
+def call_gate(x: int, out: int) -> None:
+    rows.gate(x, out)
+
+
+@njit
+def call_round(x: int, n: int, out: int) -> None:
+    rows.round_bf16(x, n, out)
+
+
+@njit
+def call_add_rounded(x: int, y: int, n: int) -> None:
+    rows.add_rounded(x, y, n)
+
+
+def random(seed: int, n: int, spread: float = 1.0) -> Float32:
+    return (np.random.default_rng(seed).standard_normal(n) * spread).astype(np.float32)
+
+
+def at(array: npt.NDArray[np.generic]) -> int:
+    return int(array.ctypes.data)
+
+
+@pytest.mark.parametrize("n", [32, 576, 4096])
+@pytest.mark.parametrize("spread", [1e-6, 0.3, 40.0])
+def test_norms(n: int, spread: float) -> None:
+    x, weight, out = random(n, n, spread), random(n + 1, n), np.empty(n, np.uint16)
+    wanted = reference.norm(x, weight, EPS)
+    call_rms_norm(at(x), at(weight), n, EPS_BITS, at(out))
+    assert np.array_equal(out, reference.bf16(wanted))
+    call_head_norm(at(x), at(weight), n, EPS_BITS)
+    assert np.array_equal(x, wanted)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+def test_rotary_embedding(dim: int) -> None:
+    x, angles, out = random(dim, dim), random(dim + 1, dim // 2, 3.0), np.empty(dim, np.uint16)
+    cos, sin = np.cos(angles), np.sin(angles)
+    call_rotate(at(x), at(cos), at(sin), dim // 2, at(out))
+    assert np.array_equal(out, reference.rotate(x, cos, sin))
+
+
+def test_the_gate() -> None:
+    for g in (SPECIAL, *(random(seed, 32, spread) for seed, spread in enumerate((1e-3, 1.0, 8.0, 60.0)))):
+        u, out = random(9, 32), np.empty(32, np.uint16)
+        x = np.concatenate([g, u])
+        call_gate(at(x), at(out))
+        with np.errstate(invalid="ignore"):
+            wanted = reference.gate(g, u)
+        sound = g != -np.inf  # which is no number then
+        assert np.array_equal(out[sound], wanted[sound])
+
+
+def test_rounding_to_bf16() -> None:
+    for x in (SPECIAL, random(3, 32, 1e-38), random(4, 32)):
+        out, zeros = np.empty(32, np.uint16), np.zeros(32, np.float32)
+        call_round(at(x), 32, at(out))
+        assert np.array_equal(out, reference.bf16(x))
+        total = x.copy()
+        call_add_rounded(at(total), at(zeros), 32)
+        assert np.array_equal(total.view(np.uint32) >> 16, reference.bf16(x + zeros))
