@@ -1,26 +1,29 @@
 """Rows as GGUF stores them, put into records (`forms.py`): every bit of the file, in another place.
 
-Each form has a packer of its own, compiled when it is first needed. Several threads may pack rows of one matrix at once: each row
-writes its own lane. What no row writes stays as it was: memory is zeroed, so outputs beyond the last weigh nothing.
+Each form has a packer of its own, compiled when it is first needed: sixteen rows at once, a lane each, at the speed of memory. So a model is
+packed at every start, and no packed copy of it is kept.
 
 Shapes: N rows, K inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 from numba import njit
 from numba.core import types
+from numba.extending import intrinsic
 
-from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Scales
-from paceline.backends.cpu.words import read, write
-from paceline.backends.ggml.k_quants import six_bits
+from paceline.backends.cpu.forms import LANES, LAYOUT, Form, Layout, Scales
+from paceline.backends.cpu.simd import I8, I16, Emit, I, Value, lowered
 from paceline.backends.kernel_cache import in_use
 from paceline.core.weights import TENSOR_TYPES
+
+_BYTES_16, _HALVES_16 = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 
 
 def row_bytes(form: Form, k: int) -> int:
@@ -29,128 +32,187 @@ def row_bytes(form: Form, k: int) -> int:
 
 
 def pack_rows(form: Form, rows: npt.NDArray[np.uint8], first: int, out: npt.NDArray[np.uint8]) -> None:
-    """Write rows of a matrix to its records. Lets go of the interpreter's lock.
+    """Write rows of a matrix to its records; outputs beyond the last weigh nothing. Lets go of the interpreter's lock.
 
     Args:
-        rows: uint8 [N, `row_bytes`]: GGML's blocks, or bf16 bits.
-        first: which row of the matrix the first of them is.
-        out: the whole matrix's records, uint8 in one piece of `Layout.packed_bytes`, zeroed.
+        rows: uint8 [N, `row_bytes`]: GGML's blocks, or bf16 bits. Whole blocks of 16 outputs, or the matrix's last rows.
+        first: which row of the matrix the first of them is; a multiple of 16.
+        out: the whole matrix's records, uint8 in one piece of `Layout.packed_bytes`.
     """
     if rows.ndim != 2 or rows.strides[1] != 1 or not out.flags.c_contiguous:
         raise ValueError("rows of bytes in one piece each, and records in one piece")
     block = rows.shape[1] * LANES
-    if (first + len(rows) + LANES - 1) // LANES * block > out.nbytes or rows.shape[1] % (LAYOUT[form].record_bytes // LANES):
+    if first % LANES or rows.shape[1] % (LAYOUT[form].record_bytes // LANES) or rows.strides[0] * LANES >= 1 << 31:
+        raise ValueError(f"{len(rows)} rows of {rows.shape[1]} bytes from row {first} are no blocks of {form.name}")
+    if (first + len(rows) + LANES - 1) // LANES * block > out.nbytes:
         raise ValueError(f"{len(rows)} rows of {rows.shape[1]} bytes from row {first} in {out.nbytes} bytes of {form.name} records")
-    _packer(form)(rows.ctypes.data, len(rows), rows.shape[1], rows.strides[0], first, out.ctypes.data)
+    _packer(form)(rows.ctypes.data, len(rows), rows.shape[1], rows.strides[0], out.ctypes.data + first // LANES * block)
 
 
-@njit
-def _spread(bits, i):
-    """Bits i, i + 4, i + 8, ... of 32 as the bits of a byte."""
-    picked = bits >> i & 0x11111111
-    picked = (picked | picked >> 3) & 0x03030303
-    picked = (picked | picked >> 6) & 0x000F000F
-    return (picked | picked >> 12) & 0xFF
+class _Rows:
+    """A block of the file in each of sixteen rows; lanes without a row have zeros."""
+
+    def __init__(self, e: Emit, blocks: Value, stride: Value, count: Value) -> None:
+        self._e, self._blocks = e, blocks
+        b = e.b
+        lanes = ir.Constant(I, list(range(LANES)))
+        self._at = b.mul(lanes, e.splat(b.trunc(stride, I.element), I))
+        self._some = b.icmp_signed("<", lanes, e.splat(b.trunc(count, I.element), I))
+        self._read: dict[int, Value] = {}
+
+    def word(self, place: int) -> Value:
+        """The 32 bits at a place of the block: I."""
+        if place not in self._read:
+            address, once = self._e.at(self._blocks, place), ir.Constant(I.element, 1)
+            gather = "llvm.x86.avx512.mask.gather.dpi.512"
+            self._read[place] = self._e.call(gather, I, self._e.const_i(0), address, self._at, self._some, once)
+        return self._read[place]
+
+    def bits(self, place: int, shift: int) -> Value:
+        """The same, without the lowest `shift`."""
+        return self._e.b.lshr(self.word(place), self._e.const_i(shift)) if shift else self.word(place)
+
+    def byte(self, place: int, start: int, mask: int = 0xFF) -> Value:
+        """The byte at `place`, read with its neighbours of the word that counts from `start`: I."""
+        within = (place - start) % 4
+        return self._e.b.and_(self.bits(place - within, 8 * within), self._e.const_i(mask))
+
+
+class _Packing:
+    """Writes the code that packs a block of sixteen rows into one record."""
+
+    def __init__(self, e: Emit, layout: Layout, rows: _Rows, record: Value) -> None:
+        self._e, self._layout, self._rows, self._record = e, layout, rows, record
+        self._minimums = layout.scales is Scales.SUB_MINIMUMS
+        self._offset = layout.scales is Scales.SCALE_OFFSET
+        # Where a block of the file has its low four bits, and those above.
+        if layout.groups == 1:
+            self._upper_at = 4 if self._offset else 2
+            self._codes_at = self._upper_at + (4 if layout.bits == 5 else 0)
+        elif self._minimums:
+            self._upper_at, self._codes_at = 16, 16 + (32 if layout.bits == 5 else 0)
+        else:
+            self._upper_at, self._codes_at = 128, 0
+
+    def write(self) -> None:
+        layout, rows = self._layout, self._rows
+        if layout.bits == 16:
+            for pair in range(16):
+                self._put(64 * pair, rows.word(4 * pair))
+            return
+        self._scales()
+        if layout.bits == 8:
+            for pair in range(16):
+                self._put(32 * pair, rows.bits(2 + 4 * (pair // 2), 16 * (pair % 2)), _HALVES_16)
+            return
+        for group in range(layout.groups):
+            self._codes(group)
+            if layout.bits > 4:
+                self._planes(group)
+
+    def _put(self, place: int, value: Value, kind: ir.VectorType = I) -> None:
+        e = self._e
+        e.store(value if kind is I else e.b.trunc(value, kind), self._record, place)
+
+    def _scales(self) -> None:
+        e, rows, at = self._e, self._rows, self._layout.scales_at
+        b = e.b
+        if self._layout.groups == 1:
+            self._put(at, rows.word(0), _HALVES_16)
+            if self._offset:
+                self._put(at + 32, rows.bits(0, 16), _HALVES_16)
+        elif self._minimums:
+            high: list[Value] = []
+            for group in range(8):
+                # The six bits of scale and minimum as Q4_K and Q5_K keep them: the low four of both, the high two of both.
+                if group < 4:
+                    both = [rows.byte(4 + 4 * i + group, 4, 63) for i in range(2)]
+                    low = [b.and_(each, e.const_i(15)) for each in both]
+                    upper = [b.lshr(each, e.const_i(4)) for each in both]
+                else:
+                    second = rows.byte(8 + group, 4)
+                    low = [b.and_(second, e.const_i(15)), b.lshr(second, e.const_i(4))]
+                    upper = [b.lshr(rows.byte(4 + 4 * i + group % 4, 4), e.const_i(6)) for i in range(2)]
+                self._put(at + 16 * group, b.or_(low[0], b.shl(low[1], e.const_i(4))), _BYTES_16)
+                high.append(b.or_(upper[0], b.shl(upper[1], e.const_i(2))))
+            for pair in range(4):
+                self._put(at + 128 + 16 * pair, b.or_(high[2 * pair], b.shl(high[2 * pair + 1], e.const_i(4))), _BYTES_16)
+            self._put(at + 192, rows.word(0), _HALVES_16)
+            self._put(at + 224, rows.bits(0, 16), _HALVES_16)
+        else:
+            for half in range(16):
+                self._put(at + 16 * half, rows.bits(192 + half // 4 * 4, 8 * (half % 4)), _BYTES_16)
+            self._put(at + 256, rows.bits(206, 16), _HALVES_16)
+
+    def _codes(self, group: int) -> None:
+        e, layout = self._e, self._layout
+        b = e.b
+        if layout.groups == 1:
+            codes, step, shift = self._codes_at, 16, 0
+        elif self._minimums:
+            codes, step, shift = self._codes_at + 32 * (group >> 1), 32, 4 * (group & 1)
+        else:
+            codes, step, shift = self._codes_at + 64 * (group >> 2) + 32 * (group & 1), 32, 4 * (group >> 1 & 1)
+        for pair in range(4):
+            # In blocks of 32 inputs, the second sixteen are the high halves of the first sixteen's bytes.
+            at, turn = codes + 8 * pair % step, shift + 8 * pair // step * 4
+            first, second = (b.and_(self._rows.bits(at + 4 * i, turn), e.const_i(0x0F0F0F0F)) for i in range(2))
+            self._put(layout.codes_bytes * group + 64 * pair, b.or_(first, b.shl(second, e.const_i(4))))
+
+    def _planes(self, group: int) -> None:
+        e, layout, rows = self._e, self._layout, self._rows
+        b = e.b
+        target = layout.plane_at + layout.plane_bytes * group
+        if layout.groups == 1:
+            parts = [b.shl(self._spread(rows.bits(self._upper_at, i)), e.const_i(8 * i)) for i in range(4)]
+            self._put(target, self._any(parts))
+        elif layout.bits == 5:
+            planes = [b.and_(rows.bits(self._upper_at + 4 * word, group), e.const_i(0x01010101)) for word in range(8)]
+            self._put(target, self._any([b.shl(plane, e.const_i(word)) for word, plane in enumerate(planes)]))
+        else:
+            for half in range(2):
+                upper = self._upper_at + 32 * (group >> 2) + 16 * half
+                planes = [b.and_(rows.bits(upper + 4 * word, 2 * (group & 3)), e.const_i(0x03030303)) for word in range(4)]
+                self._put(target + 64 * half, self._any([b.shl(plane, e.const_i(2 * word)) for word, plane in enumerate(planes)]))
+
+    def _spread(self, bits: Value) -> Value:
+        """Bits 0, 4, 8, ... of 32 as the bits of a byte."""
+        e = self._e
+        b = e.b
+        picked = b.and_(bits, e.const_i(0x11111111))
+        for shift, mask in ((3, 0x03030303), (6, 0x000F000F), (12, 0xFF)):
+            picked = b.and_(b.or_(picked, b.lshr(picked, e.const_i(shift))), e.const_i(mask))
+        return picked
+
+    def _any(self, parts: Sequence[Value]) -> Value:
+        whole, *rest = parts
+        for part in rest:
+            whole = self._e.b.or_(whole, part)
+        return whole
+
+
+@intrinsic(prefer_literal=True)
+def _pack_block(_, form, blocks, stride, count, record):
+    """One block of each of `count` rows (16 at most, `stride` bytes apart) into the record of all."""
+    layout = LAYOUT[Form(form.literal_value)]
+
+    def body(e: Emit, args: Sequence[Value]) -> None:
+        blocks, stride, count, record = args
+        _Packing(e, layout, _Rows(e, blocks, stride, count), e.at(record)).write()
+
+    return lowered(body, types.void, form, *[types.int64] * 4)
 
 
 @cache
 def _packer(form: Form) -> Callable[..., None]:
-    layout = LAYOUT[form]
-    bits, groups, record_bytes, block_bytes = layout.bits, layout.groups, layout.record_bytes, layout.record_bytes // LANES
-    codes_bytes, plane_bytes, plane_at, scales_at = layout.codes_bytes, layout.plane_bytes, layout.plane_at, layout.scales_at
-    offset, minimums = (layout.scales is kind for kind in (Scales.SCALE_OFFSET, Scales.SUB_MINIMUMS))
-    # Where a block of the file has its low four bits, and those above.
-    if groups == 1:
-        upper_at = 4 if offset else 2
-        codes_at = upper_at + (4 if bits == 5 else 0)
-    elif minimums:
-        upper_at, codes_at = 16, 16 + (32 if bits == 5 else 0)
-    else:
-        upper_at, codes_at = 128, 0
+    kind, record_bytes = int(form), LAYOUT[form].record_bytes
+    block_bytes = record_bytes // LANES
 
-    def pack_scales(block, record, lane):
-        if groups == 1:
-            write(16, record + scales_at + 2 * lane, read(16, block))
-            if offset:
-                write(16, record + scales_at + 32 + 2 * lane, read(16, block + 2))
-        elif minimums:
-            for pair in range(4):
-                high = 0
-                for i in range(2):
-                    g = 2 * pair + i
-                    scale = six_bits(read(8, block + 4 + g % 4), read(8, block + 8 + g), g, 0)
-                    minimum = six_bits(read(8, block + 8 + g % 4), read(8, block + 8 + g), g, 1)
-                    write(8, record + scales_at + 16 * g + lane, scale & 15 | (minimum & 15) << 4)
-                    high |= (scale >> 4 | minimum >> 4 << 2) << 4 * i
-                write(8, record + scales_at + 128 + 16 * pair + lane, high)
-            write(16, record + scales_at + 192 + 2 * lane, read(16, block))
-            write(16, record + scales_at + 224 + 2 * lane, read(16, block + 2))
-        else:
-            for half in range(16):
-                write(8, record + scales_at + 16 * half + lane, read(8, block + 192 + half))
-            write(16, record + scales_at + 256 + 2 * lane, read(16, block + 208))
-
-    def pack_codes(block, g, record, lane):
-        if groups == 1:
-            codes, step, shift = block + codes_at, 16, 0
-        elif minimums:
-            codes, step, shift = block + codes_at + 32 * (g >> 1), 32, 4 * (g & 1)
-        else:
-            codes, step, shift = block + codes_at + 64 * (g >> 2) + 32 * (g & 1), 32, 4 * (g >> 1 & 1)
-        target = record + codes_bytes * g + 4 * lane
-        for pair in range(4):
-            # In blocks of 32 inputs, the second sixteen are the high halves of the first sixteen's bytes.
-            at, turn = 8 * pair % step, shift + 8 * pair // step * 4
-            first, second = read(32, codes + at) >> turn & 0x0F0F0F0F, read(32, codes + at + 4) >> turn & 0x0F0F0F0F
-            write(32, target + 64 * pair, first | second << 4)
-
-    def pack_planes(block, g, record, lane):
-        upper, target = block + upper_at, record + plane_at + plane_bytes * g + 4 * lane
-        if groups == 1:
-            every, plane = read(32, upper), 0
-            for i in range(4):
-                plane |= _spread(every, i) << 8 * i
-            write(32, target, plane)
-        elif bits == 5:
-            plane = 0
-            for word in range(8):
-                plane |= (read(32, upper + 4 * word) >> g & 0x01010101) << word
-            write(32, target, plane)
-        else:
-            for part in range(2):
-                plane = 0
-                for word in range(4):
-                    plane |= (read(32, upper + 32 * (g >> 2) + 16 * part + 4 * word) >> 2 * (g & 3) & 0x03030303) << 2 * word
-                write(32, target + 64 * part, plane)
-
-    pack_scales, pack_codes, pack_planes = njit(pack_scales), njit(pack_codes), njit(pack_planes)
-
-    def pack(rows, count, row_bytes, stride, first, out):
-        matrix_block = row_bytes * LANES
-        start = 0
-        while start < count:
-            # The rows of one block of outputs together, so that each record is written once.
-            lanes = min(count - start, LANES - (first + start) % LANES)
-            lane = (first + start) % LANES
-            records = out + (first + start) // LANES * matrix_block
+    def pack(rows, count, row_bytes, stride, out):
+        for first in range(0, count, LANES):
+            records = out + first * row_bytes
             for at in range(row_bytes // block_bytes):
-                record = records + at * record_bytes
-                for i in range(lanes):
-                    block, to = rows + (start + i) * stride + at * block_bytes, lane + i
-                    if bits == 16:
-                        for pair in range(16):
-                            write(32, record + 64 * pair + 4 * to, read(32, block + 4 * pair))
-                    else:
-                        pack_scales(block, record, to)
-                        if bits == 8:
-                            for pair in range(16):
-                                write(16, record + 32 * pair + 2 * to, read(16, block + 2 + 2 * pair))
-                        else:
-                            for g in range(groups):
-                                pack_codes(block, g, record, to)
-                                if bits > 4:
-                                    pack_planes(block, g, record, to)
-            start += lanes
+                _pack_block(kind, rows + first * stride + at * block_bytes, stride, min(count - first, LANES), records + at * record_bytes)
 
     pack.__qualname__ = f"pack_{form.name.lower()}"
-    return njit(types.void(*[types.int64] * 6), nogil=True, cache=in_use())(pack)
+    return njit(types.void(*[types.int64] * 5), nogil=True, cache=in_use())(pack)

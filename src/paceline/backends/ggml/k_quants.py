@@ -15,20 +15,12 @@ F = np.float32
 
 
 @njit(nogil=True, inline="always")
-def six_bits(first, second, g, minimum):
-    """The scale of group g, or its minimum (`minimum` 1), of the eight of each that Q4_K and Q5_K keep in twelve bytes.
-
-    Args:
-        first: the byte at 4 * minimum + g % 4 of the twelve.
-        second: the byte at 4 + g; only groups from the fourth on have bits there.
-    """
-    return first & 63 if g < 4 else second >> 4 * minimum & 15 | first >> 6 << 4
-
-
-@njit(nogil=True, inline="always")
 def scale_and_min(block, g):
     """The 6-bit (scale, minimum) of group `g` of a Q4_K or Q5_K block."""
-    return six_bits(block[4 + g % 4], block[8 + g], g, 0), six_bits(block[8 + g % 4], block[8 + g], g, 1)
+    first, least = block[4 + g % 4], block[8 + g % 4]
+    if g < 4:
+        return first & 63, least & 63
+    return block[8 + g] & 15 | first >> 6 << 4, block[8 + g] >> 4 | least >> 6 << 4
 
 
 @njit(nogil=True, cache=in_use())

@@ -44,7 +44,7 @@ def test_slabs_and_threads_change_nothing(form: Form) -> None:
     rows = arithmetic.random_rows(form, N, K, np.random.default_rng(form))
     whole = packed(form, rows, [0, N])
     assert whole.any()
-    assert np.array_equal(packed(form, rows, [0, 1, 5, 16, 30, 48, 49, N], threads=2), whole)
+    assert np.array_equal(packed(form, rows, [0, 16, 48, 64, N], threads=2), whole)
 
 
 @pytest.mark.parametrize("form", Form, ids=lambda form: form.name)
@@ -73,5 +73,6 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     out = aligned(LAYOUT[Form.Q4_K].packed_bytes(16, K))
     with pytest.raises(ValueError, match="Q4_K"):
         pack_rows(Form.Q4_K, np.zeros((17, row_bytes(Form.Q4_K, K)), np.uint8), 0, out)
-    with pytest.raises(ValueError, match="from row 1 "):
-        pack_rows(Form.Q4_K, np.zeros((16, row_bytes(Form.Q4_K, K)), np.uint8), 1, out)
+    for first in (1, 16):
+        with pytest.raises(ValueError, match=f"from row {first} "):
+            pack_rows(Form.Q4_K, np.zeros((16, row_bytes(Form.Q4_K, K)), np.uint8), first, out)
