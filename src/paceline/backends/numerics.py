@@ -75,6 +75,11 @@ def measure(
     return Numerics(digest.hexdigest()[:16], all(len(found) == 1 for found in answers.values()))
 
 
+def together(ids: Sequence[str]) -> str:
+    """The id of kernels that compute in several formats, by the id of each."""
+    return ids[0] if len(ids) == 1 else hashlib.sha256(" ".join(ids).encode()).hexdigest()[:16]
+
+
 def answer(
     runner: LayerRunner[Any], x_TD: Any, path: Path, to_bytes: Callable[[Any], bytes], cut: Sequence[int], *, logits: bool, behind: int = 0
 ) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
-from paceline.backends.choice import held_format, part_bytes
+from paceline.backends.choice import part_bytes, torch_formats
 from paceline.backends.memory import available_bytes, human
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
@@ -175,9 +175,9 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         cuda = False
     weights = settings.weights or (WeightsFormat.BF16 if cuda and not spread else WeightsFormat.STORED)
     kernels = table.choose(spec, weights, asked=settings.device, cuda=cuda)
-    kept = held_format(spec, weights, type_of, kernels)
-    if kept is not weights:
-        notes.append(f"{kernels} holds all matrices in one format: {kept}, nearest to what the file holds")
+    if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16:
+        kept = sorted(set(torch_formats(spec, weights, type_of).values()))
+        notes.append(f"{kernels} holds matrices in {' and '.join(kept)}, each in the one nearest to what the file has of it")
     return Setup(settings, opened, weights, kernels, settings.threads or usable_cores(), tuple(notes))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from paceline.backends.choice import forms_by, held_bytes, held_format, part_bytes
+from paceline.backends.choice import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats
 from paceline.backends.table import Kernels
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape
@@ -19,7 +19,9 @@ TypeOf = Callable[[str], str]
 
 def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> Mapping[str, int]:
     """Bytes of each tensor in memory."""
-    return held_bytes(spec, forms_by(held_format(spec, weights, type_of, kernels), type_of))
+    if kernels is Kernels.AVX512_BF16:
+        return held_bytes(spec, forms_by(weights, type_of))
+    return torch_bytes(spec, torch_formats(spec, weights, type_of))
 
 
 def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> ModelShape:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.backends import kernel_cache
-from paceline.backends.choice import held_format
 from paceline.backends.options import LoadOptions, LoadProgress
-from paceline.backends.table import Kernels
 
 if TYPE_CHECKING:
     from paceline.core.weights import WeightSource
@@ -26,7 +23,6 @@ def load(
         ConfigError: what was asked for can't be.
         OutOfMemory: the KV pool does not fit.
     """
-    options = replace(options, weights=held_format(source.spec, options.weights, source.type_of, Kernels.TORCH))
     # Before the modules that hold compiled functions.
     kernel_cache.use(options.kernel_cache)
     if device == "cuda":

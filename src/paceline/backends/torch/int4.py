@@ -61,7 +61,8 @@ def _pack(codes_NH: Tensor) -> Tensor:
 
 
 class PackedMatrix:
-    """One matrix, packed. `table_GN2` holds bf16 (scale, zero) of each group and output.
+    """One matrix, packed. `table_GN2` holds bf16 (scale, zero) of each group and output. What is dequantised of 8-bit codes takes the scale as it was,
+    `fine_GN` in fp16: rounded twice, weights would be further from the file than its own error allows.
 
     Args:
         tensors: grouped matrices of one width and equal bits, stacked along the outputs.
@@ -77,9 +78,10 @@ class PackedMatrix:
         if self.bits == 4:
             offset = _whole_blocks(np.concatenate([t.offset_NG if t.offset_NG is not None else np.zeros_like(t.scale_NG) for t in tensors]))
             zero = torch.from_numpy(offset.astype(np.float32) + 8 * scale_NG.astype(np.float32)).bfloat16()
-            self._table = _table(scale, zero)
+            self._table, self._fine_GN = _table(scale, zero), None
         else:
             self._table = torch.cat([_table(16 * scale, torch.zeros_like(scale)), _table(scale, 8 * scale)])
+            self._fine_GN = torch.from_numpy(np.ascontiguousarray(scale_NG.T))
         slabs = [_pack(_nibbles(codes_NK[at : at + _SLAB], self.bits)) for at in range(0, len(codes_NK), _SLAB)]
         self._packed = torch.cat([slab.view(-1) for slab in slabs])
 
@@ -94,15 +96,13 @@ class PackedMatrix:
         layout, nibbles = _layout(), self.k * (self.bits // 4)
         block, byte, shift = layout.place(rows_T)
         codes_TH = (self._packed.view(-1, nibbles, layout.block // 2)[block, :, byte] >> shift[:, None]) & 15
-        scale_GT2 = self._table[:, rows_T]
-        if self.bits == 4:
-            codes, scale, zero = codes_TH.bfloat16() - 8, scale_GT2[..., 0], scale_GT2[..., 1]
-        else:
-            high, low = codes_TH.chunk(2, 1)
-            codes, scale = _signed(high, low), scale_GT2[self.k // GROUP :, :, 0]
-            zero = torch.zeros_like(scale)
-        spread = lambda t: t.T[:, :, None]  # noqa: E731
-        return torch.addcmul(spread(zero), codes.reshape(len(rows_T), -1, GROUP), spread(scale)).reshape(len(rows_T), self.k)
+        spread = lambda of_GT: of_GT.T[:, :, None]  # noqa: E731
+        if self._fine_GN is None:
+            scale_GT, zero_GT = self._table[:, rows_T].unbind(2)
+            codes_TGK = (codes_TH.bfloat16() - 8).reshape(len(rows_T), -1, GROUP)
+            return torch.addcmul(spread(zero_GT), codes_TGK, spread(scale_GT)).reshape(len(rows_T), self.k)
+        codes_TGK = _signed(*codes_TH.chunk(2, 1)).reshape(len(rows_T), -1, GROUP)
+        return (codes_TGK * spread(self._fine_GN[:, rows_T])).bfloat16().reshape(len(rows_T), self.k)
 
     def dequantise(self, out_NK: Tensor) -> Tensor:
         """All weights: bf16, rounded once, written to `out_NK` [N padded, K] and returned."""
@@ -110,14 +110,14 @@ class PackedMatrix:
         half = layout.block // 2
         packed = self._packed.view(-1, self.bits // 4, groups, GROUP, half)
         out = out_NK.view(-1, 2, half, groups, GROUP).permute(0, 3, 4, 1, 2)
-        # The last table's scale is the code's own, for either width.
-        table = self._table[-groups:].view(groups, 1, -1, 2, half, 2).permute(2, 0, 1, 3, 4, 5)
+        by_block = lambda of_GN: of_GN.reshape(groups, 1, -1, 2, half).permute(2, 0, 1, 3, 4)  # noqa: E731
         for side, nibble in enumerate((packed & 15, packed >> 4)):
-            scale, zero = table[:, :, :, side, :, 0], table[:, :, :, side, :, 1]
-            if self.bits == 4:
+            if self._fine_GN is None:
+                scale, zero = (by_block(of_GN)[:, :, :, side] for of_GN in self._table.unbind(2))
                 torch.addcmul(zero, nibble[:, 0].bfloat16().sub_(8), scale, out=out[:, :, :, side])
             else:
-                torch.mul(_signed(nibble[:, 0], nibble[:, 1]), scale, out=out[:, :, :, side])
+                # The product of bf16 and fp16 is float32, rounded once.
+                torch.mul(_signed(nibble[:, 0], nibble[:, 1]), by_block(self._fine_GN)[:, :, :, side], out=out[:, :, :, side])
         return out_NK
 
     @property

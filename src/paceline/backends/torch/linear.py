@@ -11,7 +11,8 @@ Shapes: T rows, N outputs, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -38,8 +39,12 @@ class Linear(Protocol):
         """bf16 [T, N] of bf16 [T, K]."""
         ...
 
+
+class Table(Linear, Protocol):
+    """An embedding or a head: an embedding is looked up in its head."""
+
     def rows(self, rows_T: Tensor) -> Tensor:
-        """Weights of the outputs named, bf16 [T, K]: an embedding is looked up in its head."""
+        """Weights of the outputs named, bf16 [T, K]."""
         ...
 
 
@@ -73,8 +78,8 @@ class Scratch:
 class QuantLinear:
     """int4 or int8 weights, two paths. Without a scratch buffer the prompt path's weights are resident."""
 
-    def __init__(self, matrix: PackedMatrix, bias_N: Tensor | None, scratch: Scratch | None) -> None:
-        self._matrix, self._bias_N, self._scratch = matrix, bias_N, scratch
+    def __init__(self, matrix: PackedMatrix, scratch: Scratch | None) -> None:
+        self._matrix, self._scratch = matrix, scratch
         self._dtype = torch.bfloat16 if multiplies_bf16() else torch.float32
         self._resident: Tensor | None = None
         if scratch is None:
@@ -83,11 +88,7 @@ class QuantLinear:
             scratch.reserve(matrix.k * matrix.padded)
 
     def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
-        y_TN = self._matrix.multiply(x_TK) if path is Path.GENERATED else self._prompt_product(x_TK)
-        return y_TN if self._bias_N is None else y_TN + self._bias_N
-
-    def rows(self, rows_T: Tensor) -> Tensor:
-        return self._matrix.rows(rows_T)
+        return self._matrix.multiply(x_TK) if path is Path.GENERATED else self._prompt_product(x_TK)
 
     def _prompt_product(self, x_TK: Tensor) -> Tensor:
         matrix, scratch, block = self._matrix, self._scratch, BLOCK[self._dtype]
@@ -97,6 +98,17 @@ class QuantLinear:
         whole = F.pad(x_TK.to(self._dtype), (0, 0, 0, -len(x_TK) % block))
         y_TN = torch.cat([F.linear(rows, weight_NK) for rows in whole.split(block)])
         return y_TN[: len(x_TK), : matrix.n].bfloat16()
+
+
+class JoinedLinear:
+    """Matrices of several formats, one after the other along their outputs, and their bias."""
+
+    def __init__(self, parts: Sequence[Linear], bias_N: Tensor | None) -> None:
+        self._parts, self._bias_N = parts, bias_N
+
+    def __call__(self, x_TK: Tensor, path: Path) -> Tensor:
+        y_TN = self._parts[0](x_TK, path) if len(self._parts) == 1 else torch.cat([part(x_TK, path) for part in self._parts], 1)
+        return y_TN if self._bias_N is None else y_TN + self._bias_N
 
 
 class HeadLinear:
@@ -113,25 +125,27 @@ class HeadLinear:
 
 
 def make_linear(
-    tensors: list[StoredTensor], bias_N: Tensor | None, weights: WeightsFormat, scratch: Scratch | None, device: torch.device
+    tensors: Sequence[tuple[StoredTensor, WeightsFormat]], bias_N: Tensor | None, scratch: Scratch | None, device: torch.device
 ) -> Linear:
     """Fuse matrices of one width into one `Linear`.
 
     Args:
-        tensors: matrices [N_i, K].
+        tensors: matrices [N_i, K], and the format to hold each in: bf16 all or none.
         bias_N: bf16, of all of them.
-        weights: the format to hold them in.
         scratch: for streamed prompt weights; None: resident.
         device: where bf16 weights go. Quantised ones are the CPU's.
     """
-    if weights is WeightsFormat.BF16:
-        return DenseLinear(dense(tensors, device), bias_N)
-    bits = 4 if weights is WeightsFormat.INT4 else 8
-    return QuantLinear(PackedMatrix([to_grouped(tensor, bits, torch.get_num_threads()) for tensor in tensors]), bias_N, scratch)
+    if all(weights is WeightsFormat.BF16 for _, weights in tensors):
+        return DenseLinear(dense([tensor for tensor, _ in tensors], device), bias_N)
+    parts: list[Linear] = []
+    for weights, alike in groupby(tensors, lambda pair: pair[1]):
+        bits = 4 if weights is WeightsFormat.INT4 else 8
+        parts.append(QuantLinear(PackedMatrix([to_grouped(tensor, bits, torch.get_num_threads()) for tensor, _ in alike]), scratch))
+    return parts[0] if len(parts) == 1 and bias_N is None else JoinedLinear(parts, bias_N)
 
 
-def make_table(tensor: StoredTensor, weights: WeightsFormat, device: torch.device) -> Linear:
-    """An embedding or a head: bf16, or 8 bits under either quantised format."""
+def make_table(tensor: StoredTensor, weights: WeightsFormat, device: torch.device) -> Table:
+    """An embedding or a head: bf16, or 8 bits."""
     if weights is WeightsFormat.BF16:
         return DenseLinear(dense([tensor], device))
     return HeadLinear(PackedMatrix([to_grouped(tensor, 8, torch.get_num_threads())]))

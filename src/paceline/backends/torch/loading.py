@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
 from llvmlite import binding
 from torch import Tensor
 
-from paceline.backends.choice import forms_by, held_bytes, part_bytes
+from paceline.backends.choice import formats_of_products, part_bytes, torch_bytes, torch_formats
 from paceline.backends.memory import available_bytes, check_kv, give_memory_back
-from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small
+from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answer, measure, small, together
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.backends.torch import probe
 from paceline.backends.torch.attention import KEYS, KvPool
@@ -64,14 +65,16 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
     family = FAMILIES.get(spec.model_type)
     if family is None:
         raise UnsupportedModel(f"The torch backend does not run the family {spec.model_type!r}", f"It runs {', '.join(FAMILIES)}.")
-    reader = Reader(source, options.weights, _scratch(source, options), device, progress)
+    formats = torch_formats(spec, options.weights, source.type_of)
+    one_path = formats[EMBEDDING] is WeightsFormat.BF16
+    reader = Reader(source, formats, None if one_path else _scratch(source, options), device, progress)
     reader.expect(options.layers, edges=options.edges)
     layers = [family(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
     edges = None
     if options.edges:
         embedding = reader.table(EMBEDDING)
         edges = Edges(embedding, reader.norm(FINAL_NORM), embedding if spec.tied_head else reader.table(HEAD))
-    return Model(spec, options.layers, layers, edges, options.weights is WeightsFormat.BF16)
+    return Model(spec, options.layers, layers, edges, one_path)
 
 
 def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> TorchRunner:
@@ -92,7 +95,9 @@ def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress 
         check_kv(tokens, token_bytes, available_bytes() - _needed(source, options) + tokens * token_bytes)
         model = load_model(source, options, progress, torch.device("cpu"))
         give_memory_back()
-        return _runner(model, len(options.layers), options, _measured(model, options))
+        # Of all layers, whichever are loaded: stages of one model have one id.
+        formats = formats_of_products(torch_formats(source.spec, options.weights, source.type_of))
+        return _runner(model, len(options.layers), options, _measured(model, options, formats))
 
 
 def _runner(model: Model, n_layers: int, options: LoadOptions, numerics: Numerics) -> TorchRunner:
@@ -102,15 +107,17 @@ def _runner(model: Model, n_layers: int, options: LoadOptions, numerics: Numeric
     return TorchRunner(model, pool, rope, options.threads, numerics)
 
 
-def _measured(model: Model, options: LoadOptions) -> Numerics:
-    def make(source: WeightSource, threads: int) -> LayerRunner[Any]:
-        small = LoadOptions(source.spec.all_layers, options.weights, -(-ROWS // options.block_size), options.block_size, threads)
+def _measured(model: Model, options: LoadOptions, formats: Sequence[WeightsFormat]) -> Numerics:
+    def make(weights: WeightsFormat, source: WeightSource, threads: int) -> LayerRunner[Any]:
+        small = LoadOptions(source.spec.all_layers, weights, -(-ROWS // options.block_size), options.block_size, threads)
         return _runner(load_model(source, small, None, torch.device("cpu")), 1, small, Numerics("", holds_identity=False))
 
     capability, processor = torch.backends.cpu.get_cpu_capability(), "" if multiplies_bf16() else binding.get_host_cpu_name()
-    label = f"torch-cpu {torch.__version__} {capability} {onednn_isa()} {processor} {options.weights}"
-    found = measure(make, SeededWeights(small(model.spec)), {1, options.threads}, tensor_bytes, label)
-    return Numerics(found.id, found.holds_identity and _first_layer_holds(model, options) and probe.holds(model.spec, options.weights))
+    label = f"torch-cpu {torch.__version__} {capability} {onednn_isa()} {processor}"
+    seeded, threads = SeededWeights(small(model.spec)), {1, options.threads}
+    found = [measure(partial(make, weights), seeded, threads, tensor_bytes, f"{label} {weights}") for weights in formats]
+    holds = all(each.holds_identity for each in found) and _first_layer_holds(model, options) and probe.holds(model.spec, formats)
+    return Numerics(together([each.id for each in found]), holds)
 
 
 def _first_layer_holds(model: Model, options: LoadOptions) -> bool:
@@ -141,16 +148,14 @@ def tensor_bytes(x_TD: Tensor) -> bytes:
 
 def _needed(source: WeightSource, options: LoadOptions) -> int:
     """Bytes that weights and KV will take."""
-    held = held_bytes(source.spec, forms_by(options.weights, source.type_of))
+    held = torch_bytes(source.spec, torch_formats(source.spec, options.weights, source.type_of))
     return part_bytes(held, options.layers, edges=options.edges) + options.n_blocks * options.block_size * source.spec.kv_bytes_per_token(
         options.layers
     )
 
 
 def _scratch(source: WeightSource, options: LoadOptions) -> Scratch | None:
-    """A buffer for streamed prompt weights; None where they are resident, or one path needs no second copy."""
-    if options.weights is WeightsFormat.BF16:
-        return None
+    """A buffer for streamed prompt weights; None where they are resident."""
     where = options.prompt_weights
     if where is None:
         resident = 2 * linear_numbers(source.spec, options.layers)

@@ -33,10 +33,10 @@ OUTPUTS = {WeightsFormat.INT4: 128, WeightsFormat.INT8: 128, WeightsFormat.BF16:
 """Of a matrix. Products of any number of rows choose kernels by outputs too: with few, what differs is not seen."""
 
 
-def holds(spec: ModelSpec, weights: WeightsFormat) -> bool:
-    """Whether every product and attention do."""
+def holds(spec: ModelSpec, formats: Iterable[WeightsFormat]) -> bool:
+    """Whether every product, of weights in these formats, and attention do."""
     widths = {spec.hidden, spec.n_heads * spec.head_dim, spec.ffn if spec.moe is None else spec.moe.ffn}
-    return all(products_hold(width, weights) for width in sorted(widths)) and attention_holds(
+    return all(products_hold(width, weights) for weights in formats for width in sorted(widths)) and attention_holds(
         replace(spec, n_heads=2 * (spec.n_heads // spec.n_kv_heads), n_kv_heads=2)
     )
 
@@ -45,7 +45,7 @@ def holds(spec: ModelSpec, weights: WeightsFormat) -> bool:
 def products_hold(width: int, weights: WeightsFormat) -> bool:
     """Whether the first and the last so many rows of a seeded matrix's product give what they give among all, on each path."""
     weight_NK = np.random.default_rng(width).standard_normal((OUTPUTS[weights], width), np.float32) * np.float32(width**-0.5)
-    linear = make_linear([DenseTensor(weight_NK, "f32")], None, weights, None, torch.device("cpu"))
+    linear = make_linear([(DenseTensor(weight_NK, "f32"), weights)], None, None, torch.device("cpu"))
     x_TK = torch.randn(MANY[-1], width, generator=torch.Generator().manual_seed(width)).bfloat16()
     if weights is WeightsFormat.BF16:
         return _holds(linear, x_TK[: FEW[-1]], Path.PROMPT, FEW)

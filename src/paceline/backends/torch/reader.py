@@ -6,6 +6,7 @@ A tensor is read once, when a family asks for it by name; nothing else is. Progr
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from paceline.backends.options import LoadProgress
 from paceline.backends.quantize import to_float32
 from paceline.backends.torch.blocks import RmsNorm
-from paceline.backends.torch.linear import Linear, Scratch, dense, make_linear, make_table
+from paceline.backends.torch.linear import Linear, Scratch, Table, dense, make_linear, make_table
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
 
@@ -23,16 +24,21 @@ class Reader:
 
     Args:
         source: the model's tensors.
-        weights: the format linear weights are held in.
+        formats: what each matrix is held in.
         scratch: for streamed prompt weights; None: resident.
         device: where everything goes.
         progress: told after every tensor; None: nobody.
     """
 
     def __init__(
-        self, source: WeightSource, weights: WeightsFormat, scratch: Scratch | None, device: torch.device, progress: LoadProgress | None
+        self,
+        source: WeightSource,
+        formats: Mapping[str, WeightsFormat],
+        scratch: Scratch | None,
+        device: torch.device,
+        progress: LoadProgress | None,
     ) -> None:
-        self._source, self._weights, self._scratch, self._device, self._progress = source, weights, scratch, device, progress
+        self._source, self._formats, self._scratch, self._device, self._progress = source, formats, scratch, device, progress
         self._done, self._total = 0, 0
 
     @property
@@ -47,20 +53,20 @@ class Reader:
 
     def linear(self, prefix: str, *names: str, bias: bool = False) -> Linear:
         """`names` under `prefix`, fused along their outputs."""
-        tensors = [self._read(f"{prefix}.{name}.weight") for name in names]
+        tensors = [(self._read(at), self._formats[at]) for at in (f"{prefix}.{name}.weight" for name in names)]
         bias_N = dense([self._read(f"{prefix}.{name}.bias") for name in names], self._device) if bias else None
-        return make_linear(tensors, bias_N, self._weights, self._scratch, self._device)
+        return make_linear(tensors, bias_N, self._scratch, self._device)
 
     def dense_linear(self, prefix: str, name: str) -> Linear:
         """A matrix held in bf16 under every format: a router's choices are not worth the bytes saved."""
-        return make_linear([self._read(f"{prefix}.{name}.weight")], None, WeightsFormat.BF16, None, self._device)
+        return make_linear([(self._read(f"{prefix}.{name}.weight"), WeightsFormat.BF16)], None, None, self._device)
 
     def norm(self, name: str) -> RmsNorm:
         return RmsNorm(self._vector(name), self.spec.rms_eps)
 
-    def table(self, name: str) -> Linear:
+    def table(self, name: str) -> Table:
         """The embedding, or the head."""
-        return make_table(self._read(name), self._weights, self._device)
+        return make_table(self._read(name), self._formats[name], self._device)
 
     def _vector(self, name: str) -> Tensor:
         return torch.from_numpy(to_float32(self._read(name))).to(self._device)

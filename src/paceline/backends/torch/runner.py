@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.backends.numerics import Numerics
 from paceline.backends.torch.attention import CpuStep, KvPool
 from paceline.backends.torch.blocks import RmsNorm
-from paceline.backends.torch.linear import Linear
+from paceline.backends.torch.linear import Table
 from paceline.backends.torch.step import Rope, Step, of_path
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.executor import Path
@@ -37,9 +37,9 @@ class Layer(Protocol):
 class Edges:
     """What stands before the first layer and after the last."""
 
-    embedding: Linear
+    embedding: Table
     norm: RmsNorm
-    head: Linear
+    head: Table
 
 
 @dataclass(frozen=True, slots=True)
