@@ -5,9 +5,10 @@ Laws:
 - First come, first admitted; but one that would only hold blocks behind prompts which fill a step anyway, or that finds no blocks, is passed by those
   that can run, `PASSED` of them at most. The latest to come is preempted first, so the earliest always advances. A preempted sequence resumes by
   recompute, on the paths its positions had: prompt path below the prompt's length, generated path from there on.
-- A sequence is in more than one batch in flight only with guessed rows. Its blocks stay its own until its last batch is collected, and enter the
-  prefix cache only when their rows are known to be right.
-- With a pipeline (depth > 1), running sequences are spread over `depth` batches; what room is left there is filled with guesses on guesses.
+- A sequence is in more than one batch in flight only with guessed rows, or with chunks of its prompt. Its blocks stay its own until its last batch is
+  collected, and enter the prefix cache only when their rows are known to be right.
+- With a pipeline (depth > 1), running sequences are spread over `depth` batches, and so is a chunk of prompts: each stage has a part of it, and what
+  comes behind waits for no more than one. What room is left there is filled with guesses on guesses.
 - A draft takes no block from anybody: where none is free it is cut short.
 """
 
@@ -216,7 +217,8 @@ class Scheduler:
 
     def _prompts(self, most: int, answers: int) -> Iterator[tuple[SequenceState, int]]:
         """Prompts to run, and sequences that are run again, and how many rows of each, beside so many rows of answers."""
-        prompts = [seq for seq in self.running if not seq.flights and seq.left > 1]
+        prompts = [seq for seq in self.running if seq.left > 1 and seq.flights < self._depth and not seq.preempt_when_collected]
+        most = min(most, -(-self._chunk // self._depth))
         if all(seq.left > most for seq in prompts):  # else what ends bounds the step
             most = min(most, self._most)
         # Where nothing waits for its next token, a step may take its time.

@@ -196,7 +196,7 @@ class TestAborts:
 
     def test_in_flight_keep_their_blocks_until_the_batch_is_collected(self) -> None:
         """The executor refuses a batch that writes what a batch in flight still names."""
-        bench = EngineBench(n_blocks=5, depth=2, prefix_cache=False, prefill_chunk=8)
+        bench = EngineBench(n_blocks=5, depth=2, prefix_cache=False, prefill_chunk=16)
         after = request("after", 8, 4, salt=2)
         bench.add(request("a", 8, 4), request("b", 8, 4, salt=1), after)
         bench.step()  # a's batch was collected, b's is in flight
@@ -208,7 +208,7 @@ class TestAborts:
         assert answers[RequestId("after"), 0].token_ids == answer_alone(after).token_ids
 
     def test_of_what_is_about_to_be_preempted(self) -> None:
-        bench = EngineBench(n_blocks=10, depth=4, prefix_cache=False)
+        bench = EngineBench(n_blocks=11, depth=4, prefix_cache=False, prefill_chunk=32)
         bench.add(*(request(str(i), 5 + i, 24, salt=i) for i in range(4)))
         doomed: list[SequenceState] = []
         while bench.engine.has_work and not doomed:

@@ -233,6 +233,32 @@ class TestPrefixes:
 
 class TestDepth:
     @pytest.mark.parametrize("depth", [2, 4])
+    def test_one_prompt_keeps_every_stage_at_work(self, depth: int) -> None:
+        bench = EngineBench(n_blocks=64, max_context=128, depth=depth, prefill_chunk=8 * depth)
+        batches, long = watched(bench), request("long", 96, 4)
+        bench.add(long)
+        bench.engine.submit()
+        assert [[(step.first_position, len(step.token_ids)) for step in batch.steps] for batch in batches] == [
+            [(8 * place, 8)] for place in range(depth)
+        ]
+        bench.read(bench.engine.collect())
+        assert bench.engine.stats().steps_in_flight == depth - 1
+        assert bench.run()[RequestId("long"), 0].token_ids == answer_alone(long).token_ids
+
+    def test_what_comes_behind_a_long_prompt_waits_for_no_more_than_a_chunk(self) -> None:
+        bench = EngineBench(n_blocks=64, max_context=128, depth=2, prefill_chunk=16)
+        batches = watched(bench)
+        bench.add(request("long", 96, 4))
+        bench.step()
+        bench.step()
+        came = len(batches)
+        bench.add(request("short", 4, 1, salt=1))
+        while (RequestId("short"), 0) not in bench.answers or not bench.answers[RequestId("short"), 0].token_ids:
+            bench.step()
+        before = batches[came - 1 : next(i for i, batch in enumerate(batches) if any(step.sequence == 1 for step in batch.steps))]
+        assert sum(len(step.token_ids) for batch in before for step in batch.steps) <= 16
+
+    @pytest.mark.parametrize("depth", [2, 4])
     def test_running_sequences_are_spread_over_the_batches(self, depth: int) -> None:
         bench = EngineBench(n_blocks=64, depth=depth)
         batches = watched(bench)
