@@ -62,7 +62,7 @@ def sampling(ours: Build, scratch: Path) -> Iterator[Row]:
             f"{least} ms",
             f"{reach} ms",
             worst <= least,
-            "median of one thread's time; the earlier code between two draws leaves the caches to itself",
+            "median of one thread's time; logits were just written, and the earlier code between two draws leaves nothing else in the caches",
             {"rows": rows},
         )
 
