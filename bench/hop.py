@@ -33,8 +33,7 @@ import numpy as np
 from paceline.core.clock import SystemClock
 from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
 from paceline.engine.local import WireBits
-from paceline.parallel.checks import check_activations
-from paceline.parallel.stage_batch import StageBatch
+from paceline.parallel.stage_batch import StageBatch, check_activations
 from paceline.testing.fleets import TestFleet
 from paceline.transport.tensor.batches import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
 from paceline.transport.tensor.dialling import dial

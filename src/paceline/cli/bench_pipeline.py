@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from paceline.cli.bench_report import counts, note_load, print_report, table_of, telling
+from paceline.cli.bench import counts, note_load, print_report, table_of, telling
 from paceline.cli.bring import lies_elsewhere
 from paceline.cli.membership import fleet_settings
 from paceline.cli.terminal import Terminal, counted

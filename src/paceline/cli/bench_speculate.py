@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from paceline.cli.bench_report import counts, note_load, print_report, table_of, telling
+from paceline.cli.bench import counts, note_load, print_report, table_of, telling
 from paceline.cli.terminal import counted
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError

@@ -63,7 +63,7 @@ def run_chat(
                 raise UserError(f"{url} serves no model", "Name one with --model.")
             converse(name, lambda messages: endpoint.say(name, messages, temperature=temperature, seed=seed))
         return
-    from paceline.cli.interrupts import end_now
+    from paceline.cli.terminal import end_now
     from paceline.cli.up import load
     from paceline.node.local_chat import LocalChat
 

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 
 from paceline.cli.bring import ensure
-from paceline.cli.interrupts import end_now, interrupts_end_now
 from paceline.cli.progress import byte_bar, opening_bar
-from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, own_command
+from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
 from paceline.core.errors import OutOfMemory
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.settings import NodeSettings

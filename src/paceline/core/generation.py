@@ -1,11 +1,16 @@
-"""A generation as the server asks for it and the engine answers it."""
+"""A generation as the server asks for it and the engine answers it.
+
+Which sampling parameters are taken stands in one table for the API, for requests from other nodes and for the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from paceline.core.errors import InvalidRequest
 from paceline.core.ids import RequestId
 
 
@@ -20,7 +25,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `core.sampling_ranges` has the ranges; the engine refuses what is out of them.
+    """How tokens are drawn. `core.generation` has the ranges; the engine refuses what is out of them.
 
     Order: logit_bias, penalties, temperature, top-k, top-p, min-p, then the draw from noise keyed by (seed, position).
     """
@@ -101,3 +106,54 @@ class GenerationChunk:
     """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""
     notices: tuple[Notice, ...] = ()
     """Set on chunks that carry nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Finite numbers from `least` to `most`."""
+
+    least: float
+    most: float
+    above: bool = False
+    """`least` itself is not in it."""
+
+    def holds(self, value: float) -> bool:
+        return (self.least < value if self.above else self.least <= value) and value <= self.most and math.isfinite(value)
+
+    def __str__(self) -> str:
+        return f"{'above ' if self.above else ''}{self.least:g} to {self.most:g}"
+
+
+TEMPERATURE = Range(0, 2)
+TOP_K = Range(0, (1 << 31) - 1)
+TOP_P = Range(0, 1)
+MIN_P = Range(0, 1)
+REPETITION_PENALTY = Range(0, 10, above=True)
+PRESENCE_PENALTY = FREQUENCY_PENALTY = Range(-2, 2)
+BIAS = Range(-100, 100)
+LOGPROBS = Range(0, 20)
+MAX_BIASES = 1024
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Check what does not depend on the model.
+
+    Raises:
+        InvalidRequest: a value is out of its range; `field` names it.
+    """
+    values: Iterable[tuple[str, float, Range]] = (
+        ("temperature", params.temperature, TEMPERATURE),
+        ("top_k", params.top_k, TOP_K),
+        ("top_p", params.top_p, TOP_P),
+        ("min_p", params.min_p, MIN_P),
+        ("repetition_penalty", params.repetition_penalty, REPETITION_PENALTY),
+        ("presence_penalty", params.presence_penalty, PRESENCE_PENALTY),
+        ("frequency_penalty", params.frequency_penalty, FREQUENCY_PENALTY),
+        ("logprobs", params.logprobs or 0, LOGPROBS),
+        *(("logit_bias", bias, BIAS) for bias in params.logit_bias.values()),
+    )
+    for name, value, range_ in values:
+        if not range_.holds(value):
+            raise InvalidRequest(f"{name} is {value}", f"Send {range_}.", field=name)
+    if len(params.logit_bias) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias names {len(params.logit_bias)} tokens", f"Send at most {MAX_BIASES}.", field="logit_bias")

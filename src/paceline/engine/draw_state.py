@@ -27,7 +27,7 @@ class DrawState:
         """Begin with a prompt.
 
         Args:
-            params: within the ranges of `core.sampling_ranges`.
+            params: within the ranges of `core.generation`.
             seed: of the sequence's noise; counts modulo 2**64.
             banned: tokens that are never drawn.
         """

@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection
 
 from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
-from paceline.core.generation import GenerationRequest
-from paceline.core.sampling_ranges import check_sampling
+from paceline.core.generation import GenerationRequest, check_sampling
 from paceline.core.shown import printable
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import DRAFTS

@@ -15,13 +15,12 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedRevocation
 from paceline.fleet.clashes import ClashWatch
 from paceline.fleet.effects import Call, Effect, Reseal
-from paceline.fleet.intake import Intake
+from paceline.fleet.intake import Intake, Shares
 from paceline.fleet.messages import PassedCard, Reply, Request
 from paceline.fleet.peers import Peer, Peers
 from paceline.fleet.presets import Measures, Preset
 from paceline.fleet.registry import CardRegistry
 from paceline.fleet.revocations import Revocations
-from paceline.fleet.shares import Shares
 from paceline.fleet.stamps import StampChain
 from paceline.fleet.view import FleetView
 

@@ -25,13 +25,12 @@ from paceline.store.home import Home
 from paceline.transport.address_book import own_hosts
 from paceline.transport.join_client import join
 from paceline.transport.join_host import JoinHost
-from paceline.transport.trust.addresses import is_address, join_host
+from paceline.transport.trust.addresses import is_address, is_node_id, join_host
 from paceline.transport.trust.authority import Authority
 from paceline.transport.trust.certificates import make_key
 from paceline.transport.trust.folder import FleetFolder, read_secret
 from paceline.transport.trust.identity import Identity, choose_node_id
 from paceline.transport.trust.issuer import Issuer, check_id
-from paceline.transport.trust.names import is_node_id
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.requests import make_request
 from paceline.transport.trust.seals import open_revocations

@@ -32,11 +32,10 @@ from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_state import Running, claim_running, forget_running, keep_running
 from paceline.node.fleet_upkeep import Portrait, Upkeep
 from paceline.transport.address_book import AddressBook
-from paceline.transport.capability_service import CapabilityServicer
 from paceline.transport.channels import ChannelPool, Purpose
 from paceline.transport.control_service import ControlServicer, Sight, fleet_id
 from paceline.transport.discovery import Discovery
-from paceline.transport.exchange import Exchanger
+from paceline.transport.exchange import CapabilityServicer, Exchanger
 from paceline.transport.proposer_desk import ProposerDesk
 from paceline.transport.proposer_service import proposer_service
 from paceline.transport.server import NodeServer, RpcMeter

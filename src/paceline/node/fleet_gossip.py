@@ -21,9 +21,9 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedRevocation
 from paceline.fleet.effects import Appeared, Call, Changed, Clashed, Effect, Expired, Ignored, Left, Reseal, Restarted, Revoked
 from paceline.fleet.gossip import Gossip
+from paceline.fleet.intake import Shares
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
-from paceline.fleet.shares import Shares
 from paceline.fleet.stamps import LINK_BYTES, StampChain
 from paceline.fleet.view import FleetView
 from paceline.node.fleet_meter import FleetMeter

@@ -38,7 +38,6 @@ from paceline.core.generation import Notice
 from paceline.core.ids import BatchId
 from paceline.engine.executor import StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
-from paceline.parallel.checks import check_activations
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import Patience, PipelineLimits
 from paceline.parallel.news import RouteNews
@@ -46,7 +45,7 @@ from paceline.parallel.route import Fault, Route, Router, RouteStage
 from paceline.parallel.search import Search
 from paceline.parallel.span_leases import SpanLease, SpanLeases
 from paceline.parallel.stage import Stage
-from paceline.parallel.stage_batch import StageBatch, without_tokens
+from paceline.parallel.stage_batch import StageBatch, check_activations, without_tokens
 from paceline.parallel.watch import Inspector, PipelineWatch, Unwatched
 
 WORD_S = 0.5

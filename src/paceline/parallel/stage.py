@@ -19,8 +19,7 @@ from paceline.core.model import LayerRange
 from paceline.engine.block_tables import BlockTables, blocks_for
 from paceline.engine.executor import Path
 from paceline.engine.local import Int32, LayerRunner, WireBits, row_plan
-from paceline.parallel.checks import check_activations
-from paceline.parallel.stage_batch import StageBatch
+from paceline.parallel.stage_batch import StageBatch, check_activations
 
 _PATHS = frozenset(int(path) for path in Path)
 

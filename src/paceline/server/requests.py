@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from paceline.core.sampling_ranges import (
+from paceline.core.generation import (
     BIAS,
     FREQUENCY_PENALTY,
     LOGPROBS,

@@ -8,7 +8,7 @@ from typing import Final
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
 from paceline.store.faults import damaged, unsupported
 from paceline.store.json_object import JsonObject
-from paceline.store.layout import check_sizes
+from paceline.store.tensor_files import check_sizes
 
 FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 _UNUSED_BY_DEFAULT: Final = ("attention_bias", "mlp_bias", "quantization_config", "attn_logit_softcapping", "no_rope_layers")

@@ -22,7 +22,7 @@ import numpy as np
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
 from paceline.core.rope import inverse_frequencies
 from paceline.core.weights import TENSOR_TYPES
-from paceline.store.gguf_spec import FAMILIES
+from paceline.store.gguf_file import FAMILIES
 from paceline.testing.seeded_blocks import DENSE, Bytes, random_tensor
 from paceline.testing.seeded_vocabulary import Vocabulary, vocabulary
 

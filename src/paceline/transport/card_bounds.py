@@ -9,8 +9,7 @@ from collections.abc import Iterable
 
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.fleet.card import Link, ModelOffer, NodeCard, ShardState
-from paceline.transport.trust.addresses import is_address
-from paceline.transport.trust.names import is_node_id
+from paceline.transport.trust.addresses import is_address, is_node_id
 
 MAX_CARD_BYTES = 64 << 10
 """Of a serialised card. Gossip has narrower bounds of its own."""

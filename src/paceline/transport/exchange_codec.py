@@ -18,7 +18,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedRevocation
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
 from paceline.fleet.presets import Measures
-from paceline.transport.parts import check_parts
+from paceline.transport.trust.handlers import check_parts
 from paceline.transport.wire import fleet_pb2 as wire
 
 PROOF_BYTES = 16

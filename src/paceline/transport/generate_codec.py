@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams, TokenLogprob
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams, TokenLogprob, check_sampling
 from paceline.core.ids import RequestId
-from paceline.core.sampling_ranges import check_sampling
 from paceline.core.shown import printable
 from paceline.transport.wire import generate_pb2 as wire
 

@@ -21,8 +21,7 @@ from paceline.parallel.sessions import (
     StageReport,
     StageRequest,
 )
-from paceline.transport.trust.addresses import is_address
-from paceline.transport.trust.names import is_node_id
+from paceline.transport.trust.addresses import is_address, is_node_id
 from paceline.transport.wire import shard_pb2 as wire
 
 MAX_LAYERS = 4096

@@ -11,14 +11,14 @@ import pytest
 
 AT_STEP = """
 import signal, sys
-from paceline.cli import interrupts
+from paceline.cli import terminal
 
 steps = 0
 
 def trace(frame, event, _argument):
     global steps
     if frame.f_code.co_name != "interrupts_end_now":
-        return trace if frame.f_code.co_filename == interrupts.__file__ else None
+        return trace if frame.f_code.co_filename == terminal.__file__ else None
     if event == "line":
         steps += 1
         if steps == {step}:
@@ -26,7 +26,7 @@ def trace(frame, event, _argument):
     return trace
 
 def load():
-    with interrupts.interrupts_end_now(130):
+    with terminal.interrupts_end_now(130):
         pass
 
 sys.settrace(trace)
@@ -58,7 +58,7 @@ def test_no_step_loses_the_signal(name: str, ends: set[int]) -> None:
 
 UNREAD = """
 import os, sys, threading
-from paceline.cli.interrupts import interrupts_end_now
+from paceline.cli.terminal import interrupts_end_now
 
 with interrupts_end_now(130):
     sys.stdout.write("x")
@@ -94,7 +94,7 @@ def test_a_reader_that_is_gone_or_reads_no_more_keeps_nobody(reads: bool) -> Non
 
 IMPATIENT = """
 import signal, threading
-from paceline.cli.interrupts import end_now
+from paceline.cli.terminal import end_now
 
 threading.Thread.join = lambda *_: signal.raise_signal(signal.SIGINT)
 end_now(130)

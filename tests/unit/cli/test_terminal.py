@@ -15,7 +15,7 @@ from paceline.cli.terminal import counted
 
 INTERRUPTED = """
 import signal, sys, threading
-from paceline.cli.interrupts import interrupts_end_now
+from paceline.cli.terminal import interrupts_end_now
 from paceline.cli.progress import byte_bar
 from paceline.cli.terminal import Terminal
 

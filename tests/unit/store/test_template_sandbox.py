@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import InvalidRequest, ModelFileError
-from paceline.store import template_sandbox
+from paceline.store import chat_template
 from paceline.store.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -23,7 +23,7 @@ def template(source: str) -> ChatTemplate:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "ALLOWANCE", 200_000)
+    monkeypatch.setattr(chat_template, "ALLOWANCE", 200_000)
 
 
 LOOP = "{% for i in range(99999) %}"

@@ -23,8 +23,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor
 from paceline.fleet.plan import Choice
 from paceline.node.drafts.drafter import Drafter, Key
-from paceline.node.drafts.finding import placed
-from paceline.node.drafts.fleet_lines import FleetLines
+from paceline.node.drafts.finding import FleetLines, placed
 from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.remote import RemoteDrafts
 from paceline.node.fleet import FleetNode

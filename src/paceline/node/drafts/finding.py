@@ -1,4 +1,5 @@
-"""Which proposers could draft for this machine's model, the best first: the plan that every node computes, asked for drafts alone.
+"""Which proposers could draft for this machine's model, the best first: the plan that every node computes, asked for drafts alone. And ways to them:
+over the fleet's channels, or to this node's own desk.
 
 Law: who drafts sees the text, so guests don't; and a draft model whose tokens are others than the model's is an error, never a slow draft.
 """
@@ -8,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.core.errors import PlacementError, VocabularyMismatch
+import grpc.aio
+
+from paceline.core.errors import NodeUnreachable, PlacementError, VocabularyMismatch
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, NodeCard, Role
@@ -16,7 +19,12 @@ from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.pins import ASSUMED_RTT_S
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Draft, Pin, PlanRequest, Way
-from paceline.node.drafts.drafter import Drafter, Key, drafter_of
+from paceline.node.drafts.drafter import Drafter, Key, Line, OnEnd, drafter_of
+from paceline.node.drafts.lines import DeskLine
+from paceline.node.fleet import FleetNode
+from paceline.transport.channels import Purpose
+from paceline.transport.draft_blocks import OnBlock
+from paceline.transport.draft_line import RemoteLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +130,29 @@ def _drafter(card: NodeCard, offer: ModelOffer, links: Links, own: NodeId) -> Dr
     link = links.between(own, card.node_id)
     rtt_s = 0.0 if card.node_id == own else ASSUMED_RTT_S if link is None else link.rtt_s
     return drafter_of(card.node_id, card.instance, offer.model_id, offer, rtt_s)
+
+
+class FleetLines:
+    """Opens lines."""
+
+    def __init__(self, fleet: FleetNode) -> None:
+        self._fleet = fleet
+
+    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
+        """As `drafter.OpenLine`."""
+        if drafter.node_id == self._fleet.node_id:
+            return DeskLine(self._fleet.desk, drafter.node_id, on_block, on_end)
+        return RemoteLine(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)
+
+    def channel(self, node_id: NodeId) -> grpc.aio.Channel:
+        """To a member, over the address that serves best.
+
+        Raises:
+            NodeUnreachable: it is not in view.
+            FleetError: its certificate is not good.
+        """
+        fleet = self._fleet
+        live, member = fleet.view().get(node_id), fleet.gossip.opener.member(node_id)
+        if live is None or member is None:
+            raise NodeUnreachable(f"{node_id} is not in this fleet's view")
+        return fleet.pool.get(Purpose.DRAFTS, fleet.book.order(live.card.addresses)[0], member)

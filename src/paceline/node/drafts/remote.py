@@ -1,24 +1,72 @@
 """Drafts from wherever the plan says: the engine's thread asks and goes on (`mailbox`); on the event loop one proposer at a time drafts (`talk`).
 
 Law: the engine is never held up but for the wait it names. Every ask is answered once: with a draft, or, where its proposer failed, is late or is not
-to be had, with an empty one. A drafter that failed is left out for a while (`ledger`), and the next takes over, told everything anew.
+to be had, with an empty one. A drafter that failed is left out for a while (`Ledger`), and the next takes over, told everything anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
-from paceline.node.drafts.drafter import Drafter, Find, OpenLine
-from paceline.node.drafts.ledger import Ledger
+from paceline.node.drafts.drafter import Drafter, Find, Key, OpenLine
 from paceline.node.drafts.mailbox import Mailbox
 from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.talk import Talk
+
+LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0
+"""How long who failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""
+MOST_DOUBLED = 8
+FORGIVEN = 64
+"""Blocks after which old failures no longer count."""
+
+
+@dataclass(slots=True)
+class _Record:
+    times: int = 0
+    until_s: float = 0.0
+    good: int = 0
+    """Blocks since it failed last."""
+
+
+class Ledger:
+    """Of one source."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._records: dict[Key, _Record] = {}
+
+    def failed(self, key: Key) -> float:
+        """How many seconds it is left out from now on."""
+        record = self._records.setdefault(key, _Record())
+        left_out_s = min(LEFT_OUT_S * 2 ** min(record.times, MOST_DOUBLED), LEFT_OUT_MOST_S)
+        record.times, record.until_s, record.good = record.times + 1, self._clock.monotonic() + left_out_s, 0
+        return left_out_s
+
+    def drafted(self, key: Key) -> None:
+        """It drafted a block."""
+        record = self._records.get(key)
+        if record is not None:
+            record.good += 1
+            if record.good == FORGIVEN:
+                del self._records[key]
+
+    def left_out(self) -> Collection[Key]:
+        """Those that are, now."""
+        now = self._clock.monotonic()
+        return [key for key, record in self._records.items() if record.until_s > now]
+
+    def next_s(self) -> float | None:
+        """Until the first of them is no longer; None: none is left out."""
+        now = self._clock.monotonic()
+        return min((record.until_s - now for record in self._records.values() if record.until_s > now), default=None)
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from paceline.core.stats import DraftUse, EngineStats
 from paceline.engine.drafts import NGRAM
 from paceline.fleet.effects import Effect
 from paceline.node.build import BuiltNode
-from paceline.node.drafts.finding import Verifier
-from paceline.node.drafts.fleet_lines import FleetLines
+from paceline.node.drafts.finding import FleetLines, Verifier
 from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.metrics import DraftMetrics
 from paceline.node.drafts.proposing import LoadedProposer

@@ -28,8 +28,7 @@ from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines.choosing import Wanted
-from paceline.node.pipelines.meter import PipelineMeter
-from paceline.node.pipelines.metered import MeteredEngine
+from paceline.node.pipelines.meter import MeteredEngine, PipelineMeter
 from paceline.node.pipelines.opening import Opener, SeesFleet
 from paceline.node.pipelines.router import FleetRouter
 from paceline.node.pipelines.spare_keeper import SpareKeeper

@@ -31,9 +31,8 @@ from paceline.fleet.card import NodeCard
 from paceline.node.pipelines.choosing import Part, Wanted, allowed_hosts, choose, warm_cover
 from paceline.node.pipelines.fleet_route import FleetRoute
 from paceline.node.pipelines.opening import NotOpened
-from paceline.parallel.checks import check_activations
 from paceline.parallel.route import Fault, Route
-from paceline.parallel.stage_batch import StageBatch
+from paceline.parallel.stage_batch import StageBatch, check_activations
 
 
 class Holders:

@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 from paceline.core.errors import NotTrusted
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
-from paceline.transport.trust.names import is_node_id
+from paceline.transport.trust.addresses import is_node_id
 
 BACKDATED = timedelta(hours=24)
 JOIN_NAME = "join.paceline.internal"

@@ -10,8 +10,8 @@ from cryptography.x509.oid import NameOID
 
 from paceline.core.errors import NotTrusted
 from paceline.core.ids import NodeId
+from paceline.transport.trust.addresses import is_node_id
 from paceline.transport.trust.certificates import UNREADABLE, PrivateKey, PublicKey
-from paceline.transport.trust.names import is_node_id
 
 MAX_REQUEST_BYTES = 4096
 

@@ -17,10 +17,10 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
 from paceline.transport.card_bounds import LATEST, check_card, check_size
 from paceline.transport.card_codec import read_card, write_card
+from paceline.transport.trust.addresses import is_node_id
 from paceline.transport.trust.authority import Authority
 from paceline.transport.trust.certificates import FleetRoot, verifies
 from paceline.transport.trust.identity import Identity
-from paceline.transport.trust.names import is_node_id
 from paceline.transport.wire import fleet_pb2 as wire
 
 CARD = b"paceline card\0"

@@ -18,7 +18,7 @@ from paceline.core.errors import PlacementError
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import DraftAnswer, DraftAsk, Proposer
 from paceline.node.drafts.drafter import Drafter, Key
-from paceline.node.drafts.fleet_lines import FleetLines
+from paceline.node.drafts.finding import FleetLines
 from paceline.node.drafts.meter import DraftMeter
 from paceline.node.drafts.remote import RemoteDrafts
 from paceline.node.fleet import FleetNode

@@ -14,9 +14,8 @@ from paceline.core.errors import NodeUnreachable
 from paceline.core.ids import NodeId, SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
 from paceline.node.drafts.drafter import Drafter, OnEnd
-from paceline.node.drafts.ledger import FORGIVEN, LEFT_OUT_S
 from paceline.node.drafts.meter import DraftMeter
-from paceline.node.drafts.remote import RemoteDrafts
+from paceline.node.drafts.remote import FORGIVEN, LEFT_OUT_S, RemoteDrafts
 from paceline.node.drafts.talk import LATE_S, LATE_TIMES, LATEST_S, MOST_ASKED
 from paceline.testing.clock import FakeClock
 from paceline.transport.draft_blocks import OnBlock

@@ -12,7 +12,7 @@ from tests.unit.node.fleet.nodes import until, until_seen
 
 from paceline.core.errors import RemoteProposerError
 from paceline.engine.drafts import NGRAM, BlockProposal, Proposer
-from paceline.node.drafts.fleet_lines import FleetLines
+from paceline.node.drafts.finding import FleetLines
 from paceline.transport.channels import MAX_BLOCK_BYTES
 from paceline.transport.draft_blocks import MOST_BRANCHES
 from paceline.transport.draft_line import read_block

@@ -24,10 +24,9 @@ from paceline.fleet.messages import Request
 from paceline.node.fleet_settings import parse_preset
 from paceline.node.fleet_state import check_startable, read_running, read_version
 from paceline.testing.fleets import TestFleet
-from paceline.transport.capability_service import CapabilityServicer
 from paceline.transport.channels import Purpose
 from paceline.transport.control_service import control_channel, read_sight
-from paceline.transport.exchange import Exchanger
+from paceline.transport.exchange import CapabilityServicer, Exchanger
 from paceline.transport.rpc_faults import error_of
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.wire import control_pb2, propose_pb2

@@ -6,8 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
-from paceline.node.pipelines.meter import PipelineMeter, PipelineMetrics
-from paceline.node.pipelines.metered import MeteredEngine
+from paceline.node.pipelines.meter import MeteredEngine, PipelineMeter, PipelineMetrics
 from paceline.parallel.route import Fault
 from paceline.testing.clock import FakeClock
 from paceline.testing.engines import EngineBench
