@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedRevocation
-from paceline.fleet.clashes import ClashWatch
 from paceline.fleet.effects import Call, Effect, Reseal
-from paceline.fleet.intake import Intake, Shares
+from paceline.fleet.intake import ClashWatch, Intake, Shares
 from paceline.fleet.messages import PassedCard, Reply, Request
 from paceline.fleet.peers import Peer, Peers
 from paceline.fleet.presets import Measures, Preset

@@ -41,9 +41,8 @@ from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, tok
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import Patience, PipelineLimits
 from paceline.parallel.news import RouteNews
-from paceline.parallel.route import Fault, Route, Router, RouteStage
+from paceline.parallel.route import Fault, Route, Router, RouteStage, SpanLease, SpanLeases
 from paceline.parallel.search import Search
-from paceline.parallel.span_leases import SpanLease, SpanLeases
 from paceline.parallel.stage import Stage
 from paceline.parallel.stage_batch import StageBatch, check_activations, without_tokens
 from paceline.parallel.watch import Inspector, PipelineWatch, Unwatched

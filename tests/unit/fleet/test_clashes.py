@@ -3,7 +3,7 @@ from __future__ import annotations
 from tests.unit.fleet.cards import card
 
 from paceline.fleet.card import NodeCard
-from paceline.fleet.clashes import ClashWatch
+from paceline.fleet.intake import ClashWatch
 
 
 def watched(*cards: NodeCard, at: float = 0.0) -> ClashWatch:

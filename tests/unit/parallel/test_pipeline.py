@@ -24,9 +24,8 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.parallel import news
-from paceline.parallel.fallback import FORGET_S, Fallback
+from paceline.parallel.fallback import FORGET_S, Fallback, LocalRoute
 from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.local_route import LocalRoute
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.route import Fault, Opening
 from paceline.testing.clock import FakeClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.core.errors import LostSpan
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
-from paceline.parallel.span_leases import SpanLease, SpanLeases
+from paceline.parallel.route import SpanLease, SpanLeases
 
 A, B = NodeId("a"), NodeId("b")
 

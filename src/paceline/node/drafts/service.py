@@ -13,8 +13,7 @@ from paceline.engine.drafts import NGRAM
 from paceline.fleet.effects import Effect
 from paceline.node.build import BuiltNode
 from paceline.node.drafts.finding import FleetLines, Verifier
-from paceline.node.drafts.meter import DraftMeter
-from paceline.node.drafts.metrics import DraftMetrics
+from paceline.node.drafts.meter import DraftMeter, DraftMetrics
 from paceline.node.drafts.proposing import LoadedProposer
 from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.fleet import FleetNode

@@ -37,9 +37,8 @@ from paceline.node.settings import NodeSettings
 from paceline.node.setup import Setup, set_up
 from paceline.node.shards.ends import TensorEnds
 from paceline.node.speed import Speed, vocabulary_id
-from paceline.parallel.fallback import Fallback
+from paceline.parallel.fallback import Fallback, LocalRoute
 from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.local_route import LocalRoute
 from paceline.parallel.pipeline import PipelineExecutor
 from paceline.parallel.route import Opening
 from paceline.parallel.sessions import SESSION_ID_BYTES, ActivationDtype, StageRequest

@@ -8,11 +8,10 @@ import time
 from collections.abc import Sequence
 
 from paceline.core.errors import NodeUnreachable
-from paceline.transport.tensor.contexts import client_context
 from paceline.transport.tensor.pipe import Pipe, tune
 from paceline.transport.tensor.sender import TensorSender
 from paceline.transport.trust.certificates import Member
-from paceline.transport.trust.credentials import check_callable
+from paceline.transport.trust.credentials import check_callable, client_context
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.seals import Voids
 

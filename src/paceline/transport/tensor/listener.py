@@ -21,7 +21,6 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
 from paceline.core.ids import NodeId
 from paceline.parallel.sessions import TICKET_BYTES
-from paceline.transport.tensor.contexts import server_context
 from paceline.transport.tensor.conversation import Event
 from paceline.transport.tensor.frames import WELCOME, CloseCode
 from paceline.transport.tensor.incoming import FROM_SENDER, Incoming
@@ -29,6 +28,7 @@ from paceline.transport.tensor.newcomer import Newcomer, Wants
 from paceline.transport.tensor.pipe import Pipe, tune
 from paceline.transport.tensor.receiver import TensorReceiver
 from paceline.transport.trust.certificates import FleetRoot, Member
+from paceline.transport.trust.credentials import server_context
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.seals import Voids

@@ -15,9 +15,9 @@ from tests.unit.transport.tensor.meeting import Meeting, meeting, soon, until_it
 from paceline.core.errors import ConfigError, NodeUnreachable, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
 from paceline.testing.fleets import TestFleet
 from paceline.transport.tensor import listener as module
-from paceline.transport.tensor.contexts import client_context
 from paceline.transport.tensor.dialling import dial
 from paceline.transport.tensor.frames import close, hello, tensor_start
+from paceline.transport.trust.credentials import client_context
 
 
 def tls(met: Meeting) -> ssl.SSLSocket:
