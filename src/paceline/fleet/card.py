@@ -6,7 +6,7 @@ describes the same fields on the wire; the codec is in `transport`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from paceline.core.ids import NodeId
@@ -104,6 +104,21 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """What runs layers on a node, and the memory it has for them."""
+
+    backend: str
+    name: str
+    memory_total_bytes: int
+    memory_free_bytes: int
+    memory_bytes_per_s: int
+    shard_memory_bytes: int = 0
+    """What further layers for others and their KV may take of it."""
+    weights: tuple[str, ...] = ()
+    """Weights formats that it runs."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeCard:
     """A node's own account of itself, measured."""
 
@@ -136,6 +151,27 @@ class NodeCard:
     """Loads and runs layers for other members."""
     shard_memory_bytes: int = 0
     """What further layers and their KV may take there. Two significant digits."""
+    devices: tuple[Device, ...] = ()
+    """What runs the weights formats that the device named above does not."""
+
+    def device_of(self, weights: str) -> Device | None:
+        """What runs a weights format; None: the device that the card itself names."""
+        return next((device for device in self.devices if weights in device.weights), None)
+
+    def running(self, weights: str) -> NodeCard:
+        """The card with the memory and the speed of what runs a weights format."""
+        device = self.device_of(weights)
+        if device is None:
+            return self
+        return replace(
+            self,
+            backend=device.backend,
+            device=device.name,
+            memory_total_bytes=device.memory_total_bytes,
+            memory_free_bytes=device.memory_free_bytes,
+            memory_bytes_per_s=device.memory_bytes_per_s,
+            shard_memory_bytes=device.shard_memory_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

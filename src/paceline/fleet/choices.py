@@ -65,7 +65,7 @@ def can_draft(card: NodeCard, offer: ModelOffer, machine: Machine, request: Plan
         return f"nothing is known of its speed with {offer.model_id}"
     shape = offer.shape
     needed = 0 if shape is None or offer.warm else shape.n_layers * shape.layer_bytes + shape.edge_bytes
-    if needed > card.memory_free_bytes * FREE_SHARE:
+    if needed > card.running(offer.weights).memory_free_bytes * FREE_SHARE:
         return f"{offer.model_id} does not fit its memory"
     return None
 
@@ -166,7 +166,7 @@ def _rate(card: NodeCard, offer: ModelOffer) -> float | None:
         return measured
     if offer.weights == "":
         return cost.LOOKUP_RATE
-    memory, shape = memory_rate(card), offer.shape
+    memory, shape = memory_rate(card.running(offer.weights)), offer.shape
     if memory is None or shape is None or shape.n_layers * shape.layer_bytes + shape.edge_bytes <= 0:
         return None
     return memory * DECODE_SHARE / (shape.n_layers * shape.layer_bytes + shape.edge_bytes)

@@ -38,6 +38,7 @@ class Machine:
     """One node that can run layers of one model."""
 
     card: NodeCard
+    """With the memory and the speed of the device that runs the offer's weights format."""
     offer: ModelOffer
     """Its own, or that of the node its weights would come from."""
     shape: ModelShape
@@ -151,7 +152,7 @@ def groups(offers: Sequence[tuple[NodeCard, ModelOffer]], request: PlanRequest) 
     found: dict[tuple[str, ...], dict[NodeId, Machine]] = {}
     for card, offer in sorted(offers, key=lambda pair: (pair[0].node_id, _merit(pair[1]))):
         assert offer.shape is not None
-        machine = _machine(card, offer, offer.shape, request)
+        machine = _machine(card.running(offer.weights), offer, offer.shape, request)
         if machine is None:
             continue
         # Without a digest nobody knows whether two machines' weights are the same.
@@ -180,7 +181,7 @@ def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], links: 
                 offer, tokens_per_second=loaded.tokens_per_second, prefill_tokens_per_second=loaded.prefill_tokens_per_second,
                 numerics_id=loaded.numerics_id,
             )  # fmt: skip
-        machine = _machine(card, offer, source.shape, request)
+        machine = _machine(card.running(offer.weights), offer, source.shape, request)
         if machine is not None:
             found.append(replace(machine, fetch_from=source.node_id))
     return found
@@ -214,8 +215,13 @@ def _host(machine: Machine, barred: Collection[NodeId]) -> Machine | None:
     card = machine.card
     if not card.serves_shards or card.node_id in barred:
         return None
-    # What is loaded and idle makes way for what is wanted.
-    idle = sum(offer.shard.memory_bytes for offer in card.models if offer.warm and offer.shard is not None and not offer.shard.streams)
+    # What is loaded and idle makes way for what is wanted, where it takes the same memory.
+    device = card.device_of(machine.offer.weights)
+    idle = sum(
+        offer.shard.memory_bytes
+        for offer in card.models
+        if offer.warm and offer.shard is not None and not offer.shard.streams and card.device_of(offer.weights) == device
+    )
     return replace(machine, room_bytes=free_for_layers(card) + idle)
 
 

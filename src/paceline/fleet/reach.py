@@ -68,7 +68,7 @@ def _outgrows(card: NodeCard, offer: ModelOffer) -> bool:
     shape = offer.shape
     if shape is None or offer.role not in _LAYERED or not offer.digest:
         return False
-    return shape.n_layers * shape.layer_bytes + shape.edge_bytes > FREE_SHARE * card.memory_total_bytes
+    return shape.n_layers * shape.layer_bytes + shape.edge_bytes > FREE_SHARE * card.running(offer.weights).memory_total_bytes
 
 
 def _host(address: str) -> IPv4Address | IPv6Address | str | None:

@@ -10,18 +10,13 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from paceline import __version__
-from paceline.backends import cpu
-from paceline.backends.memory import available_bytes, total_bytes
-from paceline.backends.table import Kernels
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
+from paceline.fleet.card import Device, Link, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.figures import settled, settled_within
-from paceline.node import accelerator
 from paceline.node.cores import usable_cores
-from paceline.node.memory_rate import memory_rate
+from paceline.node.devices import LocalDevice, local_devices
 from paceline.node.offers import Shelf, WarmModel
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
@@ -35,11 +30,7 @@ LOOKUP = ModelOffer("ngram", Role.PROPOSER, "")
 class Seen:
     """What a look saw."""
 
-    backend: Kernels
-    device: str
-    memory_total_bytes: int
-    memory_free_bytes: int
-    memory_bytes_per_s: int
+    devices: tuple[Device, ...]
     models: tuple[ModelOffer, ...]
     ring_address: str
 
@@ -49,16 +40,16 @@ class SelfPortrait:
 
     Args:
         home: its models and caches.
+        devices: what runs layers here; None: this machine's.
     """
 
-    def __init__(self, node_id: NodeId, home: Home) -> None:
-        self._node_id, self._home = node_id, home
-        self._cuda = accelerator.has_cuda()
-        self._shelf = Shelf(home, usable_cores(), cuda=self._cuda)
+    def __init__(self, node_id: NodeId, home: Home, devices: Sequence[LocalDevice] | None = None) -> None:
+        self._node_id, self._devices = node_id, local_devices(home) if devices is None else devices
+        self._shelf = Shelf(home, usable_cores(), self._devices)
         self._seen: Seen | None = None
-        self._memory_rate: float | None = None
+        self._memory_rates: list[float] = []
         self._shards: tuple[ModelOffer, ...] = ()
-        self._shard_memory: int | None = None
+        self._shard_memory: tuple[int, ...] | None = None
 
     def look(self, warm: Sequence[WarmModel] = (), drafts: Sequence[ModelOffer] = (LOOKUP,), beside: Sequence[ModelLocation] = ()) -> bool:
         """Measure. Blocks for about 0.1 s the first time in a machine's uptime; afterwards for as long as reading new models' heads takes.
@@ -71,33 +62,30 @@ class SelfPortrait:
             Whether the card changed.
         """
         before = self._seen
-        total, free = (accelerator.total_cuda_bytes(), accelerator.free_cuda_bytes()) if self._cuda else (total_bytes(), available_bytes())
-        if self._memory_rate is None:  # once: it would disturb what serves by now
-            self._memory_rate = memory_rate(self._home, measure=accelerator.cuda_memory_rate if self._cuda else None)
+        if not self._memory_rates:  # once: it would disturb what serves by now
+            self._memory_rates = [device.memory_rate() for device in self._devices]
+        shown = before.devices if before else [None] * len(self._devices)
         self._seen = Seen(
-            backend=_kernels(cuda=self._cuda),
-            device=accelerator.cuda_name() if self._cuda else processor_name(),
-            memory_total_bytes=_settled(total, before.memory_total_bytes if before else 0),
-            memory_free_bytes=_settled(free, before.memory_free_bytes if before else 0),
-            memory_bytes_per_s=_settled(self._memory_rate, before.memory_bytes_per_s if before else 0),
+            devices=tuple(map(_device, self._devices, self._memory_rates, shown)),
             models=_steady((*self._shelf.offers(warm, beside), *drafts), before.models if before else ()),
             ring_address=probe_ring_environment().address,
         )
         return self._seen != before
 
-    def show_shards(self, shards: Sequence[ModelOffer], memory_bytes: int | None) -> bool:
+    def show_shards(self, shards: Sequence[ModelOffer], memory_bytes: Sequence[int] | None) -> bool:
         """What the card says of shards from now on. Measures nothing, so it may be called whenever one comes, goes, or gets busier.
 
         Args:
             shards: layers loaded here for others, one offer a range (`offers.shard_offer`).
-            memory_bytes: what further ones may take; None: this node serves no shards.
+            memory_bytes: what further ones may take of each device; None: this node serves no shards.
 
         Returns:
             Whether the card changed.
         """
         before = self._shards, self._shard_memory
         self._shards = _steady(shards, self._shards)
-        self._shard_memory = None if memory_bytes is None else int(settled_within(memory_bytes, self._shard_memory or 0))
+        known = self._shard_memory or [0] * len(self._devices)
+        self._shard_memory = None if memory_bytes is None else tuple(map(_settled_within, memory_bytes, known))
         return before != (self._shards, self._shard_memory)
 
     def card(self, addresses: tuple[str, ...] = (), links: tuple[Link, ...] = ()) -> NodeCard:
@@ -106,6 +94,8 @@ class SelfPortrait:
             self.look()
         seen = self._seen
         assert seen is not None
+        memory = self._shard_memory or [0] * len(seen.devices)
+        main, *others = (replace(device, shard_memory_bytes=left) for device, left in zip(seen.devices, memory, strict=True))
         return NodeCard(
             node_id=self._node_id,
             version=0,
@@ -114,31 +104,20 @@ class SelfPortrait:
             ttl_s=0,
             announced_at=0,
             platform=f"{platform.system().lower()}-{platform.machine()}",
-            backend=seen.backend,
-            device=seen.device,
-            memory_total_bytes=seen.memory_total_bytes,
-            memory_free_bytes=seen.memory_free_bytes,
-            memory_bytes_per_s=seen.memory_bytes_per_s,
+            backend=main.backend,
+            device=main.name,
+            memory_total_bytes=main.memory_total_bytes,
+            memory_free_bytes=main.memory_free_bytes,
+            memory_bytes_per_s=main.memory_bytes_per_s,
             models=(*seen.models, *self._shards),
             links=links,
             ring_address=seen.ring_address,
             mlx_version=mlx_version(),
             software=__version__,
             serves_shards=self._shard_memory is not None,
-            shard_memory_bytes=self._shard_memory or 0,
+            shard_memory_bytes=main.shard_memory_bytes,
+            devices=tuple(others),
         )
-
-
-def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What the processor calls itself, and how many cores a step uses."""
-    cores = usable_cores()
-    name = platform.processor() or platform.machine()
-    try:
-        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = models[0] if models else name
-    except OSError:
-        pass  # not Linux: the name above will do
-    return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
 
 
 def own_name() -> str:
@@ -146,9 +125,20 @@ def own_name() -> str:
     return platform.node() or f"node-{os.getuid()}"
 
 
-def _kernels(*, cuda: bool) -> Kernels:
-    """What the node would choose for most models."""
-    return Kernels.CUDA if cuda else Kernels.AVX512_BF16 if cpu.runs_here() else Kernels.TORCH
+def _device(device: LocalDevice, rate: float, shown: Device | None) -> Device:
+    """As a card says it, with figures that stay what they were while they mean the same."""
+    return Device(
+        device.kernels,
+        device.name(),
+        _settled(device.total_bytes(), shown.memory_total_bytes if shown else 0),
+        _settled(device.free_bytes(), shown.memory_free_bytes if shown else 0),
+        _settled(rate, shown.memory_bytes_per_s if shown else 0),
+        weights=tuple(map(str, device.weights)),
+    )
+
+
+def _settled_within(value: float, shown: int) -> int:
+    return int(settled_within(value, shown))
 
 
 def _settled(value: float, shown: int) -> int:

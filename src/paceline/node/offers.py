@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.backends import table
+from paceline.backends.table import Kernels
 from paceline.core.errors import PacelineError
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import tensor_shapes
 from paceline.fleet.card import ModelOffer, ModelShape, Role, ShardState
-from paceline.node import accelerator
+from paceline.node.devices import LocalDevice
 from paceline.node.shapes import fits_gpu, model_shape
 from paceline.node.speed import Speed, SpeedCache, SpeedKey
 from paceline.store.catalog import ModelLocation, locations, open_weights
@@ -62,8 +63,8 @@ class _Head:
 class Shelf:
     """The models on this machine's disk. Remembers the heads of files it has read."""
 
-    def __init__(self, home: Home, threads: int, *, cuda: bool) -> None:
-        self._home, self._threads, self._cuda = home, threads, cuda
+    def __init__(self, home: Home, threads: int, devices: Sequence[LocalDevice]) -> None:
+        self._home, self._threads, self._devices = home, threads, devices
         self._digests, self._speeds = DigestCache(home), SpeedCache(home)
         self._heads: dict[Path, _Head] = {}
 
@@ -73,24 +74,28 @@ class Shelf:
         here = locations(self._home)
         known = {location.path for location in here}
         here += [location for location in beside if location.path not in known]
-        cold = [offer for location in here if (offer := self._offer(location)) is not None]
+        cold = [offer for location in here for offer in self._offers(location)]
         return (
             *(warm_offer(model) for model in warm),
             *(offer for offer in cold if (offer.digest or offer.model_id, offer.weights) not in loaded),
         )
 
-    def _offer(self, location: ModelLocation) -> ModelOffer | None:
-        """None where the model can't run here, or is damaged."""
+    def _offers(self, location: ModelLocation) -> list[ModelOffer]:
+        """One for each device, in the format that runs there unasked; none where the model can't run here, or is damaged."""
+        found: list[ModelOffer] = []
         try:
             head = self._head(location)
-            cuda = self._cuda and fits_gpu(head.spec, head.types.__getitem__, accelerator.total_cuda_bytes())
-            weights = WeightsFormat.BF16 if cuda else WeightsFormat.STORED
-            shape = model_shape(head.spec, weights, head.types.__getitem__, table.choose(head.spec, weights, cuda=cuda))
+            for device in self._devices:
+                cuda = device.kernels is Kernels.CUDA
+                if cuda and not fits_gpu(head.spec, head.types.__getitem__, device.total_bytes()):
+                    continue
+                weights = WeightsFormat.BF16 if cuda else WeightsFormat.STORED
+                shape = model_shape(head.spec, weights, head.types.__getitem__, table.choose(head.spec, weights, cuda=cuda))
+                speed = self._speeds.find(SpeedKey(head.digest, weights, self._threads)) if head.digest else None
+                found.append(_offer(location.name, head.digest, weights, shape, head.size_bytes, speed))
         except (PacelineError, OSError) as error:
             logger.debug("%s is not offered: %s", location.name, error)
-            return None
-        speed = self._speeds.find(SpeedKey(head.digest, weights, self._threads)) if head.digest else None
-        return _offer(location.name, head.digest, weights, shape, head.size_bytes, speed)
+        return found
 
     def _head(self, location: ModelLocation) -> _Head:
         head = self._heads.get(location.path)

@@ -70,7 +70,7 @@ class Portrait:
         """Measure."""
         return self._portrait.look(self._warm if self._offers_warm else (), self._drafts, tuple(self._beside))
 
-    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool:
+    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool:
         """Say from now on which layers are loaded for others."""
         return self._portrait.show_shards(shards, memory_bytes)
 

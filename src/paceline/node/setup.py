@@ -166,8 +166,8 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
     opened = open_model(settings.model)
     spec, type_of, notes = opened.spec, opened.weights.type_of, list[str]()
     cuda = settings.device in {None, Kernels.CUDA} and accelerator.has_cuda()
-    would_take = settings.weights is WeightsFormat.BF16 or (settings.weights is None and not spread)
-    if cuda and settings.device is None and would_take and not fits_gpu(spec, type_of, accelerator.free_cuda_bytes()):
+    takes_whole = settings.weights in {None, WeightsFormat.BF16} and not spread  # of several machines, each takes what the plan says
+    if cuda and settings.device is None and takes_whole and not fits_gpu(spec, type_of, accelerator.free_cuda_bytes()):
         needed = part_bytes(weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA), spec.all_layers, edges=True)
         notes.append(
             f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(accelerator.free_cuda_bytes())} is free there"

@@ -16,6 +16,9 @@ MAX_CARD_BYTES = 64 << 10
 MAX_ADDRESSES = 64
 MAX_MODELS = 1024
 MAX_LINKS = 1024
+MAX_DEVICES = 16
+MAX_FORMATS = 16
+"""Of weights, of one device."""
 MAX_LAYERS = 1 << 16
 MAX_STREAMS = 1 << 16
 MAX_TEXT = 300
@@ -59,19 +62,24 @@ def check_card(card: NodeCard) -> None:
         ("addresses", len(card.addresses), MAX_ADDRESSES),
         ("models", len(card.models), MAX_MODELS),
         ("links", len(card.links), MAX_LINKS),
+        ("devices", len(card.devices), MAX_DEVICES),
+        ("formats", sum(len(device.weights) for device in card.devices), MAX_DEVICES * MAX_FORMATS),
     ):
         _within(who, f"number of {what}", count, 0, most)
     for address in card.addresses:
         if not is_address(address):
             raise MalformedMessage(f"{who} lists an address that is not host:port")
     _texts(who, (card.platform, card.backend, card.device, card.ring_address, card.mlx_version, card.software))
-    for what, size in (
-        ("memory", card.memory_total_bytes),
-        ("free memory", card.memory_free_bytes),
-        ("memory bandwidth", card.memory_bytes_per_s),
-        ("memory for shards", card.shard_memory_bytes),
-    ):
-        _within(who, what, size, 0, MOST)
+    for device in card.devices:
+        _texts(who, (device.backend, device.name, *device.weights))
+    for of in (card, *card.devices):
+        for what, size in (
+            ("memory", of.memory_total_bytes),
+            ("free memory", of.memory_free_bytes),
+            ("memory bandwidth", of.memory_bytes_per_s),
+            ("memory for shards", of.shard_memory_bytes),
+        ):
+            _within(who, what, size, 0, MOST)
     for offer in card.models:
         _check_offer(who, offer)
     for link in card.links:

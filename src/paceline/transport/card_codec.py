@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import MalformedMessage
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
+from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.transport.wire import fleet_pb2 as wire
 
 _TO_WIRE = {
@@ -52,6 +52,18 @@ def write_card(card: NodeCard) -> bytes:
         stamp_anchor=card.stamp_anchor,
         serves_shards=card.serves_shards,
         shard_memory_bytes=card.shard_memory_bytes,
+        devices=[
+            wire.Device(
+                backend=device.backend,
+                device=device.name,
+                memory_total_bytes=device.memory_total_bytes,
+                memory_free_bytes=device.memory_free_bytes,
+                memory_bandwidth_bytes_per_second=device.memory_bytes_per_s,
+                shard_memory_bytes=device.shard_memory_bytes,
+                weights=device.weights,
+            )
+            for device in card.devices
+        ],
     )
     return message.SerializeToString(deterministic=True)
 
@@ -90,6 +102,18 @@ def read_card(data: bytes) -> NodeCard:
         stamp_anchor=message.stamp_anchor,
         serves_shards=message.serves_shards,
         shard_memory_bytes=message.shard_memory_bytes,
+        devices=tuple(
+            Device(
+                told.backend,
+                told.device,
+                told.memory_total_bytes,
+                told.memory_free_bytes,
+                told.memory_bandwidth_bytes_per_second,
+                told.shard_memory_bytes,
+                tuple(told.weights),
+            )
+            for told in message.devices
+        ),
     )
 
 

@@ -17,9 +17,9 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
 from paceline.fleet import cost
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
+from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.explanation import explain
-from paceline.fleet.machines import Links, groups, live_cards, matching_offers, stage_machines
+from paceline.fleet.machines import DECODE_SHARE, FREE_SHARE, Links, free_for_layers, groups, live_cards, matching_offers, stage_machines
 from paceline.fleet.pipelines import arranged, pipelines
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Constraint, Objective, Pin, Plan, PlanRequest, Way
@@ -612,3 +612,46 @@ def test_a_stage_has_room_for_the_rows_of_a_batch_and_the_least_kv(asked: PlanRe
     fits = (GIB - asked.rows * 100_000) // (heavy.layer_bytes + kv)
     assert machine.holds(edges=False) == fits == {512: 9, 800: 8}[asked.rows]
     assert machine.needs(fits, edges=False) <= GIB < machine.needs(fits + 1, edges=False)
+
+
+# ---------------------------------------------------------------------------------------------------- a GPU beside processors
+
+PROCESSORS = Device("cpu-avx512bf16", "some processor", 16 * GIB, 2 * GIB, 50 * 10**9, 2 * GIB, ("int4", "stored"))
+
+
+def with_gpu(name: str, *offers: ModelOffer, **more: object) -> NodeCard:
+    """Its card names a GPU that runs bf16; other formats run on its processors."""
+    return node(
+        name, *offers, free=24 * GIB, memory_bytes_per_s=900 * 10**9, backend="torch-cuda", serves_shards=True,
+        shard_memory_bytes=20 * GIB, devices=(PROCESSORS,), links={"ant": (1e-4, 1e9), "bee": (1e-4, 1e9)}, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("weights", "room", "rate"), [("bf16", 24 * GIB, 900e9), ("int4", 2 * GIB, 50e9)])
+def test_a_machine_is_planned_with_the_device_that_runs_the_format(weights: str, room: int, rate: float) -> None:
+    card = with_gpu("ant", offer(weights=weights, tokens_per_second=0.0, prefill_tokens_per_second=0.0))
+    ((machine,),) = groups(matching_offers({card.node_id: card}, PlanRequest("m")), PlanRequest("m"))
+    assert machine.room_bytes == int(room * FREE_SHARE)
+    whole = SHAPE.n_layers * SHAPE.layer_bytes + SHAPE.edge_bytes
+    assert whole / (rate * DECODE_SHARE) <= machine.token_s < 1.2 * whole / (rate * DECODE_SHARE)
+
+
+def test_a_pipeline_gives_a_machine_with_a_gpu_no_more_layers_than_its_processors_hold() -> None:
+    here = node("ant", offer(), free=GIB, links={"bee": (1e-4, 1e9)})
+    there = with_gpu("bee", offer())
+    there = replace(there, devices=(replace(PROCESSORS, memory_free_bytes=GIB, shard_memory_bytes=GIB),))
+    request = PlanRequest("m", ways=frozenset({Way.PIPELINE}), orchestrator=NodeId("ant"), prompt_tokens=16, answer_tokens=16)
+    with pytest.raises(PlacementError):  # 24 layers of 100 MiB and edges are 2.6 GiB, and 0.9 are to be had on each
+        plan([here, there], request)
+    enough = replace(there, devices=(replace(PROCESSORS, memory_free_bytes=3 * GIB, shard_memory_bytes=3 * GIB),))
+    assert sum(len(stage.layers) for stage in plan([here, enough], request).chosen.stages) == 24
+
+
+def test_what_is_idle_on_a_gpu_makes_no_room_on_processors() -> None:
+    idle = ModelOffer("other", Role.SHARD, "bf16", warm=True, shard=ShardState(LayerRange(0, 4), 4, memory_bytes=9 * GIB))
+    for weights, more in (("int4", 0), ("bf16", 9 * GIB)):
+        cards = [node("ant", offer(weights=weights)), replace(with_gpu("bee"), models=(offer(weights=weights), idle))]
+        request = PlanRequest("m", orchestrator=NodeId("ant"))
+        (group,) = groups(matching_offers({card.node_id: card for card in cards}, request), request)
+        host = stage_machines(group, request)[1]
+        assert host.room_bytes == free_for_layers(host.card) + more

@@ -23,8 +23,9 @@ from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.figures import two_digits
 from paceline.node import memory_rate as rates
 from paceline.node.build import build_engine, introduced
-from paceline.node.capability import LOOKUP, SelfPortrait, processor_name
+from paceline.node.capability import LOOKUP, SelfPortrait
 from paceline.node.cores import usable_cores
+from paceline.node.devices import LocalDevice, local_devices, processor_name
 from paceline.node.offers import Shelf, learn_digests
 from paceline.node.settings import NodeSettings
 from paceline.node.shapes import model_shape
@@ -191,7 +192,7 @@ def test_a_shape_adds_up_to_what_the_weights_take(home: Home) -> None:
 
 
 def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
-    shelf = Shelf(home, 2, cuda=False)
+    shelf = Shelf(home, 2, local_devices(home))
     (before,) = shelf.offers()
     assert (before.model_id, before.weights, before.digest, before.warm) == (BUNDLED, "stored", "", False)
     assert learn_digests(home, lambda: True) == 0
@@ -205,7 +206,7 @@ def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
 
 def test_a_model_that_was_loaded_once_has_its_speed(home: Home) -> None:
     learn_digests(home, lambda: False)
-    shelf = Shelf(home, 2, cuda=False)
+    shelf = Shelf(home, 2, local_devices(home))
     (offer,) = shelf.offers()
     SpeedCache(home).keep(SpeedKey(offer.digest, "stored", 2), Speed(123.4, 567.8, "n", True, "v"))
     (offer,) = shelf.offers()
@@ -218,7 +219,7 @@ def test_a_damaged_model_hides_no_other(home: Home, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "x.gguf").write_bytes(b"GGUF nothing")
     (folder / MANIFEST).write_text(json.dumps({"files": {"x.gguf": {}}}))
-    shelf = Shelf(home, 2, cuda=False)
+    shelf = Shelf(home, 2, local_devices(home))
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
     assert learn_digests(home, lambda: False) == 1
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
@@ -243,7 +244,7 @@ def test_a_card_is_measured(home: Home) -> None:
 
 def test_a_look_that_sees_the_same_changes_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10_400_000_000, 10_600_000_000, 10_400_000_000, 10_700_000_000, 11_000_000_000])
-    monkeypatch.setattr("paceline.node.capability.available_bytes", lambda: next(free))
+    monkeypatch.setattr("paceline.node.devices.available_bytes", lambda: next(free))
     portrait = SelfPortrait(NodeId("me"), home)
     assert [portrait.look() for _ in range(5)] == [True, False, False, False, True]
     assert portrait.card().memory_free_bytes == 11_000_000_000
@@ -256,7 +257,7 @@ def test_shards_come_and_go_without_a_look(home: Home) -> None:
     idle = ShardState(LayerRange(0, 8), max_streams=4, memory_bytes=123_456_789)
     other = replace(idle, layers=LayerRange(8, 30), queue_depth=117)
     offers = [ModelOffer("m", Role.SHARD, "int4", warm=True, shard=shard) for shard in (idle, other)]
-    assert portrait.show_shards(offers, 9_876_543_210)
+    assert portrait.show_shards(offers, [9_876_543_210])
     card = portrait.card()
     assert (card.serves_shards, card.shard_memory_bytes) == (True, 9_800_000_000)
     assert [offer.shard for offer in card.models if offer.role is Role.SHARD] == [
@@ -264,10 +265,27 @@ def test_shards_come_and_go_without_a_look(home: Home) -> None:
         replace(other, queue_depth=120, memory_bytes=120_000_000),
     ]
     noise = replace(offers[1], shard=replace(other, queue_depth=122, memory_bytes=124_000_000))
-    assert not portrait.show_shards([offers[0], noise], 9_870_000_000)
-    assert portrait.show_shards([replace(offers[0], shard=replace(idle, streams=1))], 9_870_000_000)
+    assert not portrait.show_shards([offers[0], noise], [9_870_000_000])
+    assert portrait.show_shards([replace(offers[0], shard=replace(idle, streams=1))], [9_870_000_000])
     assert portrait.show_shards([], None)
     assert portrait.card() == before
+
+
+@pytest.mark.parametrize("gpu_bytes", [24 << 30, 100 << 20])
+def test_each_device_of_a_card_has_its_own_memory_and_speed_and_what_fits_it(home: Home, gpu_bytes: int) -> None:
+    """A table of devices as a machine with a GPU has it: what a card says of one is a function of what is asked of it."""
+    gpu = LocalDevice(Kernels.CUDA, (WeightsFormat.BF16,), lambda: "some GPU", lambda: gpu_bytes, lambda: gpu_bytes // 2, lambda: 9e11)
+    (own,) = local_devices(home)
+    processors = replace(own, weights=(WeightsFormat.STORED, WeightsFormat.INT4), free_bytes=lambda: 7 << 30, memory_rate=lambda: 5e10)
+    portrait = SelfPortrait(NodeId("me"), home, (gpu, processors))
+    portrait.show_shards((), [gpu_bytes // 4, 6 << 30])
+    card = portrait.card()
+    for weights, device, rate, shards in (("bf16", "some GPU", 9e11, gpu_bytes // 4), ("stored", own.name(), 5e10, 6 << 30)):
+        seen = card.running(weights)
+        assert (seen.device, seen.memory_bytes_per_s, seen.shard_memory_bytes) == (device, rate, two_digits(shards))
+    assert card.running("int4").memory_free_bytes == two_digits(7 << 30)
+    offered = [offer.weights for offer in card.models if offer.role is Role.VERIFIER]
+    assert offered == (["bf16", "stored"] if gpu_bytes > 1 << 30 else ["stored"])
 
 
 def test_what_is_loaded_is_warm_and_measured(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

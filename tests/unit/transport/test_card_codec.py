@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import MalformedMessage
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
+from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.transport.card_codec import read_card, write_card
 from paceline.transport.wire import fleet_pb2 as wire
 
@@ -61,6 +61,9 @@ cards = st.builds(
     stamp_anchor=st.binary(max_size=16),
     serves_shards=st.booleans(),
     shard_memory_bytes=sizes,
+    devices=st.lists(st.builds(Device, names, names, sizes, sizes, sizes, sizes, st.lists(names, max_size=3).map(tuple)), max_size=2).map(
+        tuple
+    ),
 )
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.backends.memory import available_bytes, total_bytes
+from paceline.backends.memory import total_bytes
 from paceline.core.clock import Clock
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.effects import Effect, Revoked
-from paceline.node import accelerator
 from paceline.node.cores import usable_cores
+from paceline.node.devices import local_devices
 from paceline.node.fleet import FleetNode, Service
 from paceline.node.shards.host import NodeShardHost
 from paceline.node.shards.limits import HostLimits
@@ -54,7 +54,7 @@ class Hosting:
 class ShowsShards(Protocol):
     """`capability.SelfPortrait`."""
 
-    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool: ...
+    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool: ...
 
 
 class ShardServing:
@@ -83,13 +83,13 @@ class ShardServing:
         self.meter = ShardMeter()
         self._offers = ShardOffers(home, threads)
         self._weights = FleetWeights(fleet.node_id, home, lambda: fleet.view().cards, dial_through(fleet.pool), beside)
-        free = accelerator.free_cuda_bytes if accelerator.has_cuda() else available_bytes
+        devices = self._devices = local_devices(home)
         self._changed = asyncio.Event()
         warm = WarmShards(
             self._weights,
             load_layers,
             hosting.limits,
-            free_bytes=free,
+            devices=devices,
             low_bytes=max(LOW_BYTES, total_bytes() // LOW_PART),
             threads=threads,
             kernel_cache=home.kernels,
@@ -124,7 +124,8 @@ class ShardServing:
         while True:
             self._changed.clear()
             warm = self.host.warm
-            if self._portrait.show_shards(self._offers.of(warm.shards), max(0, warm.left_bytes())):
+            left = [max(0, warm.left_bytes(device)) for device in self._devices]
+            if self._portrait.show_shards(self._offers.of(warm.shards), left):
                 self._fleet.look_again()
             try:
                 async with asyncio.timeout(SHOW_S):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ from paceline.backends.options import LoadOptions
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
 from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
+from paceline.node.devices import LocalDevice, running
 from paceline.node.shapes import model_shape
 from paceline.node.shards.leases import Leases
 from paceline.node.shards.limits import FREE_SHARE, HostLimits
@@ -46,8 +47,8 @@ class WarmShards:
         weights: where they come from.
         load: makes runners of them.
         limits: bounds.
-        free_bytes: memory there is now.
-        low_bytes: none of these are taken; with less free, shards that nobody uses go.
+        devices: what runs layers here.
+        low_bytes: none of these are taken of a device's memory; with less free, shards there that nobody uses go.
         threads: of a runner.
         kernel_cache: see `LoadOptions`.
         meter: counts.
@@ -61,7 +62,7 @@ class WarmShards:
         load: LoadsLayers,
         limits: HostLimits,
         *,
-        free_bytes: Callable[[], int],
+        devices: Sequence[LocalDevice],
         low_bytes: int = 0,
         threads: int,
         kernel_cache: Path | None,
@@ -71,7 +72,7 @@ class WarmShards:
     ) -> None:
         self._weights, self._load, self._limits = weights, load, limits
         self._low_bytes = low_bytes
-        self._free_bytes, self._threads, self._kernel_cache = free_bytes, threads, kernel_cache
+        self._devices, self._threads, self._kernel_cache = devices, threads, kernel_cache
         self._meter, self._clock, self._on_change = meter, clock, on_change
         self._shards: list[Shard] = []
         self._one_load: Final = asyncio.Semaphore(1)
@@ -90,9 +91,9 @@ class WarmShards:
     def used_bytes(self) -> int:
         return sum(shard.memory_bytes for shard in self._shards)
 
-    def left_bytes(self) -> int:
-        """What further shards may take."""
-        free = self._free_bytes()
+    def left_bytes(self, device: LocalDevice) -> int:
+        """What further shards may take of a device's memory."""
+        free = device.free_bytes()
         bound = self._limits.memory_bytes
         most = int(free * FREE_SHARE) if bound is None else bound - self.used_bytes
         return min(most, free - self._low_bytes)
@@ -159,8 +160,9 @@ class WarmShards:
 
     async def evict_idle(self) -> None:
         """What nobody has used for long goes; where the machine is short of memory, what nobody uses."""
-        while self._free_bytes() < self._low_bytes and await self._evict_one():
-            pass
+        for device in self._devices:
+            while device.free_bytes() < self._low_bytes and await self._evict_one(device):
+                pass
         now = self._clock.monotonic()
         for shard in [shard for shard in self._shards if shard.is_idle and now - shard.used_at >= self._limits.idle_s]:
             await self._evict(shard)
@@ -258,17 +260,19 @@ class WarmShards:
         """
         spec = found.source.spec
         fixed = fixed_bytes(found.source, request, kernels_for(spec, request.weights))
-        idle = sum(other.memory_bytes for other in self._shards if other.is_idle) if shard.claims else 0
-        blocks_for(request, self._limits.max_streams, self.left_bytes() + idle, fixed, block_bytes(spec, request, BLOCK_TOKENS))
+        device = running(self._devices, request.weights)
+        idle = sum(other.memory_bytes for other in self._shards if other.is_idle and other.weights in device.weights) if shard.claims else 0
+        blocks_for(request, self._limits.max_streams, self.left_bytes(device) + idle, fixed, block_bytes(spec, request, BLOCK_TOKENS))
 
     async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> Loaded:
         spec = found.source.spec
         kernels = kernels_for(spec, request.weights)
         fixed, a_block = fixed_bytes(found.source, request, kernels), block_bytes(spec, request, BLOCK_TOKENS)
+        device = running(self._devices, request.weights)
         # Nothing makes way for a load that no caller waits for.
-        while shard.claims and fixed + request.n_blocks * a_block > self.left_bytes() and await self._evict_one():
+        while shard.claims and fixed + request.n_blocks * a_block > self.left_bytes(device) and await self._evict_one(device):
             pass
-        n_blocks = blocks_for(request, self._limits.max_streams, self.left_bytes(), fixed, a_block)
+        n_blocks = blocks_for(request, self._limits.max_streams, self.left_bytes(device), fixed, a_block)
         options = LoadOptions(
             request.layers,
             request.weights,
@@ -284,9 +288,10 @@ class WarmShards:
         shape = model_shape(spec, request.weights, found.source.type_of, kernels)
         return Loaded(found.name, spec, shape, runner, options.max_rows, fixed + n_blocks * a_block, size)
 
-    async def _evict_one(self) -> bool:
-        """Free the shard that has been idle for longest. Returns False where all are in use."""
-        oldest = min((shard for shard in self._shards if shard.is_idle), key=lambda shard: shard.used_at, default=None)
+    async def _evict_one(self, device: LocalDevice | None = None) -> bool:
+        """Free the shard, of a device or of any, that has been idle for longest. Returns False where all are in use."""
+        idle = [shard for shard in self._shards if shard.is_idle and (device is None or shard.weights in device.weights)]
+        oldest = min(idle, key=lambda shard: shard.used_at, default=None)
         if oldest is not None:
             await self._evict(oldest)
         return oldest is not None

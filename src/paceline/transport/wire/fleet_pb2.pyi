@@ -233,6 +233,7 @@ class NodeCapability(_message.Message):
     STAMP_ANCHOR_FIELD_NUMBER: _builtins.int
     SERVES_SHARDS_FIELD_NUMBER: _builtins.int
     SHARD_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     ring_address: _builtins.str
     """mlx.distributed endpoint, hostname:rank; empty where there is none."""
@@ -268,6 +269,10 @@ class NodeCapability(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCapability]: ...
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Device]:
+        """What runs the weights formats that the device above does not: its own memory, and its own speed."""
+
     def __init__(
         self,
         *,
@@ -292,14 +297,57 @@ class NodeCapability(_message.Message):
         stamp_anchor: _builtins.bytes = ...,
         serves_shards: _builtins.bool = ...,
         shard_memory_bytes: _builtins.int = ...,
+        devices: _abc.Iterable[Global___Device] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "backend", b"backend", "device", b"device", "grpc_addresses", b"grpc_addresses", "instance_nonce", b"instance_nonce", "leaving", b"leaving", "links", b"links", "memory_bandwidth_bytes_per_second", b"memory_bandwidth_bytes_per_second", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "ring_address", b"ring_address", "serves_shards", b"serves_shards", "shard_memory_bytes", b"shard_memory_bytes", "software_version", b"software_version", "stamp_anchor", b"stamp_anchor", "ttl_seconds", b"ttl_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "backend", b"backend", "device", b"device", "devices", b"devices", "grpc_addresses", b"grpc_addresses", "instance_nonce", b"instance_nonce", "leaving", b"leaving", "links", b"links", "memory_bandwidth_bytes_per_second", b"memory_bandwidth_bytes_per_second", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "ring_address", b"ring_address", "serves_shards", b"serves_shards", "shard_memory_bytes", b"shard_memory_bytes", "software_version", b"software_version", "stamp_anchor", b"stamp_anchor", "ttl_seconds", b"ttl_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeCapability: _TypeAlias = NodeCapability  # noqa: Y015
+
+@_typing.final
+class Device(_message.Message):
+    """As the fields of the same name in NodeCapability."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BANDWIDTH_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SHARD_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    device: _builtins.str
+    memory_total_bytes: _builtins.int
+    memory_free_bytes: _builtins.int
+    memory_bandwidth_bytes_per_second: _builtins.int
+    shard_memory_bytes: _builtins.int
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Weights formats that run on it."""
+
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+        device: _builtins.str = ...,
+        memory_total_bytes: _builtins.int = ...,
+        memory_free_bytes: _builtins.int = ...,
+        memory_bandwidth_bytes_per_second: _builtins.int = ...,
+        shard_memory_bytes: _builtins.int = ...,
+        weights: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "device", b"device", "memory_bandwidth_bytes_per_second", b"memory_bandwidth_bytes_per_second", "memory_free_bytes", b"memory_free_bytes", "memory_total_bytes", b"memory_total_bytes", "shard_memory_bytes", b"shard_memory_bytes", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Device: _TypeAlias = Device  # noqa: Y015
 
 @_typing.final
 class Link(_message.Message):

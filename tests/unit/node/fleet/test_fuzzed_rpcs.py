@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -91,7 +92,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 class Unseen:
     """A portrait that says nothing of shards."""
 
-    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: int | None) -> bool:
+    def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool:
         return False
 
 

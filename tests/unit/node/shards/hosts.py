@@ -18,6 +18,7 @@ from tests.unit.node.fleet.nodes import BOUND_S, Given
 
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.table import Kernels
 from paceline.core.background import Background
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BadPipelineRequest, NotTrusted
@@ -25,6 +26,7 @@ from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import Int32, LayerRunner, RowPlan
+from paceline.node.devices import LocalDevice
 from paceline.node.shards.ends import Expected
 from paceline.node.shards.host import NodeShardHost
 from paceline.node.shards.limits import HostLimits
@@ -178,6 +180,7 @@ class Hosting:
     server: NodeServer
     loads: CountingLoads
     finder: SeededFinder
+    devices: Sequence[LocalDevice]
 
     def next_stage(self, ticket: bytes) -> NextStage:
         return NextStage(self.node_id, (f"127.0.0.1:{self.listener.port}",), ticket)
@@ -185,6 +188,11 @@ class Hosting:
     @property
     def runner(self) -> CountingRunner:
         return self.loads.runners[-1]
+
+
+def some_device(free_bytes: Callable[[], int], *weights: WeightsFormat) -> LocalDevice:
+    """What runs these weights formats, or all, in memory of its own."""
+    return LocalDevice(Kernels.TORCH, weights or tuple(WeightsFormat), lambda: "some device", free_bytes, free_bytes, lambda: 1e10)
 
 
 @asynccontextmanager
@@ -196,14 +204,16 @@ async def hosting(
     load: LoadsLayers | None = None,
     refuse: Sequence[str] = (),
     free_bytes: Callable[[], int] = lambda: 1 << 30,
+    devices: Sequence[LocalDevice] | None = None,
     low_bytes: int = 0,
     clock: Clock | None = None,
 ) -> AsyncIterator[Hosting]:
     identity, limits, meter, loads = net.identity(name), limits or HostLimits(), ShardMeter(), CountingLoads()
     listener, ends = net.ends(identity)
     finder = SeededFinder()
+    devices = devices or (some_device(free_bytes),)
     warm = WarmShards(
-        finder, load or loads, limits, free_bytes=free_bytes, low_bytes=low_bytes, threads=1, kernel_cache=None,
+        finder, load or loads, limits, devices=devices, low_bytes=low_bytes, threads=1, kernel_cache=None,
         meter=meter, clock=clock or SystemClock(), on_change=lambda: None,
     )  # fmt: skip
 
@@ -220,7 +230,9 @@ async def hosting(
     port = await server.start("127.0.0.1", 0)
     host.start(Background(SystemClock()))
     try:
-        yield Hosting(identity.node_id, identity.member, f"127.0.0.1:{port}", host, warm, meter, guard, listener, server, loads, finder)
+        yield Hosting(
+            identity.node_id, identity.member, f"127.0.0.1:{port}", host, warm, meter, guard, listener, server, loads, finder, devices
+        )
     finally:
         await server.stop(0.1)
         await host.close()

@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 from tests.unit.node.fleet.nodes import in_loop, until
-from tests.unit.node.shards.hosts import SPEC, CountingLoads, Hosting, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
+from tests.unit.node.shards.hosts import (
+    SPEC,
+    CountingLoads,
+    Hosting,
+    Net,
+    User,
+    batch_of,
+    hosting,
+    in_thread,
+    rows_of,
+    some_device,
+    soon,
+    wanted,
+)
 
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.table import Kernels
@@ -134,7 +147,27 @@ async def test_layers_are_not_loaded_into_memory_whose_lack_would_unload_them() 
         async with User(net) as user:
             with pytest.raises(ShardUnavailable, match="may be taken here"):
                 await user.open(a)
-        assert a.warm.left_bytes() == 1 << 12
+        assert a.warm.left_bytes(a.devices[0]) == 1 << 12
+
+
+@in_loop
+async def test_layers_take_the_memory_of_the_device_that_runs_their_format() -> None:
+    """Two devices, as a machine with a GPU has them: the memory of one says nothing of the other's."""
+    net, free = Net(), {"gpu": 1 << 30, "processors": 1 << 12}
+    gpu = some_device(lambda: free["gpu"], WeightsFormat.BF16)
+    processors = some_device(lambda: free["processors"], WeightsFormat.INT8, WeightsFormat.INT4)
+    async with hosting(net, "a", devices=(gpu, processors), low_bytes=1 << 10) as a, User(net) as user:
+        await (await user.open(a, wanted(0, 3))).close()
+        await until(lambda: any(shard.is_idle for shard in a.warm.shards))
+        with pytest.raises(ShardUnavailable, match="may be taken here"):
+            await user.open(a, wanted(0, 3, weights=WeightsFormat.INT8))
+        assert a.meter.evictions == 0, "what is idle on the other device is not in the way"
+        free["processors"] = 1 << 30
+        await (await user.open(a, wanted(0, 3, weights=WeightsFormat.INT8))).close()
+        await until(lambda: all(shard.is_idle for shard in a.warm.shards))
+        free["gpu"] = 1
+        await a.warm.evict_idle()
+        assert [shard.weights for shard in a.warm.shards] == [WeightsFormat.INT8]
 
 
 @in_loop
