@@ -99,8 +99,6 @@ class Soak:
     """Clients, and somebody who kills.
 
     Args:
-        fleet: whose processes are killed.
-        orchestrator: serves.
         right: bodies, and what must come of them.
         clients: at once.
         seed: of everything that is drawn.

@@ -86,12 +86,10 @@ def answer(
     """Bytes of the residual, then of the logits if asked for, of one sequence, run in pieces. The runner's first blocks are used.
 
     Args:
-        runner: runs it.
         x_TD: its rows.
         path: theirs.
         to_bytes: of the runner's activations.
         cut: rows of each piece.
-        logits: whether they are asked for.
         behind: position of the first row. What lies before it are the full blocks that a run of these rows from position 0 left, over and over.
     """
     own = -(-sum(cut) // runner.block_size)

@@ -44,7 +44,6 @@ def byte_bar(console: Console, label: str, after: str) -> Generator[Callable[[in
     """Show a bar while the block runs.
 
     Args:
-        label: what is being done.
         after: what is being done once all bytes are there; a full bar that stands still would look stuck.
 
     Yields:

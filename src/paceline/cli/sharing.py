@@ -40,7 +40,6 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
 
     Args:
         settings: of the model; None: none is loaded here.
-        sharing: with whom.
         greet: ask one question once it is up.
 
     Raises:

@@ -39,11 +39,7 @@ class _Trouble:
 
 
 class Background:
-    """Work of one node that is started again where it fails.
-
-    Args:
-        clock: for how long work went on.
-    """
+    """Work of one node that is started again where it fails."""
 
     def __init__(self, clock: Clock, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self._clock, self._sleep = clock, sleep

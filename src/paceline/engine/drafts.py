@@ -51,7 +51,6 @@ class Proposer(Protocol):
         """At most `block_size` tokens that may follow.
 
         Args:
-            committed: prompt and answer so far.
             block_size: L, tokens wanted.
             num_steps: K, refinements, where the proposer makes them; 0: as many as it finds best.
         """

@@ -59,7 +59,6 @@ class Engine:
 
         Args:
             executor: runs the batches; closed by its maker.
-            clock: for the deadline of a step.
             entropy: seeds of requests that bring none.
             drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.
             sampler: draws the tokens; closed by its maker. None: the plain one, which is slow with a large vocabulary.

@@ -105,7 +105,6 @@ class SequenceState:
         """The draw of the token so many places behind the next one, if all that is guessed before it comes true.
 
         Args:
-            logits_row: of the batch.
             ahead: places.
         """
         return self.draws.row(logits_row, len(self.tokens) + ahead, self.guess[:ahead])

@@ -217,12 +217,7 @@ def _counted_with(rows: int) -> int:
 
 
 class StepTimes:
-    """Times of one engine's batches.
-
-    Args:
-        costs: is told of each.
-        clock: for what they take.
-    """
+    """Times of one engine's batches."""
 
     def __init__(self, costs: StepCosts, clock: Clock) -> None:
         self._costs, self._clock = costs, clock

@@ -155,7 +155,6 @@ class LinkWatch:
         """A measurement came out. True where the links that a card shows have changed.
 
         Args:
-            measure_id: of the `Measure`.
             rtt_s: the shortest round trip seen.
             bytes_per_s: None: it was a ping.
         """

@@ -39,7 +39,6 @@ class SelfPortrait:
     """One node's account of itself.
 
     Args:
-        home: its models and caches.
         devices: what runs layers here; None: this machine's.
     """
 

@@ -228,10 +228,8 @@ def answer(
     """Answer requests side by side.
 
     Args:
-        engine: runs them.
         asked: all begin together.
         at: token of the first request after which `kill` is called; 0: never.
-        kill: breaks something.
 
     Raises:
         PacelineError: an answer ended before its time.

@@ -60,7 +60,6 @@ class GossipDriver:
     """One node's gossip, alive between `start` and `close`.
 
     Args:
-        folder: keeps the version.
         hooks: told the news, asked for the card.
         refusals: the log of what is not believed.
         seeds: addresses to call at the start.

@@ -32,11 +32,7 @@ RETRY_S = 5.0
 
 
 class FleetInference:
-    """Implements `server.inference.Inference` over this node's engine and every other node's.
-
-    Args:
-        local: what this node runs itself.
-    """
+    """Implements `server.inference.Inference` over this node's engine and every other node's."""
 
     def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock

@@ -50,7 +50,6 @@ class Upkeep:
 
     Args:
         host: the address it listens at; empty: all of this machine's.
-        gossip: its part in its fleet.
         moved: told its addresses when they change.
     """
 

@@ -32,7 +32,6 @@ def memory_rate(home: Home, threads: int | None = None, measure: Callable[[int],
     """Bytes a second.
 
     Args:
-        home: keeps the result.
         threads: default: as many as a step uses.
         measure: default: `stream_rate`.
     """

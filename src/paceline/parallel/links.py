@@ -23,7 +23,6 @@ class ActivationSink(Protocol):
         """Do for `send` what can be done before the activations are there. Never waits. Batches may be sent without.
 
         Args:
-            batch: what is sent next.
             width: of its rows.
 
         Raises:

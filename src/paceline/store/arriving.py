@@ -94,7 +94,6 @@ class ArrivingWeights:
         weights: the files, with holes.
         digest: of the whole model.
         part: what is fetched of it.
-        folder: where the files lie.
         arrivals: says which pieces are here.
     """
 

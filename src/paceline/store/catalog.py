@@ -162,7 +162,6 @@ def find_whole(
 
     Args:
         digest: hex SHA-256.
-        home: whose catalog is searched.
         beside: models that lie elsewhere, searched after it.
     """
     cache = DigestCache(home)

@@ -36,7 +36,6 @@ class Library:
     """The models of one home, as others may read them. Its methods block; they may be called from any thread.
 
     Args:
-        home: whose catalog is served.
         beside: models that lie elsewhere: files that a person named. More may be added while this lives.
     """
 

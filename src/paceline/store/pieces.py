@@ -30,7 +30,6 @@ def file_sums(path: Path, home: Home, examined: Callable[[int], None]) -> FileSu
     """A file's checksums, read only if it changed since the last time.
 
     Args:
-        home: where they are remembered.
         examined: told the bytes of the file that were read so far.
 
     Raises:

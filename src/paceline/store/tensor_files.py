@@ -151,7 +151,6 @@ class TensorFiles:
         Args:
             spec: what the model's configuration says.
             tensors: by Hugging Face's names.
-            files: where they lie.
             digests: of files, remembered.
             beside: files without tensors that the digest covers too.
 

@@ -42,7 +42,6 @@ class ControlTokens:
 
         Args:
             encoder: gains a token for each of `special`; they stand behind all its others.
-            special: its special tokens.
         """
         from tokenizers import AddedToken
 

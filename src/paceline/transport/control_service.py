@@ -48,12 +48,7 @@ def fleet_id(identity: Identity) -> str:
 
 
 class ControlServicer(ControlServiceServicer):
-    """Answers this machine's own commands.
-
-    Args:
-        guard: knows who calls.
-        look: sees the fleet.
-    """
+    """Answers this machine's own commands."""
 
     def __init__(self, identity: Identity, guard: PeerGuard, look: Look) -> None:
         self._identity, self._guard, self._look = identity, guard, look

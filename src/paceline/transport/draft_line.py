@@ -25,7 +25,6 @@ class RemoteLine:
     """The call.
 
     Args:
-        channel: to the node.
         peer: its name, for messages.
         on_end: told why there will be no more, unless it was closed from here.
     """

@@ -49,7 +49,6 @@ class Exchanger:
 
     Args:
         opener: checks what comes back.
-        book: which addresses work.
         bounds: what a reply may hold.
         clock: shares a call's time among its addresses.
         given: addresses that a person named; it is said when one does not work.
@@ -75,7 +74,6 @@ class Exchanger:
         """One exchange.
 
         Args:
-            call: what gossip asked for.
             refuse: told of each thing in the reply that proves nothing.
 
         Raises:

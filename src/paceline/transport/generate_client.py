@@ -79,7 +79,6 @@ async def describe_model(
     """Ask a node for a model it has loaded.
 
     Args:
-        channel: to that node.
         peer: its name, for messages.
         known: SHA-256 of tokenizers held here: theirs are not fetched.
         most_bytes: a longer tokenizer is refused.

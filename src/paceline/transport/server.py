@@ -81,7 +81,6 @@ class NodeServer:
 
     Args:
         strangers: names those whom TLS turned away.
-        options: of gRPC.
     """
 
     def __init__(

@@ -49,7 +49,6 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
     """Serves `library`.
 
     Args:
-        library: what may be given away.
         streams: calls served at once. Raising it serves more nodes at a time and each of them slower; the disk and the link are shared.
     """
 

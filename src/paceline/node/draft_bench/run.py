@@ -141,7 +141,6 @@ class RowMeter:
     """Measures rows on one engine.
 
     Args:
-        engine: over `executor`.
         executor: speaks for itself, or as it is told.
     """
 

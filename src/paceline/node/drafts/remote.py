@@ -143,7 +143,6 @@ class RemoteDrafts:
         """Begin. On the event loop.
 
         Args:
-            find: knows who could draft.
             vocabulary_size: of the model drafted for.
         """
         self._find, self._open, self._vocabulary_size = find, open_line, vocabulary_size

@@ -118,7 +118,6 @@ class NodeDrafts:
         """Draw on this process alone.
 
         Args:
-            desk: its proposers.
             offers: what they promise, by model.
             vocabulary_size: of the model drafted for.
         """

@@ -48,10 +48,8 @@ class Talk:
     """Begins with `begin`, and ends with `end`, on whichever side it failed.
 
     Args:
-        drafter: whom with.
         mailbox: has the texts, and takes the answers.
         vocabulary_size: of the model drafted for.
-        clock: for what answers take.
         on_good: told of each block, of the seconds that it took, and whether all of its text was said for it.
         on_fail: told why there will be no more.
     """

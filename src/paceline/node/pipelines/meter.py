@@ -127,11 +127,7 @@ class _Timed:
 
 
 class MeteredEngine:
-    """A `StepEngine` over another.
-
-    Args:
-        engine: the pipeline's.
-    """
+    """A `StepEngine` over another."""
 
     def __init__(self, engine: StepEngine, meter: PipelineMeter, clock: Clock) -> None:
         self._engine, self._meter, self._clock = engine, meter, clock

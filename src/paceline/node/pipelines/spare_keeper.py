@@ -32,7 +32,6 @@ class SpareKeeper:
     Args:
         request: what every stage is asked for, but for its layers.
         wanted: what the pipeline is for.
-        background: where spares are asked.
     """
 
     def __init__(

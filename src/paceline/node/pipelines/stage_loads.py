@@ -33,11 +33,7 @@ class _Load:
 
 
 class StageLoads:
-    """Of one router. Told on the event loop, asked by the engine's thread.
-
-    Args:
-        clock: for how long loads will need.
-    """
+    """Of one router. Told on the event loop, asked by the engine's thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._lock = clock, threading.Lock()

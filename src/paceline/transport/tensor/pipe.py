@@ -168,7 +168,6 @@ class Pipe:
         """At least a byte; as many as there are, up to a record.
 
         Args:
-            into: where they go.
             deadline: on the monotonic clock.
             rehearse: called while this looks. Takes some tens of microseconds, and changes nothing.
 

@@ -77,8 +77,6 @@ class Issuer:
     """The CA at work. Every call reads and writes the folder under its lock, so several processes may have one.
 
     Args:
-        authority: the CA.
-        folder: where its state is.
         clock: whose wall time rules expiry.
     """
 

@@ -22,11 +22,7 @@ class _Lines:
 
 
 class Refusals:
-    """The log of refused parties of one process. For any thread.
-
-    Args:
-        clock: for the minute.
-    """
+    """The log of refused parties of one process. For any thread."""
 
     EVERY_S = 60.0
     LINES = 8
