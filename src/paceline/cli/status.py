@@ -15,7 +15,7 @@ from paceline.backends.memory import human
 from paceline.cli.terminal import Terminal, counted
 from paceline.core.errors import PlacementError
 from paceline.core.stats import DraftUse
-from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
 from paceline.fleet.explanation import headline
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import PlanRequest
@@ -99,6 +99,10 @@ def _facts(looked: Looked) -> object:
     )
 
 
+def _memory(device: NodeCard | Device) -> str:
+    return f"{human(device.memory_free_bytes)} of {human(device.memory_total_bytes)}" if device.memory_total_bytes else ""
+
+
 def _show(looked: Looked, console: Console) -> None:
     view = looked.sight.view
     console.print(Text.assemble("fleet ", (looked.fleet_id, "bold"), f", seen by {view.own}"))
@@ -108,8 +112,9 @@ def _show(looked: Looked, console: Console) -> None:
     for live in view.nodes:
         card = live.card
         heard = "here" if card.node_id == view.own else f"{live.age_s:.0f} s ago"
-        memory = f"{human(card.memory_free_bytes)} of {human(card.memory_total_bytes)}" if card.memory_total_bytes else ""
-        row = (card.node_id, live.trust, heard, "\n".join(card.addresses), card.backend, memory, "\n".join(_models(card)))
+        devices = (card, *card.devices)
+        backends, memory = "\n".join(device.backend for device in devices), "\n".join(map(_memory, devices))
+        row = (card.node_id, live.trust, heard, "\n".join(card.addresses), backends, memory, "\n".join(_models(card)))
         # As texts: in a string [fd00::1] would be taken for markup.
         table.add_row(*map(Text, row))
     console.print(table)

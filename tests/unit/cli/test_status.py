@@ -12,7 +12,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
-from paceline.fleet.card import ModelOffer, NodeCard, Role, ShardState
+from paceline.fleet.card import Device, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.node.fleet_look import Looked
 from paceline.transport.address_book import AddressBook
@@ -43,6 +43,30 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
     ):
         assert part in shown
     assert "\x1b" not in shown
+
+
+def test_each_device_of_a_node_is_shown_with_its_memory() -> None:
+    processors = Device("cpu-avx512bf16", "some processor", 64 << 30, 48 << 30, 0, weights=("stored",))
+    card = NodeCard(
+        NodeId("b"),
+        1,
+        ("b:1",),
+        b"i",
+        120,
+        0,
+        backend="torch-cuda",
+        memory_total_bytes=8 << 30,
+        memory_free_bytes=7 << 30,
+        devices=(processors,),
+    )
+    console = Console(file=io.StringIO(), width=200)
+    _show(Looked("f" * 16, Sight(FleetView(NodeId("b"), (LiveCard(card, 0.0, 0, Trust.MEMBER),), (), ()), (), 0)), console)
+    assert isinstance(console.file, io.StringIO)
+    gpu, other = (line for line in console.file.getvalue().splitlines() if " of " in line)
+    assert "torch-cuda" in gpu
+    assert "7.0 GiB of 8.0 GiB" in gpu
+    assert "cpu-avx512bf16" in other
+    assert "48.0 GiB of 64.0 GiB" in other
 
 
 def test_drafts_are_shown_with_what_came_of_them() -> None:
