@@ -6,13 +6,14 @@ those of one unlimited node that starts in the same run.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,16 @@ from typing import Any
 import httpx
 
 from endpoint import Endpoint
+from paceline.core.errors import MembershipError
+from paceline.core.ids import NodeId
+from paceline.fleet.card import ModelOffer
+from paceline.node.fleet_look import look
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
 from paceline.testing.memory_limit import MemoryLimit, NoMemoryLimitsError
 from paceline.transport.trust.folder import FleetFolder
 from size_builds import Build, fresh_home, read_into_cache
+from size_load import warm_up
 from size_rows import Row
 
 GIB = 1 << 30
@@ -43,7 +49,8 @@ class Answer:
 
     text: str = ""
     arrivals_s: list[float] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)
+    events: list[tuple[float, str]] = field(default_factory=list)
+    """When, and which."""
 
     @property
     def longest_gap_s(self) -> float:
@@ -61,7 +68,7 @@ def ask(port: int, tokens: int = ANSWER, at: tuple[int, threading.Event] | None 
             response.raise_for_status()
             for line in response.iter_lines():
                 if line.startswith("event: "):
-                    answer.events.append(line.removeprefix("event: "))
+                    answer.events.append((time.perf_counter(), line.removeprefix("event: ")))
                 elif line.startswith("data: {"):
                     piece = json.loads(line[6:])
                     if "error" in piece:
@@ -124,7 +131,7 @@ class Nodes:
 
 
 @contextmanager
-def _ended(endpoint: Endpoint) -> Iterator[Endpoint]:
+def _ended(endpoint: Endpoint) -> Generator[Endpoint]:
     try:
         yield endpoint
     finally:
@@ -132,15 +139,54 @@ def _ended(endpoint: Endpoint) -> Iterator[Endpoint]:
 
 
 def stages(endpoint: Endpoint, log: Path) -> dict[str, str]:
-    """Node and layers of the route that was opened last, as the orchestrator says."""
+    """Layers by node, of the route that was opened last, as the orchestrator says: `three` may have `8 to 19`, or `8-19`."""
     said = "".join(endpoint.said) + log.read_text(errors="replace")
-    routes = re.findall(r"(?:goes on over|Loaded in [^\n]*: )([^\n]*layers?[^\n]*)", said)
-    found = re.findall(r"layers? (\d+(?: to \d+)?) on (\w+)", routes[-1]) if routes else []
+    routes = re.findall(r"(?:goes on over|Loaded in [^\n]*: )([^\n]* on [^\n]*)", said)
+    found = re.findall(r"(\d+(?: to |-)\d+) on (\w+)", routes[-1]) if routes else []
     return {node: layers for layers, node in found}
+
+
+class LoadWatch:
+    """Looks at what a node says of the layers it has for others, some times a second, in a thread."""
+
+    def __init__(self, name: str, home: Path) -> None:
+        self._name, self._home = NodeId(name), Home(home)
+        self.loaded_s: float | None = None
+        """When layers were first seen to be there, by `time.perf_counter`."""
+        self.percent = 0
+        """Of what was last seen to come."""
+        self.loaded = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.2) and self.loaded_s is None:
+            with suppress(MembershipError):
+                self._note(self._shards())
+
+    def _shards(self) -> list[ModelOffer]:
+        live = asyncio.run(look(self._home)).sight.view.get(self._name)
+        return [] if live is None else [offer for offer in live.card.models if offer.shard is not None]
+
+    def _note(self, shards: list[ModelOffer]) -> None:
+        for offer in shards:
+            if offer.warm:
+                self.loaded_s = time.perf_counter()
+                self.loaded.set()
+            elif offer.shard is not None:
+                self.percent = offer.shard.loaded_percent
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def measure(build: Build, model: Path, scratch: Path, *, threads: int, limit_bytes: int = LIMIT_BYTES) -> Iterator[Row]:
     """Start, answer, lose a stage twice: once with a spare that has no layers yet, once with one that has."""
+    for log in scratch.glob("*.log"):
+        log.unlink()  # of runs before
+    warm_up(build, scratch, threads, scratch / "warm-up.log")
     read_into_cache(model)
     with fresh_home(scratch, "alone") as home:
         alone = Endpoint(
@@ -181,28 +227,30 @@ def measure(build: Build, model: Path, scratch: Path, *, threads: int, limit_byt
             f"route {route or 'not found'}; progress shown: {', '.join(shown) or 'none'}; killed for memory: {nodes.kills}",
             {"opened_s": opened_s, "alone_s": alone_s, "route": route},
         )
-        load_s = opened_s  # what a spare's load can cost at most
         for loaded in (False, True):
-            yield _kill(nodes, first, right, load_s, loaded=loaded)
+            yield _kill(nodes, first, right, loaded=loaded)
 
 
-def _kill(nodes: Nodes, first: Endpoint, right: Answer, load_s: float, *, loaded: bool) -> Row:
+def _kill(nodes: Nodes, first: Endpoint, right: Answer, *, loaded: bool) -> Row:
     """SIGKILL to a stage in the middle of an answer, beside a spare."""
     route = stages(first, nodes.log(NAMES[0]))
-    victim = next((name for name in nodes.running if name in route and name != NAMES[0]), NAMES[1])
-    spare = next(name for name in NAMES[1:] if name not in route and name != victim)
-    if spare not in nodes.running:
-        nodes.host(spare)
-    if loaded:
-        _wait_loaded(nodes, spare)
+    victim = next(name for name in NAMES[1:] if name in route)
+    spare = next(name for name in NAMES[1:] if name not in route)
     began_s = time.perf_counter()
     prefill = ask(first.port, 1, prompt=PROMPT + right.text[: len(right.text) * KILL_AT // ANSWER])
     prefill_s = prefill.arrivals_s[0] - began_s
+    nodes.host(spare)
+    watch = LoadWatch(spare, nodes.homes[spare])
+    if loaded and not watch.loaded.wait(OPEN_S):
+        raise RuntimeError(f"{spare} did not become a spare: its log is {nodes.log(spare)}")
     reached = threading.Event()
+    had = -1
 
     def kill() -> None:
+        nonlocal had
         reached.wait(OPEN_S)
-        nodes.running[victim].kill()
+        had = 100 if watch.loaded.is_set() else watch.percent
+        nodes.running.pop(victim).kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -211,27 +259,20 @@ def _kill(nodes: Nodes, first: Endpoint, right: Answer, load_s: float, *, loaded
     finally:
         reached.set()
         killer.join()
-    nodes.running.pop(victim)
+        watch.end()
     beyond_s = seen.longest_gap_s - prefill_s
+    # From when the client was told that layers are being loaded: the spare is asked then.
+    told_s = next((at_s for at_s, name in seen.events if name == "shard_status"), None)
+    load_s = 0.0 if loaded or told_s is None or watch.loaded_s is None else watch.loaded_s - told_s
     most_s, reach_s = (2.0, 0.5) if loaded else (load_s + 3.0, load_s + 1.0)
-    asked, reach = ("2 s", "0.5 s") if loaded else ("its load time + 3 s", "+ 1 s")
+    asked, reach = ("2 s", "0.5 s") if loaded else (f"its load time + 3 s = {most_s:.1f} s", f"+ 1 s = {reach_s:.1f} s")
     return Row(
         f"kill -9 of a stage ({victim}), with a spare ({spare}) that has {'loaded' if loaded else 'not loaded'} its layers: gap beyond prefill",
         f"{beyond_s:.2f} s ({seen.longest_gap_s:.2f} s of which a prefill {prefill_s:.2f}); bytes {'equal' if seen.text == right.text else 'DIFFER'}",
         asked,
         reach,
-        beyond_s <= most_s and seen.text == right.text,
-        f"token {KILL_AT} of {ANSWER}; load time taken as at most {load_s:.1f} s, the whole opening's; events {', '.join(seen.events) or 'none'}",
-        {"gap_s": seen.longest_gap_s, "prefill_s": prefill_s, "reach_s": reach_s},
+        beyond_s <= most_s and seen.text == right.text and not nodes.kills,
+        f"token {KILL_AT} of {ANSWER}; route {route}; spare at {had} % when the stage was killed, its load then {load_s:.1f} s; "
+        f"killed for memory: {nodes.kills}; events {', '.join(name for _, name in seen.events) or 'none'}",
+        {"gap_s": seen.longest_gap_s, "prefill_s": prefill_s, "load_s": load_s, "reach_s": reach_s},
     )
-
-
-def _wait_loaded(nodes: Nodes, spare: str) -> None:
-    """Until a spare has layers: its anonymous memory no longer grows, and is more than a node without any takes."""
-    before, until = -1, time.monotonic() + 300
-    while time.monotonic() < until:
-        now = nodes.limits[spare].used_bytes
-        if now > GIB and now - before < 1 << 24:
-            return
-        before = now
-        time.sleep(3)

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,3 +140,12 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def free_what_failed(error: BaseException) -> None:
+    """Free what the functions held that an error ended, and give it back: the error may be kept for long, and its traceback keeps them."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+    give_memory_back()

@@ -77,22 +77,31 @@ def opening_bar(
         there = progress.add_task("", total=None, visible=False)
         said = ""
 
+        def say(label: str, percent: int, more: str = "") -> None:
+            """A line for each step, where no bar can be drawn."""
+            nonlocal said
+            line = f"{label}, {percent // STEP_PERCENT * STEP_PERCENT} %"
+            if line != said and not console.is_terminal:
+                console.print(f"{label}, {more or f'{percent} %'}", markup=False, soft_wrap=True)
+            said = line
+
         def reading(done: int, total: int) -> None:
             progress.update(reads, completed=done, total=total or None, visible=done < total)
+            if done < total:
+                say(f"Reading {model} for its digest, once", 100 * done // total)
 
         def own(done: int, total: int) -> None:
             progress.update(here, completed=done, total=total or None, visible=done < total)
+            if total:
+                say("Loading layers here", 100 * done // total)
 
         def others(opening: Opening) -> None:
-            nonlocal said
             progress.update(here, visible=False)
             label = f"{' and '.join(opening.nodes)} {'loads its' if len(opening.nodes) == 1 else 'load their'} layers"
             total, loading = opening.bytes_total or None, bool(opening.nodes)
             progress.update(there, description=label, completed=opening.bytes_done, total=total, visible=loading)
-            line = f"{label}, {opening.percent // STEP_PERCENT * STEP_PERCENT} %"
-            if loading and line != said and not console.is_terminal:
-                console.print(f"{label}, {opening}", markup=False, soft_wrap=True)
-            said = line
+            if loading:
+                say(label, opening.percent, str(opening))
 
         yield reading, own, others
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
 from paceline.backends.choice import part_bytes, torch_formats
-from paceline.backends.memory import available_bytes, human
+from paceline.backends.memory import human
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
+from paceline.backends.working import working_bytes
 from paceline.core.clock import Clock
 from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
@@ -22,10 +23,11 @@ from paceline.engine.local import LayerRunner
 from paceline.node import accelerator
 from paceline.node.cores import usable_cores
 from paceline.node.drafts.sources import NodeDrafts
+from paceline.node.free_memory import free_bytes
 from paceline.node.offers import WarmModel
 from paceline.node.settings import NodeSettings
 from paceline.node.shapes import fits_gpu, model_shape, weights_bytes
-from paceline.node.sizing import KvPlan, load_bytes, plan_kv, working_bytes
+from paceline.node.sizing import KvPlan, plan_kv
 from paceline.node.speed import Speed
 from paceline.server.inference import ServedModel, fingerprint_of
 from paceline.store.catalog import OpenedModel, open_model
@@ -71,12 +73,17 @@ class Setup:
         """
         spec, settings = self.opened.spec, self.settings
         held = weights_bytes(spec, self.weights, self.opened.weights.type_of, self.kernels)
-        most = self.most
+
+        def working(n_blocks: int) -> int:
+            most = self.most
+            logits = most.max_logits_rows if edges else 0
+            return working_bytes(self.kernels, spec, max_rows=most.max_rows, threads=self.threads, n_blocks=n_blocks, logits_rows=logits)
+
         return plan_kv(
             spec,
-            free_bytes=accelerator.free_cuda_bytes() if self.kernels is Kernels.CUDA else available_bytes(),
+            free_bytes=free_bytes(self.kernels, self.threads, Home.from_environment().kernels),
             weights_bytes=part_bytes(held, layers, edges=edges),
-            working_bytes=working_bytes(spec, most.max_rows, most.max_logits_rows if edges else 0) + load_bytes(self.threads),
+            working=working,
             max_running=settings.max_running,
             block_size=BLOCK_TOKENS,
             context=None if unasked else settings.context,

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.backends.choice import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats
+from paceline.backends.cpu.sizes import BLOCK
 from paceline.backends.table import Kernels
+from paceline.backends.working import working_bytes
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape
-from paceline.node.sizing import working_bytes
+from paceline.fleet.plan import LEAST_ROWS
 
 GPU_SHARE = 0.9
 """Of a GPU's free memory, how much weights may take. Raising it leaves less to KV and to what kernels need while they run."""
+
+TYPICAL_THREADS = 8
+TYPICAL_TOKENS = 8192
+"""Of KV. What a card says of working memory is for these: a card is the same whoever writes it."""
 
 TypeOf = Callable[[str], str]
 """GGML's name of the type a tensor is stored in."""
@@ -34,8 +40,14 @@ def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernel
         edge_bytes=part_bytes(held, LayerRange(0, 0), edges=True),
         kv_bytes_per_token_per_layer=spec.kv_bytes_per_token(LayerRange(0, 1)),
         max_context=spec.max_context,
-        row_bytes=working_bytes(spec, 1),
+        row_bytes=max(_row_bytes(spec, each) for each in Kernels),
     )
+
+
+def _row_bytes(spec: ModelSpec, kernels: Kernels) -> int:
+    """Of a stage's working memory, what a row has of a batch of `LEAST_ROWS`. The machine that runs it tells exactly."""
+    whole = working_bytes(kernels, spec, max_rows=LEAST_ROWS, threads=TYPICAL_THREADS, n_blocks=TYPICAL_TOKENS // BLOCK)
+    return -(-whole // LEAST_ROWS)
 
 
 def fits_gpu(spec: ModelSpec, type_of: TypeOf, gpu_bytes: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.backends.memory import human
@@ -12,8 +13,6 @@ KV_SHARE = 0.5
 """Of the memory that weights leave free, how much KV may take unasked. Raising it leaves less to everything else on the machine."""
 TYPICAL_TOKENS = 2048
 """Length of an answer and its prompt in everyday use: the pool holds this many for every sequence that may run."""
-LOAD_BYTES_A_THREAD = 16 << 20
-"""A slab of rows as read, as float32 and as requantised (`backends.quantize.SLAB_WEIGHTS`)."""
 MIN_CONTEXT = 256
 """Shorter contexts answer nothing of use; better to say that the model does not fit."""
 
@@ -36,29 +35,12 @@ class KvPlan:
         return self.n_blocks * self.block_size
 
 
-def working_bytes(spec: ModelSpec, rows: int, logits_rows: int = 0) -> int:
-    """What a step of so many rows takes beside weights and KV: activations, and logits of guessed rows.
-
-    Args:
-        spec: the model's sizes.
-        rows: of a step at most.
-        logits_rows: of a step at most, each of the vocabulary in fp32.
-    """
-    width = 4 * spec.hidden + 2 * spec.n_heads * spec.head_dim + 2 * spec.ffn
-    return 4 * (rows * width + logits_rows * spec.vocab)
-
-
-def load_bytes(threads: int) -> int:
-    """What a load takes for a moment beside the weights: a few slabs a thread."""
-    return threads * LOAD_BYTES_A_THREAD
-
-
 def plan_kv(
     spec: ModelSpec,
     *,
     free_bytes: int,
     weights_bytes: int,
-    working_bytes: int = 0,
+    working: Callable[[int], int] = lambda _: 0,
     max_running: int,
     block_size: int,
     context: int | None,
@@ -71,7 +53,7 @@ def plan_kv(
         spec: the model's sizes.
         free_bytes: memory available before the model is loaded.
         weights_bytes: what the weights will take of it.
-        working_bytes: what the load and the rows of a step will take of it.
+        working: bytes that a step's rows take of it, with so many KV blocks.
         max_running: sequences side by side.
         block_size: tokens a block holds.
         context: as asked; None: the model's, or as long as memory allows.
@@ -90,11 +72,14 @@ def plan_kv(
     if context is not None and kv_tokens is not None and kv_tokens < context:
         raise ConfigError(f"--kv-tokens {kv_tokens} can't hold one context of {context} tokens", f"Raise it to {context} or more.")
     token_bytes = max(1, spec.kv_bytes_per_token(spec.all_layers if layers is None else layers))
+    # With as many blocks as there could be: fewer take less.
+    most_tokens = kv_tokens if kv_tokens is not None else int(max(0, free_bytes - weights_bytes) * KV_SHARE) // token_bytes
+    working_bytes = working(-(-most_tokens // block_size))
     left = free_bytes - weights_bytes - working_bytes
     if left <= 0:
-        working = f" and work on them {human(working_bytes)}" if working_bytes else ""
+        beside = f" and work on them {human(working_bytes)}" if working_bytes else ""
         raise OutOfMemory(
-            f"The weights need {human(weights_bytes)}{working}, and {human(max(free_bytes, 0))} of memory is free",
+            f"The weights need {human(weights_bytes)}{beside}, and {human(max(free_bytes, 0))} of memory is free",
             "Close other programs, choose a smaller model, or a smaller --weights format.",
         )
     if kv_tokens is not None:

@@ -58,7 +58,8 @@ class PartWeights:
     def __init__(self, weights: TensorFiles, digest: str, held: Mapping[Path, Runs]) -> None:
         self._weights: Final = weights
         self._digest: Final = digest
-        self._names: Final = frozenset(name for name, at in weights.places.items() if _all_held(held.get(at.path, ()), at))
+        places = weights.places
+        self._names: Final = frozenset(name for name in weights.names() if _all_held(held.get(places[name].path, ()), places[name]))
 
     @property
     def spec(self) -> ModelSpec:

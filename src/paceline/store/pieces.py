@@ -1,10 +1,12 @@
-"""Checksums of a file's pieces, and of all of it, in one reading; remembered like digests."""
+"""Checksums of a file's pieces, and of all of it; remembered like digests. Pieces are hashed on several threads, beside the whole where it is not known."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,11 @@ from paceline.store.faults import damaged, unreadable
 from paceline.store.home import Home, identity_key, write_cache
 
 logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 8
+"""That hash; more would wait for the disk, and leave less to answers."""
+_SAY_S = 0.5
+"""How often it is told how far the whole is, once all pieces are hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +48,8 @@ def file_sums(path: Path, home: Home, examined: Callable[[int], None]) -> FileSu
         if known is not None:
             examined(size)
             return known
-        sums = _computed(path, examined)
-        if sums.size != size or entry != _entry(path, home):
+        sums = _computed(path, size, DigestCache(home).known(path), examined)
+        if entry != _entry(path, home):
             raise damaged(path, "it changed while it was read")
     except OSError as error:
         raise unreadable(path, error) from error
@@ -74,12 +81,45 @@ def _remembered(entry: Path, size: int) -> FileSums | None:
     return FileSums(size, data[:SHA256_BYTES].hex(), data[SHA256_BYTES:])
 
 
-def _computed(path: Path, examined: Callable[[int], None]) -> FileSums:
-    whole, pieces, size = hashlib.sha256(), bytearray(), 0
-    with path.open("rb") as file:
-        while data := file.read(PIECE):
-            whole.update(data)
-            pieces += hashlib.sha256(data).digest()
-            size += len(data)
-            examined(size)
-    return FileSums(size, whole.hexdigest(), bytes(pieces))
+class _Whole:
+    """Hashes all of a file, unless its digest is known."""
+
+    def __init__(self, path: Path, known: str | None) -> None:
+        self._path, self._known = path, known
+        self.read = 0 if known is None else path.stat().st_size
+        """Bytes so far."""
+        self.given_up = False
+
+    def digest(self) -> str:
+        """Hex. For a thread."""
+        if self._known is not None:
+            return self._known
+        digest = hashlib.sha256()
+        with self._path.open("rb", buffering=0) as file:
+            while not self.given_up and (data := file.read(PIECE)):
+                digest.update(data)
+                self.read += len(data)
+        return digest.hexdigest()
+
+
+def _computed(path: Path, size: int, known: str | None, examined: Callable[[int], None]) -> FileSums:
+    whole, pieces = _Whole(path, known), bytearray()
+    threads = max(2, min(_MOST_THREADS, os.cpu_count() or 1))
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(threads, "sums") as pool:
+
+        def piece(at: int) -> bytes:
+            return hashlib.sha256(os.pread(file.fileno(), PIECE, at)).digest()
+
+        digest = pool.submit(whole.digest)
+        try:
+            for sum_ in pool.map(piece, range(0, size, PIECE)):
+                pieces += sum_
+                examined(min(size, len(pieces) // SHA256_BYTES * PIECE, whole.read))
+            while wait((digest,), _SAY_S).not_done:
+                examined(whole.read)
+        except BaseException:
+            whole.given_up = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        examined(size)
+        return FileSums(size, digest.result(), bytes(pieces))

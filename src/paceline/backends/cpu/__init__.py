@@ -58,9 +58,9 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
 
     kernel_cache.use(options.kernel_cache)
     from paceline.backends.choice import forms_by, held_bytes, matrices, part_bytes
-    from paceline.backends.cpu.kv_blocks import BLOCK
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
+    from paceline.backends.cpu.sizes import BLOCK
     from paceline.backends.cpu.weights import pack_model
 
     form_of = forms_by(options.weights, source.type_of)

@@ -19,37 +19,19 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from paceline.backends.cpu import MOST_HEAD_DIM
-from paceline.backends.cpu.kv_blocks import BLOCK
+from paceline.backends.cpu import sizes
 from paceline.backends.cpu.simd import BYTES, F32, I32, I64, B, Emit, F, H, I, Value, lowered
-
-SEGMENT = 512
-"""Keys a segment. Part of the arithmetic. Keys and values of one, of a head of 128, take 256 KiB: a part of a second-level cache."""
+from paceline.backends.cpu.sizes import BLOCK, QUERY_STRIDE, SEGMENT, TILE, WEIGHT_STRIDE
 
 FUSED = int(binding.get_host_cpu_name().startswith("znver"))
 """1 where VDPBF16PS does more a cycle than FMA on widened pairs does: on AMD's processors; on Intel's it does half as much."""
-
-QUERY_STRIDE = 4 * MOST_HEAD_DIM + 64
-WEIGHT_STRIDE = 4 * SEGMENT + 64
-"""Bytes between rows of the scratch: fixed, so that one address reaches all rows of a tile."""
-
-_TILE = 8
-"""M rows a product takes at once."""
 
 _FLUSH = 0x8040
 """Bits of MXCSR: denormal inputs are zero, and so are results that are denormal after rounding."""
 
 
-@njit(nogil=True)
-def record_bytes(head_dim):
-    """Bytes of what a row has of its segments so far: head_dim sums (fp32), then their maximum and the sum of the weights."""
-    return 4 * head_dim + 64
-
-
-@njit(nogil=True)
-def scratch_bytes(m_rows, head_dim):
-    """Bytes of a thread that attends with up to `m_rows` M rows at once: their queries, weights of a tile, and a record a row."""
-    return m_rows * QUERY_STRIDE + _TILE * WEIGHT_STRIDE + (m_rows + _TILE) * record_bytes(head_dim)
+record_bytes = njit(nogil=True)(sizes.record_bytes)
+scratch_bytes = njit(nogil=True)(sizes.scratch_bytes)
 
 
 @intrinsic
@@ -315,7 +297,7 @@ def attend(table, keys, block_stride, q, q_stride, heads, rows, first, head_dim,
                 blocks = (min(SEGMENT, seen) + BLOCK - 1) // BLOCK
                 aside = record_step == 0 and segment > 0
                 stride = size if record_step == 0 else record_step * size
-                target = weights + _TILE * WEIGHT_STRIDE if aside else records + i * stride + (segment * size if record_step else 0)
+                target = weights + TILE * WEIGHT_STRIDE if aside else records + i * stride + (segment * size if record_step else 0)
                 _products(take, table_, blocks, keys, block_stride, scratch + i * QUERY_STRIDE, head_dim, weights, True, target, stride)
                 for m in range(take):
                     valid = max(0, min(SEGMENT, first + (i + m) // heads - key + 1))

@@ -14,9 +14,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from paceline.backends.cpu.simd import I32, Emit, H, I, Value, lowered
-
-BLOCK = 16
-"""Tokens a KV block: the lanes of a vector."""
+from paceline.backends.cpu.sizes import BLOCK
 
 
 @intrinsic

@@ -10,8 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.cpu.attention import SEGMENT
-from paceline.backends.cpu.step import N_PIECE, PIECE_OF, PIECE_RECORDS, PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_TILE
+from paceline.backends.cpu.sizes import (
+    N_PIECE,
+    PIECE_OF,
+    PIECE_RECORDS,
+    PIECE_ROW,
+    PIECE_ROWS,
+    PIECE_START,
+    PIECE_STOP,
+    PIECE_TILE,
+    SEGMENT,
+)
 
 Int32 = npt.NDArray[np.int32]
 

@@ -14,21 +14,14 @@ from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, PANEL, Form, Inputs, Scales
 from paceline.backends.cpu.simd import I64, Emit, Value, lowered
+from paceline.backends.cpu.sizes import TILE_BLOCKS
 from paceline.backends.cpu.tiles import EXPANDED_BYTES, MOST_SEGMENTS, expand, tile
 from paceline.backends.kernel_cache import in_use
 
 WIDE_FROM = 32
 """Rows from which it pays to unpack weights once for all of them. For fewer, one stream of records is what prefetching hides."""
 
-TILE_BLOCKS = 2
-"""Blocks of outputs that a tile of unpacked weights has at most."""
-
 _ARGUMENTS = 11
-
-
-def expanded_bytes(k: int) -> int:
-    """Room for the unpacked weights of K inputs that `product` asks for."""
-    return TILE_BLOCKS * k // 32 * EXPANDED_BYTES
 
 
 @cache

@@ -15,12 +15,11 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
-from paceline.backends.cpu.attention import record_bytes
 from paceline.backends.cpu.embed import embed_rows
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
-from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.pages import NEIGHBOURS, KvPages
 from paceline.backends.cpu.products import bounds_of, product
+from paceline.backends.cpu.sizes import BLOCK, N_PIECE, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.cpu.working import cutter_of, product_bytes, thread_bytes
@@ -115,7 +114,7 @@ class CpuRunner:
         tables = int32(rows, self._max_blocks)
         row_position, row_table, row_left, head_rows = (int32(rows) for _ in range(4))
         split = self._cutter.split_records
-        pieces = int32(rows + split, step.N_PIECE)
+        pieces = int32(rows + split, N_PIECE)
         cos, sin = rope_tables(spec.rope, spec.head_dim, self._max_context)
         control = aligned(8 * control_words(threads)).view(np.int64)
         unfinished = aligned(8 * split * spec.n_heads)

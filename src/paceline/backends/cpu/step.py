@@ -12,11 +12,25 @@ from __future__ import annotations
 from numba import njit
 
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.attention import SEGMENT, attend, finish, record_bytes, scratch_bytes
+from paceline.backends.cpu.attention import attend, finish, record_bytes, scratch_bytes
 from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
-from paceline.backends.cpu.kv_blocks import BLOCK, write_key, write_value
+from paceline.backends.cpu.kv_blocks import write_key, write_value
 from paceline.backends.cpu.products import call_product
 from paceline.backends.cpu.rows import add_into, add_rounded, deal_bf16, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
+from paceline.backends.cpu.sizes import (
+    BLOCK,
+    CHUNK,
+    N_PIECE,
+    PART,
+    PIECE_OF,
+    PIECE_RECORDS,
+    PIECE_ROW,
+    PIECE_ROWS,
+    PIECE_START,
+    PIECE_STOP,
+    PIECE_TILE,
+    SEGMENT,
+)
 
 # Places in `sizes` (int64): what never changes.
 (HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, EPS, SCALE, N_LAYERS, OUT_SEGMENTS, DOWN_SEGMENTS, TEAM, BLOCK_STRIDE, LAYER_STRIDE,
@@ -36,10 +50,6 @@ AT, PRODUCT, EIGHT_GROUPS, INPUTS, N_PARTS = range(5)
 # Places in `batch` (int64): what changes with each batch.
 ROWS, N_PIECES, TABLE_STRIDE, LOGIT_ROWS, ROWS_A_TASK, HEAD_SPLIT, FIRST_LAYER, STOP_LAYER, WATCH, N_BATCH = range(10)
 
-# Places in a row of PIECES (int32): rows of a tile, the segments [start, stop) of their keys, into how many pieces the tile is cut; where it
-# is, its number among such tiles, and how many records of a query head lie before its own.
-PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_OF, PIECE_TILE, PIECE_RECORDS, N_PIECE = range(8)
-
 # Kinds of phases: by rows, by heads, matrix products.
 START, NORM_ATTENTION, NORM_FFN, NORM_HEAD, END, ATTEND, PROJECT_QKV, PROJECT_OUT, PROJECT_GATE, PROJECT_DOWN, PROJECT_HEAD = range(11)
 LAST_BY_ROWS = END
@@ -47,13 +57,8 @@ LAST_BY_ROWS = END
 LAYERS, HEADS = 0, 1
 """Pieces of work: the layers, X_BF16 to X_BF16; final norm and head of HEAD_ROWS, X_BF16 to LOGITS (fp32 [rows, vocab])."""
 
-CHUNK = 2
-"""Blocks of 16 outputs a task of a matrix product takes, and of the gate and up products each: few enough not to wait for one thread's
-last. A task of the q, k, v products takes a head; of the head `HEAD_CHUNK`."""
 HEAD_CHUNK = 4
-
-PART = 192
-"""Rows a task of a matrix product takes at most, whole panels: its inputs stay in the second-level cache."""
+"""`CHUNK`, of the head."""
 
 _INT8, _INT16, _BF16 = int(Inputs.INT8), int(Inputs.INT16), int(Inputs.BF16)
 _GROUP_BYTES = tuple(GROUP_BYTES[kind] for kind in Inputs)

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from paceline.backends.cpu.forms import GROUP_BYTES, LANES, LAYOUT, Form, Inputs, Layout, Scales
 from paceline.backends.cpu.simd import I8, I32, I64, B, Emit, F, H, I, Value, lowered
+from paceline.backends.cpu.sizes import EXPANDED_BYTES
 
 PREFETCH = 8192
 """Bytes ahead that records are asked for; without it, 16 rows ran at 0.7 of their speed out of memory."""
@@ -121,10 +122,6 @@ class _Expanded:
     def scale_offset(self) -> tuple[Value, Value | None]:
         e, at = self._e, 512 + 64 * self._halves
         return e.load(F, self._base, at, align=64), e.load(F, self._base, at + 64, align=64) if self._has_offset else None
-
-
-EXPANDED_BYTES = 704
-"""Of a group of one block, at most."""
 
 
 def _dot(e: Emit, inputs: Inputs, acc: Value, weights: Value, x: Value) -> Value:

@@ -6,12 +6,9 @@ import math
 from collections.abc import Collection
 
 from paceline.backends.cpu.aligned import CACHE_LINE
-from paceline.backends.cpu.attention import SEGMENT, record_bytes, scratch_bytes
 from paceline.backends.cpu.forms import GROUP_BYTES, Inputs
-from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.pieces import Cutter
-from paceline.backends.cpu.products import expanded_bytes
-from paceline.backends.cpu.step import CHUNK, N_PIECE, PART
+from paceline.backends.cpu.sizes import BLOCK, CHUNK, N_PIECE, PART, SEGMENT, expanded_bytes, record_bytes, scratch_bytes
 from paceline.core.model import ModelSpec
 from paceline.core.weights import GROUP
 

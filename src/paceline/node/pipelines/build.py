@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
-from paceline.core.errors import ConfigError, PipelineDisabled, PlacementError
+from paceline.core.errors import ConfigError, OutOfMemory, PipelineDisabled, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
 from paceline.engine.config import EngineConfig
@@ -27,6 +27,7 @@ from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
+from paceline.node.pipelines.ahead import begin_loads
 from paceline.node.pipelines.choosing import Wanted
 from paceline.node.pipelines.meter import MeteredEngine, PipelineMeter
 from paceline.node.pipelines.opening import Opener, SeesFleet
@@ -36,6 +37,7 @@ from paceline.node.pipelines.spot_check import Holders, SpotCheck
 from paceline.node.settings import NodeSettings
 from paceline.node.setup import Setup, set_up
 from paceline.node.shards.ends import TensorEnds
+from paceline.node.sizing import KvPlan
 from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback, LocalRoute
 from paceline.parallel.limits import PipelineLimits
@@ -181,13 +183,10 @@ def build_engine_over(
     setup = set_up(settings, spread=True)
     opened, spec, weights, digest = setup.opened, setup.opened.spec, setup.weights, setup.digest
     check_layers(order, opened.name, spec.n_layers)
-    planned = _planned(fleet, order, setup, clock)
-    own = LayerRange(0, order.own_layers if order.own_layers is not None else len(planned.stages[0].layers))
-    kv = setup.room(own)
+    planned, own, kv = _fitting(fleet, order, setup, clock)
     config = replace(setup.config(kv), step_timeout_s=1e6)  # the pipeline has bounds of its own
     max_rows = config.max_rows
     n_blocks = _whole_blocks(kv.tokens)
-    head = setup.load(own, n_blocks, max_rows, progress)
     least_blocks = _whole_blocks(settings.context or min(kv.context, LEAST_TOKENS))
     wanted = Wanted(
         opened.name,
@@ -195,7 +194,6 @@ def build_engine_over(
         weights,
         spec.n_layers,
         len(own),
-        head.numerics_id,
         kv_tokens=least_blocks * BLOCK_TOKENS,
         rows=max_rows,
         objective=order.objective,
@@ -216,12 +214,16 @@ def build_engine_over(
         dtype=asked.activation_dtype,
         report_s=asked.report_ms / 1000,
     )
+    # Others fetch and load theirs meanwhile.
+    ahead = begin_loads(fleet, request, wanted, loop)
+    head = setup.load(own, n_blocks, max_rows, progress)
+    wanted = replace(wanted, numerics_id=head.numerics_id)
     opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop)
     meter = meter or PipelineMeter()
     if on_opening is not None:
         meter.listen(on_opening)
     spares = SpareKeeper(fleet, request, wanted, loop, fleet.background) if asked.keep_spares else None
-    router = FleetRouter(fleet, opener, wanted, loop, clock, meter, spares)
+    router = FleetRouter(fleet, opener, wanted, loop, clock, meter, spares, ahead)
     fallback = None
     if asked.fallback_to_local:
         rest = loads_the_rest(fleet.node_id, setup, head, max_rows)
@@ -290,6 +292,25 @@ def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
                 f"--pin gives {pin.node_id} layers {pin.layers.words}, and {model} has {n_layers}",
                 f"Layers are 0 to {n_layers - 1}.",
             )
+
+
+def _fitting(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) -> tuple[Choice, LayerRange, KvPlan]:
+    """What the plan says, the layers that this machine runs of it, and room for their KV: fewer where the plan, which rounds, gives it too many.
+
+    Raises:
+        PlacementError: others can't run the rest.
+        OutOfMemory: the layers asked for, or none at all, don't fit here.
+    """
+    asked = order
+    while True:
+        planned = _planned(fleet, asked, setup, clock)
+        own = LayerRange(0, asked.own_layers if asked.own_layers is not None else len(planned.stages[0].layers))
+        try:
+            return planned, own, setup.room(own)
+        except OutOfMemory:
+            if order.own_layers is not None or not own:
+                raise
+            asked = replace(asked, own_layers=len(own) - 1)
 
 
 def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) -> Choice:

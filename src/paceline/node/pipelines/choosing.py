@@ -29,8 +29,8 @@ class Wanted:
     n_layers: int
     own_layers: int
     """Those below are loaded here."""
-    numerics_id: str
-    """Of this node's kernels: others give other bytes."""
+    numerics_id: str = ""
+    """Of this node's kernels: others give other bytes. Empty: it is not known yet."""
     kv_tokens: int = 0
     """The least KV that is of use."""
     rows: int = LEAST_ROWS

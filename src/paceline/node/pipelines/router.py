@@ -18,6 +18,7 @@ from paceline.core.errors import PipelineError, PipelineStalled, ShardCorrupt, S
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS
 from paceline.fleet.card import NodeCard
+from paceline.node.pipelines.ahead import still_there
 from paceline.node.pipelines.choosing import Part, Wanted, choose
 from paceline.node.pipelines.fleet_route import FleetRoute
 from paceline.node.pipelines.meter import PipelineMeter
@@ -52,6 +53,7 @@ class FleetRouter:
 
     Args:
         spares: asked to load what a route's machines have; None: none are.
+        ahead: the route to try first: its machines have begun to load.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class FleetRouter:
         clock: Clock,
         meter: PipelineMeter,
         spares: SpareKeeper | None = None,
+        ahead: Sequence[Part] = (),
     ) -> None:
         self._fleet, self._opener, self._wanted, self._loop, self._clock, self._meter = fleet, opener, wanted, loop, clock, meter
         self.route: FleetRoute | None = None
         """The last that was found."""
         self._attempt: Future[FleetRoute] | None = None
         self._loads = StageLoads(clock)
-        self._spares = spares
+        self._spares, self._ahead = spares, tuple(ahead)
         self._last: tuple[Part, ...] = ()
         """Of the last route, while it is not known whether another can be had."""
         self._instances: dict[NodeId, bytes] = {}
@@ -169,5 +172,8 @@ class FleetRouter:
             return frozenset(node_id for node_id, out in self._left_out.items() if not in_need or out.in_need_until > now)
 
     def _choose(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[Part]:
+        ahead, self._ahead = self._ahead, ()
+        if ahead and still_there(ahead, cards, self._wanted, exclude):
+            return list(ahead)
         wanted = replace(self._wanted, kv_tokens=self._opener.least_blocks * BLOCK_TOKENS)
         return choose(cards, self._fleet.trust(), self._fleet.node_id, wanted, exclude, self._last)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from paceline.backends import table
+from paceline.backends.memory import free_what_failed, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.errors import BadPipelineRequest, ModelNotFound, PacelineError, PipelineError, ShardUnavailable, WeightsMismatch
@@ -200,13 +201,18 @@ async def load_in_thread(load: LoadsLayers, found: FoundWeights, options: LoadOp
         found.stop()
 
     def work() -> None:
-        made.append(load(found.source, options, show))
+        try:
+            made.append(load(found.source, options, show))
+        except BaseException as error:
+            free_what_failed(error)
+            raise
 
     try:
         await in_thread(work, give_up)
     except asyncio.CancelledError:
-        for runner in made:
-            runner.close()
+        while made:
+            made.pop().close()
+        give_memory_back()
         raise
     return made[0]
 

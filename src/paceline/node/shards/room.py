@@ -5,18 +5,25 @@ from __future__ import annotations
 from paceline.backends.choice import part_bytes
 from paceline.backends.memory import human
 from paceline.backends.table import Kernels
+from paceline.backends.working import working_bytes
 from paceline.core.errors import BadPipelineRequest, ShardUnavailable
 from paceline.core.model import ModelSpec
 from paceline.core.weights import WeightSource
 from paceline.fleet.plan import LEAST_ROWS
 from paceline.node.shapes import weights_bytes
 from paceline.node.shards.limits import KV_SHARE
-from paceline.node.sizing import working_bytes
 from paceline.parallel.sessions import StageRequest
 
 
-def fixed_bytes(source: WeightSource, request: StageRequest, kernels: Kernels) -> int:
+def fixed_bytes(source: WeightSource, request: StageRequest, kernels: Kernels, threads: int, streams: int) -> int:
     """Weights, and working memory for rows.
+
+    Args:
+        source: of the model.
+        request: by whom it is loaded.
+        kernels: that run it here.
+        threads: that share a step.
+        streams: that are to share it.
 
     Raises:
         BadPipelineRequest: the model has no such layers.
@@ -25,7 +32,9 @@ def fixed_bytes(source: WeightSource, request: StageRequest, kernels: Kernels) -
     if request.layers.stop > spec.n_layers:
         raise BadPipelineRequest(f"{request.model_id} has {spec.n_layers} layers, and up to {request.layers.stop} were asked for")
     held = weights_bytes(spec, request.weights, source.type_of, kernels)
-    return part_bytes(held, request.layers, edges=False) + working_bytes(spec, rows_for(request))
+    # `blocks_for` gives no more blocks than these.
+    working = working_bytes(kernels, spec, max_rows=rows_for(request), threads=threads, n_blocks=request.n_blocks * streams)
+    return part_bytes(held, request.layers, edges=False) + working
 
 
 def rows_for(request: StageRequest) -> int:

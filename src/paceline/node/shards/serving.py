@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.backends.memory import total_bytes
+from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.effects import Effect, Revoked
 from paceline.node.cores import usable_cores
 from paceline.node.devices import local_devices
 from paceline.node.fleet import FleetNode, Service
+from paceline.node.free_memory import FETCH_BYTES, load_bytes
 from paceline.node.shards.host import NodeShardHost
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.loading import FleetWeights, load_layers
@@ -79,7 +81,8 @@ class ShardServing:
         beside: Sequence[ModelLocation] = (),
     ) -> None:
         self._fleet, self._portrait = fleet, portrait
-        threads = hosting.threads or usable_cores()
+        threads = self._threads = hosting.threads or usable_cores()
+        self._home = home
         self.meter = ShardMeter()
         self._offers = ShardOffers(home, threads)
         self._weights = FleetWeights(fleet.node_id, home, lambda: fleet.view().cards, dial_through(fleet.pool), beside)
@@ -90,6 +93,7 @@ class ShardServing:
             load_layers,
             hosting.limits,
             devices=devices,
+            load_bytes=self._load_bytes,
             low_bytes=max(LOW_BYTES, total_bytes() // LOW_PART),
             threads=threads,
             kernel_cache=home.kernels,
@@ -101,6 +105,10 @@ class ShardServing:
         self.metrics = ShardMetrics(self.host, self.meter)
         self._showing: asyncio.Task[None] | None = None
         fleet.listen(self._on_news)
+
+    def _load_bytes(self, kernels: Kernels) -> int:
+        """None of it is a GPU's memory."""
+        return 0 if kernels is Kernels.CUDA else load_bytes(kernels, self._threads, self._home.kernels) + FETCH_BYTES
 
     def service(self, guard: PeerGuard) -> Service:
         """For `FleetNode.start`."""

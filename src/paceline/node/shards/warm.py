@@ -15,6 +15,7 @@ from typing import Final
 
 from paceline.backends.memory import give_memory_back
 from paceline.backends.options import LoadOptions
+from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
 from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
@@ -48,6 +49,7 @@ class WarmShards:
         load: makes runners of them.
         limits: bounds.
         devices: what runs layers here.
+        load_bytes: what the process itself takes, of a device's memory, while it loads.
         low_bytes: none of these are taken of a device's memory; with less free, shards there that nobody uses go.
         threads: of a runner.
         kernel_cache: see `LoadOptions`.
@@ -63,6 +65,7 @@ class WarmShards:
         limits: HostLimits,
         *,
         devices: Sequence[LocalDevice],
+        load_bytes: Callable[[Kernels], int] = lambda _: 0,
         low_bytes: int = 0,
         threads: int,
         kernel_cache: Path | None,
@@ -71,7 +74,7 @@ class WarmShards:
         on_change: Callable[[], None],
     ) -> None:
         self._weights, self._load, self._limits = weights, load, limits
-        self._low_bytes = low_bytes
+        self._load_bytes, self._low_bytes = load_bytes, low_bytes
         self._devices, self._threads, self._kernel_cache = devices, threads, kernel_cache
         self._meter, self._clock, self._on_change = meter, clock, on_change
         self._shards: list[Shard] = []
@@ -96,7 +99,7 @@ class WarmShards:
         free = device.free_bytes()
         bound = self._limits.memory_bytes
         most = int(free * FREE_SHARE) if bound is None else bound - self.used_bytes
-        return min(most, free - self._low_bytes)
+        return min(most, free - self._low_bytes - self._load_bytes(device.kernels))
 
     async def claim(self, request: StageRequest) -> tuple[Shard, Claim]:
         """A stream on a shard that has the layers, which may still be loading. Release it.
@@ -241,7 +244,7 @@ class WarmShards:
             )
         except PacelineError as error:
             raise self._note_failed(request, in_pipelines_terms(error)) from error
-        except (OSError, MemoryError, ValueError) as error:
+        except Exception as error:
             logger.exception("%s can't be loaded", shard.shard_id)
             told = PipelineError(f"{shard.shard_id} can't be loaded: {type(error).__name__}")
             raise self._note_failed(request, told) from error
@@ -259,15 +262,14 @@ class WarmShards:
             BadPipelineRequest: the model has no such layers.
         """
         spec = found.source.spec
-        fixed = fixed_bytes(found.source, request, kernels_for(spec, request.weights))
+        fixed = self._fixed_bytes(found, request)
         device = running(self._devices, request.weights)
         idle = sum(other.memory_bytes for other in self._shards if other.is_idle and other.weights in device.weights) if shard.claims else 0
         blocks_for(request, self._limits.max_streams, self.left_bytes(device) + idle, fixed, block_bytes(spec, request, BLOCK_TOKENS))
 
     async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> Loaded:
         spec = found.source.spec
-        kernels = kernels_for(spec, request.weights)
-        fixed, a_block = fixed_bytes(found.source, request, kernels), block_bytes(spec, request, BLOCK_TOKENS)
+        fixed, a_block = self._fixed_bytes(found, request), block_bytes(spec, request, BLOCK_TOKENS)
         device = running(self._devices, request.weights)
         # Nothing makes way for a load that no caller waits for.
         while shard.claims and fixed + request.n_blocks * a_block > self.left_bytes(device) and await self._evict_one(device):
@@ -285,8 +287,12 @@ class WarmShards:
         )
         runner = await load_in_thread(self._load, found, options, shard.meter.packed.show)
         size = sum(found.source.nbytes(name) for name in found.source.names())
-        shape = model_shape(spec, request.weights, found.source.type_of, kernels)
+        shape = model_shape(spec, request.weights, found.source.type_of, kernels_for(spec, request.weights))
         return Loaded(found.name, spec, shape, runner, options.max_rows, fixed + n_blocks * a_block, size)
+
+    def _fixed_bytes(self, found: FoundWeights, request: StageRequest) -> int:
+        kernels = kernels_for(found.source.spec, request.weights)
+        return fixed_bytes(found.source, request, kernels, self._threads, self._limits.max_streams)
 
     async def _evict_one(self, device: LocalDevice | None = None) -> bool:
         """Free the shard, of a device or of any, that has been idle for longest. Returns False where all are in use."""

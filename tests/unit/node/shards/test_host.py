@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.shards.hosts import (
@@ -26,7 +31,7 @@ from tests.unit.node.shards.hosts import (
 )
 
 from paceline.backends.numerics import SeededWeights
-from paceline.backends.table import Kernels
+from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.errors import (
     BadPipelineRequest,
     NodeUnreachable,
@@ -37,10 +42,12 @@ from paceline.core.errors import (
     UnsupportedModel,
 )
 from paceline.core.ids import BatchId, NodeId
-from paceline.core.model import WeightsFormat
-from paceline.node.shapes import model_shape
+from paceline.core.model import BLOCK_TOKENS, WeightsFormat
+from paceline.core.weights import WeightSource
 from paceline.node.shards.limits import HostLimits
+from paceline.node.shards.loading import kernels_for
 from paceline.node.shards.offers import ShardOffers
+from paceline.node.shards.room import block_bytes, fixed_bytes
 from paceline.node.shards.warm import RETRY_S
 from paceline.parallel.sessions import ActivationDtype, NextStage, StageRequest
 from paceline.store.home import Home
@@ -375,8 +382,9 @@ async def test_memory_is_budgeted() -> None:
 
 @in_loop
 async def test_what_can_not_fit_is_refused_before_it_comes_and_not_behind_other_loads() -> None:
-    shape = model_shape(SPEC, WeightsFormat.BF16, SeededWeights(SPEC).type_of, Kernels.AVX512_BF16)
-    budget = 512 * shape.row_bytes + 4 * (shape.layer_bytes + 32 * shape.kv_bytes_per_token_per_layer)
+    four, streams = wanted(2, 6), HostLimits().max_streams
+    fixed = fixed_bytes(SeededWeights(SPEC), four, kernels_for(SPEC, four.weights), 1, streams)
+    budget = fixed + four.least_blocks * block_bytes(SPEC, four, BLOCK_TOKENS)
     net = Net()
     async with hosting(net, "a", limits=HostLimits(memory_bytes=budget)) as a, User(net) as user:
         a.loads.gate.clear()
@@ -389,7 +397,31 @@ async def test_what_can_not_fit_is_refused_before_it_comes_and_not_behind_other_
         a.loads.gate.set()
         await (await first).close()
         await until_free(a)
-        await user.open(a, wanted(2, 6))
+        await user.open(a, four)
+
+
+@in_loop
+async def test_a_load_that_fails_leaves_no_memory_behind() -> None:
+    """However long it is remembered why: an error knows the functions that it ended, and they know their arrays."""
+    half: list[weakref.ref[npt.NDArray[np.float32]]] = []
+
+    def fails(source: WeightSource, options: LoadOptions, progress: LoadProgress) -> NoReturn:
+        packed = np.zeros(options.n_blocks, np.float32)
+        half.append(weakref.ref(packed))
+        raise KeyError(source.digest)
+
+    net = Net()
+    gc.disable()
+    try:
+        async with hosting(net, "a", load=fails) as a:
+            loading = a.warm.prepare(wanted()).loading
+            assert loading is not None
+            await asyncio.wait({loading})
+            with pytest.raises(ShardUnavailable, match="KeyError"):
+                a.warm.prepare(wanted())
+            assert [array() for array in half] == [None]
+    finally:
+        gc.enable()
 
 
 @in_loop

@@ -20,7 +20,9 @@ from paceline.node.fetch import fetch_model, fetch_part
 from paceline.store.catalog import list_models, open_model, resolve
 from paceline.store.home import Home
 from paceline.store.partial import covers, list_parts, open_part
+from paceline.store.pull import pull
 from paceline.testing.conformance.runs import Rows, activation_bits, plan_of
+from paceline.testing.seeded_models import shape, write_gguf
 
 Homes = Callable[[str], Home]
 Given = tuple[Home, str]
@@ -66,6 +68,23 @@ async def test_layers_come_alone_and_run_to_the_same_bytes(
     assert (held.name, held.digest, held.n_layers, held.edges) == (name, digest, whole.spec.n_layers, False)
     assert any(layers.start in run and layers.stop - 1 in run for run in held.layers)
     assert sum(map(len, held.layers)) < whole.spec.n_layers
+
+
+@in_loop
+async def test_layers_of_a_file_with_rope_factors_tell_their_sizes(fleet: Fleet, new_home: Homes) -> None:
+    """What a file has beside the model's tensors comes with every part of it, and is none of them."""
+    home, taker = new_home("giver"), new_home("taker")
+    file = home.root / "tiny.gguf"
+    home.root.mkdir()
+    write_gguf(file, shape("llama-1b", n_layers=3, hidden=256, n_heads=4, n_kv_heads=2, ffn=512, vocab=512))
+    pull(str(file), home, lambda done, total: None)
+    whole = open_model("tiny", home).weights
+    part = ModelPart(LayerRange(1, 2), edges=False)
+    async with fleet.node(home) as node:
+        await fetch_part(fleet.fetch(taker, node.source(whole.digest, "tiny")), part)
+    found = open_part(whole.digest, part, taker)
+    assert set(found.names()) <= set(whole.names())
+    assert {name: found.nbytes(name) for name in found.names()} == {name: whole.nbytes(name) for name in found.names()}
 
 
 @in_loop

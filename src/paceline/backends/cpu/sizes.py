@@ -1,0 +1,49 @@
+"""Sizes that kernels are compiled with and memory is planned by. Numbers alone: importing this imports no kernel."""
+
+from __future__ import annotations
+
+from paceline.backends.cpu import MOST_HEAD_DIM
+
+BLOCK = 16
+"""Tokens a KV block: the lanes of a vector."""
+
+SEGMENT = 512
+"""Keys a segment. Part of the arithmetic. Keys and values of one, of a head of 128, take 256 KiB: a part of a second-level cache."""
+
+QUERY_STRIDE = 4 * MOST_HEAD_DIM + 64
+WEIGHT_STRIDE = 4 * SEGMENT + 64
+"""Bytes between rows of attention's scratch: fixed, so that one address reaches all rows of a tile."""
+
+TILE = 8
+"""M rows (query heads of neighbouring positions that share one KV head) a product of attention takes at once."""
+
+EXPANDED_BYTES = 704
+"""Of a group of one block of unpacked weights, at most."""
+TILE_BLOCKS = 2
+"""Blocks of outputs that a tile of unpacked weights has at most."""
+
+CHUNK = 2
+"""Blocks of 16 outputs a task of a matrix product takes, and of the gate and up products each: few enough not to wait for one thread's
+last. A task of the q, k, v products takes a head; of the head `step.HEAD_CHUNK`."""
+
+PART = 192
+"""Rows a task of a matrix product takes at most, whole panels: its inputs stay in the second-level cache."""
+
+# Places in a row of PIECES (int32): rows of a tile, the segments [start, stop) of their keys, into how many pieces the tile is cut; where it
+# is, its number among such tiles, and how many records of a query head lie before its own.
+PIECE_ROW, PIECE_ROWS, PIECE_START, PIECE_STOP, PIECE_OF, PIECE_TILE, PIECE_RECORDS, N_PIECE = range(8)
+
+
+def expanded_bytes(k: int) -> int:
+    """Room for the unpacked weights of K inputs that a product asks for."""
+    return TILE_BLOCKS * k // 32 * EXPANDED_BYTES
+
+
+def record_bytes(head_dim: int) -> int:
+    """Bytes of what a row has of its segments so far: head_dim sums (fp32), then their maximum and the sum of the weights."""
+    return 4 * head_dim + 64
+
+
+def scratch_bytes(m_rows: int, head_dim: int) -> int:
+    """Bytes of a thread that attends with up to `m_rows` M rows at once: their queries, weights of a tile, and a record a row."""
+    return m_rows * QUERY_STRIDE + TILE * WEIGHT_STRIDE + (m_rows + TILE) * (4 * head_dim + 64)
