@@ -139,11 +139,11 @@ def _ended(endpoint: Endpoint) -> Generator[Endpoint]:
 
 
 def stages(endpoint: Endpoint, log: Path) -> dict[str, str]:
-    """Layers by node, of the route that was opened last, as the orchestrator says: `three` may have `8 to 19`, or `8-19`."""
+    """Layers by node, of the route that was opened last, as the orchestrator says: `three` may have `8-19`."""
     said = "".join(endpoint.said) + log.read_text(errors="replace")
     routes = re.findall(r"(?:goes on over|Loaded in [^\n]*: )([^\n]* on [^\n]*)", said)
     found = re.findall(r"(\d+(?: to |-)\d+) on (\w+)", routes[-1]) if routes else []
-    return {node: layers for layers, node in found}
+    return {node: layers.replace(" to ", "-") for layers, node in found}
 
 
 class LoadWatch:
@@ -153,6 +153,8 @@ class LoadWatch:
         self._name, self._home = NodeId(name), Home(home)
         self.loaded_s: float | None = None
         """When layers were first seen to be there, by `time.perf_counter`."""
+        self.layers = ""
+        """Those that are there, as `stages` has them."""
         self.percent = 0
         """Of what was last seen to come."""
         self.loaded = threading.Event()
@@ -171,7 +173,8 @@ class LoadWatch:
 
     def _note(self, shards: list[ModelOffer]) -> None:
         for offer in shards:
-            if offer.warm:
+            if offer.warm and offer.shard is not None:
+                self.layers = str(offer.shard.layers)
                 self.loaded_s = time.perf_counter()
                 self.loaded.set()
             elif offer.shard is not None:
@@ -234,7 +237,6 @@ def measure(build: Build, model: Path, scratch: Path, *, threads: int, limit_byt
 def _kill(nodes: Nodes, first: Endpoint, right: Answer, *, loaded: bool) -> Row:
     """SIGKILL to a stage in the middle of an answer, beside a spare."""
     route = stages(first, nodes.log(NAMES[0]))
-    victim = next(name for name in NAMES[1:] if name in route)
     spare = next(name for name in NAMES[1:] if name not in route)
     began_s = time.perf_counter()
     prefill = ask(first.port, 1, prompt=PROMPT + right.text[: len(right.text) * KILL_AT // ANSWER])
@@ -243,6 +245,8 @@ def _kill(nodes: Nodes, first: Endpoint, right: Answer, *, loaded: bool) -> Row:
     watch = LoadWatch(spare, nodes.homes[spare])
     if loaded and not watch.loaded.wait(OPEN_S):
         raise RuntimeError(f"{spare} did not become a spare: its log is {nodes.log(spare)}")
+    # A spare stands by for one of the spans; one that has nothing yet may do so for any.
+    victim = next(name for name in NAMES[1:] if name in route and (not loaded or route[name] == watch.layers))
     reached = threading.Event()
     had = -1
 
