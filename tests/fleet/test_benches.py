@@ -53,7 +53,8 @@ def test_a_killed_machine_costs_time_and_no_bytes() -> None:
     for row in rows:
         assert row["killed"] == "local-2"
         assert row["same_bytes"]
-        assert row["replayed_tokens"] >= row["streams"] * (24 + 7)
+        # All prompts, and the tokens of the answer that was watched: others may be a few behind it.
+        assert row["replayed_tokens"] >= row["streams"] * 24 + 7
         assert row["gap_s"] > 0
         assert row["before"] != row["after"]
         assert "local-2" not in row["after"]

@@ -43,7 +43,7 @@ TINY = ModelSpec(
     model_type="llama", n_layers=3, hidden=96, n_heads=6, n_kv_heads=2, head_dim=32, ffn=160, vocab=307, max_context=512,
     rms_eps=1e-5, rope=RopeSpec(10_000.0), tied_head=True,
 )  # fmt: skip
-BLOCKS = 200
+BLOCKS, CHUNK = 200, 96
 CRAMPED = 9
 """Blocks with which a few sequences preempt one another, and the longest still fits."""
 LONGEST_PROMPT, ANSWER = 88, 48
@@ -130,7 +130,8 @@ class Subject:
         answers: Answers = {}
         try:
             drafting = DraftingConfig(config.proposer, sources)
-            engine = self._engine(executor, config.batch, drafting, prefix_cache=config.memory != PLAIN)
+            # A prompt's chunk is cut by the number of stages.
+            engine = self._engine(executor, config.batch, drafting, CHUNK * config.stages, prefix_cache=config.memory != PLAIN)
             for _ in range(2 if config.memory == HITS else 1):
                 for request in requests:
                     truths += [(*request.prompt_ids, *self.alone[request.request_id, index].token_ids) for index in range(request.n)]
@@ -167,10 +168,10 @@ class Subject:
         wanted = {"auto": ("model", "knowing")}.get(proposer, (proposer,))
         return {name: make() for name, make in made.items() if name in wanted}
 
-    def _engine(self, executor: Executor, batch: int, drafting: DraftingConfig | None, *, prefix_cache: bool) -> Engine:
+    def _engine(self, executor: Executor, batch: int, drafting: DraftingConfig | None, chunk: int, *, prefix_cache: bool) -> Engine:
         # Bounds that no busy machine reaches: what is cut and crowded is the configuration's.
         config = EngineConfig(
-            max_context=512, max_running=batch, prefill_chunk=96, prefix_cache=prefix_cache, step_timeout_s=1e9, step_budget_s=1e9
+            max_context=512, max_running=batch, prefill_chunk=chunk, prefix_cache=prefix_cache, step_timeout_s=1e9, step_budget_s=1e9
         )
         return Engine(executor, self.vocabulary, config, self._clock(), drafting=drafting)
 
@@ -186,7 +187,7 @@ class Subject:
         return requests, alone
 
     def _alone(self, requests: Sequence[GenerationRequest]) -> Answers:
-        return drain(self._engine(_Whole(self._whole, BLOCKS), 1, None, prefix_cache=False), requests)
+        return drain(self._engine(_Whole(self._whole, BLOCKS), 1, None, CHUNK, prefix_cache=False), requests)
 
     def _load(self, layers: LayerRange, *, edges: bool = True) -> LayerRunner[Any]:
         options = LoadOptions(layers, WeightsFormat.INT4, BLOCKS, threads=1, edges=edges, kernel_cache=Home.from_environment().kernels)

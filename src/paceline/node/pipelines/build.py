@@ -28,7 +28,7 @@ from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines.ahead import begin_loads
-from paceline.node.pipelines.choosing import Wanted
+from paceline.node.pipelines.choosing import Wanted, typical_request
 from paceline.node.pipelines.meter import MeteredEngine, PipelineMeter
 from paceline.node.pipelines.opening import Opener, SeesFleet
 from paceline.node.pipelines.router import FleetRouter
@@ -75,8 +75,6 @@ def loads_the_rest(own: NodeId, setup: Setup, head: LayerRunner[Any], max_rows: 
 
 logger = logging.getLogger(__name__)
 
-TYPICAL_PROMPT = 512
-"""Tokens of the prompt that plans are made for."""
 LEAST_TOKENS = 256
 """Of KV, for which machines are worth asking where no context was asked for. Raising it leaves out machines that are nearly full."""
 LOOK_S = 0.5
@@ -194,6 +192,7 @@ def build_engine_over(
         weights,
         spec.n_layers,
         len(own),
+        context=_context(setup),
         kv_tokens=least_blocks * BLOCK_TOKENS,
         rows=max_rows,
         objective=order.objective,
@@ -235,7 +234,7 @@ def build_engine_over(
     limits = PipelineLimits(
         stall_s=asked.stall_seconds,
         search_s=asked.search_seconds,
-        row_s=planned.estimate.ttft_s / TYPICAL_PROMPT,
+        row_s=planned.estimate.ttft_s / typical_request(wanted.context)[0],
         max_rows=max_rows,
         max_context=spec.max_context,
     )
@@ -313,6 +312,11 @@ def _fitting(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock)
             asked = replace(asked, own_layers=len(own) - 1)
 
 
+def _context(setup: Setup) -> int:
+    """Tokens of the longest request that is asked for."""
+    return setup.settings.context or setup.opened.spec.max_context
+
+
 def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) -> Choice:
     """What the plan says of a pipeline that begins here; waits for machines that could take part.
 
@@ -320,10 +324,12 @@ def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock)
         PlacementError: none came in time.
     """
     name = setup.opened.name
+    prompt, answer = typical_request(_context(setup))
     request = PlanRequest(
         setup.digest,
         setup.weights,
-        prompt_tokens=TYPICAL_PROMPT,
+        prompt,
+        answer,
         ways=frozenset({Way.PIPELINE}),
         pins=order.pins,
         objective=order.objective,

@@ -18,6 +18,8 @@ from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, Objective, Pin, PlanRequest, Stage, Way
 from paceline.fleet.spares import spares_for
 
+TYPICAL_PROMPT, TYPICAL_ANSWER = 512, 256
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -31,6 +33,8 @@ class Wanted:
     """Those below are loaded here."""
     numerics_id: str = ""
     """Of this node's kernels: others give other bytes. Empty: it is not known yet."""
+    context: int = 1 << 31
+    """Tokens of the longest request."""
     kv_tokens: int = 0
     """The least KV that is of use."""
     rows: int = LEAST_ROWS
@@ -99,11 +103,19 @@ def choose(
     return parts
 
 
+def typical_request(context: int) -> tuple[int, int]:
+    """Tokens of prompt and answer that plans are made for: no more than a context holds, or no machine with layers loaded would fit."""
+    return min(TYPICAL_PROMPT, 2 * context // 3), min(TYPICAL_ANSWER, context // 3)
+
+
 def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: tuple[Pin, ...] = ()) -> PlanRequest:
     """What placement is asked for a pipeline that begins on `own`."""
+    prompt, answer = typical_request(wanted.context)
     return PlanRequest(
         wanted.digest,
         wanted.weights,
+        prompt,
+        answer,
         ways=frozenset({Way.PIPELINE}),
         pins=pins,
         objective=wanted.objective,

@@ -87,3 +87,11 @@ def test_where_no_machine_takes_the_layers_of_a_lost_one_all_are_shared_out_anew
     assert found[0].layers.start == 8
     assert found[-1].layers.stop == 24
     assert Part(CAT, LayerRange(14, 24)) not in found
+
+
+def test_a_context_shorter_than_a_typical_request_is_no_machine_too_few() -> None:
+    shape = replace(SHAPE, max_context=300)
+    cards = [replace(card, models=(replace(OFFER, shape=shape),)) for card in CARDS]
+    wanted = replace(PINNED, context=300, pins=())
+    lost = choose(cards, {}, OWN, wanted, frozenset())[0].node_id
+    assert choose(cards, {}, OWN, wanted, frozenset({lost}))[-1].layers.stop == 24
