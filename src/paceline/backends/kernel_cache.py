@@ -59,8 +59,11 @@ def in_use() -> bool:
 
 
 def known(folder: Path) -> bool:
-    """Whether every kernel of this version lies under `folder`, whole."""
-    return _is_whole(folder / _version())
+    """Whether kernels of this version were compiled under `folder` before; a few may be damaged, or be compiled just now by another process."""
+    try:
+        return isinstance(json.loads((folder / _version() / _COMPLETE).read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def use(folder: Path | None) -> bool:
@@ -116,13 +119,17 @@ def complete() -> None:
     if not in_use():
         return
     folder = Path(os.environ[_VARIABLE])
-    seal = json.dumps({str(file.relative_to(folder)): _digest(file) for file in folder.rglob("*.nb?")}).encode()
+    seal = _seal_of(folder)
     mark = folder / _COMPLETE
     try:
         if not mark.exists() or mark.read_bytes() != seal:
             write_file(mark, seal)
     except OSError as error:
         logger.warning("%s can't be written (%s): the next start will compile the kernels again", mark, error.strerror)
+
+
+def _seal_of(target: Path) -> bytes:
+    return json.dumps({str(file.relative_to(target)): _digest(file) for file in target.rglob("*.nb?")}).encode()
 
 
 def _is_whole(target: Path) -> bool:
@@ -144,19 +151,22 @@ def _digest(file: Path) -> str:
 
 
 def _remove_damaged(target: Path) -> None:
-    """Remove the functions, index and machine code, of files that are not what the seal says; all of them where the seal is none."""
-    if not (target / _COMPLETE).exists():
+    """Remove the functions, index and machine code, of files that are not what the seal says; all of them, and the seal, where it is none."""
+    mark = target / _COMPLETE
+    if not mark.exists():
         return
     try:
         names = _changed(target)
     except (ValueError, AttributeError):
         names = [str(file.relative_to(target)) for file in target.rglob("*.nb?")]
+        mark.unlink()
     logger.warning("%d files of compiled kernels in %s are damaged: their functions are compiled again", len(names), target)
     for name in names:
         function = re.sub(r"(\.\d+)?\.nb.$", "", name)
         for file in (target / function).parent.glob(f"{Path(function).name}*.nb?"):
             file.unlink()
-    (target / _COMPLETE).unlink()
+    if mark.exists():
+        write_file(mark, _seal_of(target))
 
 
 def _make_room(root: Path, target: Path) -> None:

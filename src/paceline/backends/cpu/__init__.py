@@ -71,9 +71,10 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
     with kernel_cache.alone():
         # Of the whole model: stages that hold other layers of it have the same id.
         identity = numerics_id(source.spec, {form_of(name) for name in matrices(source.spec)}, options.threads)
+        runner = CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)
         kernel_cache.complete()
     give_memory_back()
-    return CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)
+    return runner
 
 
 def load_sampler(vocab: int, threads: int, kernels: Path | None) -> CompiledSampler:

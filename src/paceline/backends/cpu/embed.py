@@ -22,7 +22,7 @@ from paceline.backends.kernel_cache import in_use
 def embed_rows(form: Form, table: int, ids: npt.NDArray[np.int32], out: npt.NDArray[np.uint16]) -> None:
     """out[T, D] = rows `ids` of a table of records at an address, bf16 bits."""
     ids = np.ascontiguousarray(ids, np.int32)
-    _reader(form)(ids.ctypes.data, len(ids), table, out.shape[1] // 32, out.ctypes.data)
+    reader(form)(ids.ctypes.data, len(ids), table, out.shape[1] // 32, out.ctypes.data)
 
 
 def _scale_reader(layout: Layout) -> Callable[..., tuple[float, float]]:
@@ -45,7 +45,8 @@ def _scale_reader(layout: Layout) -> Callable[..., tuple[float, float]]:
 
 
 @cache
-def _reader(form: Form) -> Callable[..., None]:
+def reader(form: Form) -> Callable[..., None]:
+    """The compiled reader of a form, compiled when a model needs it."""
     layout = LAYOUT[form]
     bits, groups, record_bytes = layout.bits, layout.groups, layout.record_bytes
     codes_bytes, plane_bytes, plane_at = layout.codes_bytes, layout.plane_bytes, layout.plane_at

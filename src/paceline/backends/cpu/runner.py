@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
-from paceline.backends.cpu.embed import embed_rows
+from paceline.backends.cpu.embed import embed_rows, reader
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
 from paceline.backends.cpu.pages import NEIGHBOURS, KvPages
 from paceline.backends.cpu.products import bounds_of, product
@@ -76,6 +76,8 @@ class CpuRunner:
         self._sizes = self._lay_out_sizes(spec, threads)
         self._batch = np.zeros(step.N_BATCH, np.int64)
         self._places = _describe_weights(model)
+        if model.embedding_form is not None:
+            reader(model.embedding_form)  # now, beside the other kernels, and not in the first request
         self._arrays, self._buffers, control = self._allocate(spec, threads)
         self._team = Team(threads, control, (self._sizes, self._places, self._buffers, self._batch))
         self._closed = False
