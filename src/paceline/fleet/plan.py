@@ -52,6 +52,10 @@ class Pin:
     """None: whatever is best."""
 
 
+TYPICAL_PROMPT, TYPICAL_ANSWER = 512, 256
+"""Tokens of a request that says nothing else."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """One model and a typical request to it."""
@@ -60,8 +64,8 @@ class PlanRequest:
     """A model's id, or its digest, or the first twelve or more digits of that."""
     weights: str = ""
     """Weights format; empty: any that is offered."""
-    prompt_tokens: int = 512
-    answer_tokens: int = 256
+    prompt_tokens: int = TYPICAL_PROMPT
+    answer_tokens: int = TYPICAL_ANSWER
     ways: frozenset[Way] = frozenset(Way)
     """Those allowed."""
     pins: tuple[Pin, ...] = ()

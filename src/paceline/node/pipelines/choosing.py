@@ -15,10 +15,8 @@ from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.cover import CoverRequest, pick, warm_shards
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import LEAST_ROWS, Objective, Pin, PlanRequest, Stage, Way
+from paceline.fleet.plan import LEAST_ROWS, TYPICAL_ANSWER, TYPICAL_PROMPT, Objective, Pin, PlanRequest, Stage, Way
 from paceline.fleet.spares import spares_for
-
-TYPICAL_PROMPT, TYPICAL_ANSWER = 512, 256
 
 
 @dataclass(frozen=True, slots=True)
