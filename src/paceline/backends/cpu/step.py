@@ -15,7 +15,7 @@ from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import attend, finish, record_bytes, scratch_bytes
 from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
 from paceline.backends.cpu.kv_blocks import write_key, write_value
-from paceline.backends.cpu.products import call_product
+from paceline.backends.cpu.products import WIDE_FROM, call_product
 from paceline.backends.cpu.rows import add_into, add_rounded, deal_bf16, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
 from paceline.backends.cpu.sizes import (
     BLOCK,
@@ -59,6 +59,9 @@ LAYERS, HEADS = 0, 1
 
 HEAD_CHUNK = 4
 """`CHUNK`, of the head."""
+
+TASKS_A_THREAD = 16
+"""Of a product of few rows, at least: a thread's last one may keep the others waiting."""
 
 _INT8, _INT16, _BF16 = int(Inputs.INT8), int(Inputs.INT16), int(Inputs.BF16)
 _GROUP_BYTES = tuple(GROUP_BYTES[kind] for kind in Inputs)
@@ -165,8 +168,16 @@ def _attend(piece, head, first_head, n_heads, layer, sizes, weights, buffers, ba
 
 
 @njit(nogil=True)
-def _tasks(n, rows, chunk):
-    return (n // 16 + chunk - 1) // chunk * ((rows + PART - 1) // PART)
+def _chunks_a_task(chunks, rows, team):
+    """How many chunks of outputs, one behind the other in memory, a task of a product takes: of few rows many, since reading begins anew with each task."""
+    return 1 if rows >= WIDE_FROM else max(1, chunks // (TASKS_A_THREAD * team))
+
+
+@njit(nogil=True)
+def _tasks(chunks, rows, team):
+    """Tasks of a product whose outputs are so many chunks."""
+    many = _chunks_a_task(chunks, rows, team)
+    return (chunks + many - 1) // many * ((rows + PART - 1) // PART)
 
 
 @njit(nogil=True)
@@ -246,8 +257,29 @@ def _project_gate(block, row, part, layer, sizes, weights, buffers, batch, scrat
 
 
 @njit(nogil=True)
+def _chunks(kind, sizes):
+    """Chunks of a product's outputs."""
+    if kind == PROJECT_QKV:
+        return sizes[Q_HEADS] + 2 * sizes[KV_HEADS]
+    if kind == PROJECT_HEAD:
+        return (sizes[VOCAB] // 16 + HEAD_CHUNK - 1) // HEAD_CHUNK
+    return ((sizes[FFN] if kind == PROJECT_GATE else sizes[HIDDEN]) // 16 + CHUNK - 1) // CHUNK
+
+
+@njit(nogil=True)
+def _do_products(rank, kind, layer, task, sizes, weights, buffers, batch):
+    """One task of a matrix product: its chunks, one after the other."""
+    chunks = _chunks(kind, sizes)
+    many = _chunks_a_task(chunks, batch[LOGIT_ROWS] if kind == PROJECT_HEAD else batch[ROWS], sizes[TEAM])
+    tasks = (chunks + many - 1) // many
+    part, first = task // tasks * chunks, task % tasks * many
+    for chunk in range(first, min(first + many, chunks)):
+        _do_product(rank, kind, layer, part + chunk, sizes, weights, buffers, batch)
+
+
+@njit(nogil=True)
 def _do_product(rank, kind, layer, task, sizes, weights, buffers, batch):
-    """One task of a matrix product, and what follows it on its outputs."""
+    """One chunk of a matrix product, and what follows it on its outputs."""
     hidden, ffn, rows = sizes[HIDDEN], sizes[FFN], batch[LOGIT_ROWS] if kind == PROJECT_HEAD else batch[ROWS]
     scratch = buffers[SCRATCH] + rank * sizes[SCRATCH_STRIDE]
     if kind == PROJECT_QKV:
@@ -295,7 +327,7 @@ def take_part(rank, sizes, weights, buffers, batch):
             elif kind == ATTEND:
                 _do_heads(rank, layer, task, sizes, weights, buffers, batch)
             else:
-                _do_product(rank, kind, layer, task, sizes, weights, buffers, batch)
+                _do_products(rank, kind, layer, task, sizes, weights, buffers, batch)
             sync.finish(control)
 
 
@@ -312,27 +344,21 @@ def prepare_batch(sizes, batch):
 @njit(nogil=True)
 def phase(work, position, sizes, batch):
     """(kind, layer, tasks) of the phase at `position` of a piece of work; kind -1 at its end."""
-    rows, kv_heads, hidden = batch[ROWS], sizes[KV_HEADS], sizes[HIDDEN]
+    rows, kv_heads = batch[ROWS], sizes[KV_HEADS]
     if work == HEADS:
         logit_rows, edges = batch[LOGIT_ROWS], sizes[N_LAYERS]
         if position == 0:
             return NORM_HEAD, edges, logit_rows
-        return (PROJECT_HEAD, edges, _tasks(sizes[VOCAB], logit_rows, HEAD_CHUNK)) if position == 1 else (-1, 0, 0)
+        return (PROJECT_HEAD, edges, _tasks(_chunks(PROJECT_HEAD, sizes), logit_rows, sizes[TEAM])) if position == 1 else (-1, 0, 0)
     row_tasks = (rows + batch[ROWS_A_TASK] - 1) // batch[ROWS_A_TASK]
     layer, at = batch[FIRST_LAYER] + position // 7, position % 7
     if layer == batch[STOP_LAYER]:
         return (END, 0, row_tasks) if at == 0 else (-1, 0, 0)
     if at == 0:
         return (NORM_ATTENTION if position else START), layer, row_tasks
-    if at == 1:
-        dim = sizes[HEAD_DIM]
-        return PROJECT_QKV, layer, _tasks((sizes[Q_HEADS] + 2 * kv_heads) * dim, rows, dim // 16)
     if at == 2:
         return ATTEND, layer, batch[N_PIECES] * kv_heads * batch[HEAD_SPLIT]
-    if at == 3:
-        return PROJECT_OUT, layer, _tasks(hidden, rows, CHUNK)
     if at == 4:
         return NORM_FFN, layer, row_tasks
-    if at == 5:
-        return PROJECT_GATE, layer, _tasks(sizes[FFN], rows, CHUNK)
-    return PROJECT_DOWN, layer, _tasks(hidden, rows, CHUNK)
+    kind = PROJECT_QKV if at == 1 else PROJECT_OUT if at == 3 else PROJECT_GATE if at == 5 else PROJECT_DOWN
+    return kind, layer, _tasks(_chunks(kind, sizes), rows, sizes[TEAM])
