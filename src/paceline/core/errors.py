@@ -244,6 +244,9 @@ class LostSpan:
 
 
 ENGINE_GONE = "engine_gone"
+NO_MACHINE = "no_machine"
+SERVER_STOPPING = "server_stopping"
+"""Codes that clients are told."""
 """What clients are told, and what an answer that was cut short ends with."""
 
 

@@ -6,7 +6,7 @@ Which sampling parameters are taken stands in one table for the API, for request
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -64,6 +64,14 @@ class GenerationRequest:
     """Benchmarks ban the end of sequence: its logits are masked, so that lengths are exact."""
     draft: str | None = None
     """What tokens are guessed with: "off", "ngram", "auto", or the id of a draft model. None: as the engine is set. Never changes an answer."""
+    so_far: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Where the answer began at another node: the tokens of each sequence that has not ended, by index. They are run and not said again. Empty:
+    it begins here."""
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Of the sequences to be run."""
+        return sorted(self.so_far) if self.so_far else range(self.n)
 
 
 @dataclass(frozen=True, slots=True)

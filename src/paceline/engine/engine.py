@@ -23,7 +23,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.draw_state import DrawRow, DrawState
 from paceline.engine.executor import Executor, StepOutput
-from paceline.engine.gains import gain_of
+from paceline.engine.gains import carry_on, gain_of
 from paceline.engine.intake import check_draft, check_request, check_room, context_of
 from paceline.engine.sampling import Drawn, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
@@ -106,22 +106,24 @@ class Engine:
         if request.request_id in self._live:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
         check_request(request, self._config, self._executor, self._vocabulary.size)
-        check_room(self._n_live, request.n, self._config)
+        check_room(self._n_live, len(request.indices), self._config)
         check_draft(request.draft, self._drafting.names)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids
         banned = [token for token in self._vocabulary.eos_ids if token < self._vocabulary.size] if request.ignore_eos else []
         sequences: list[SequenceState] = []
-        for index in range(request.n):
+        for index in request.indices:
             draws = DrawState(request.sampling, seed + index, request.prompt_ids, banned)
             text = TextStream(self._vocabulary, request.stop)
-            sequences.append(SequenceState(SequenceId(next(self._sequence_ids)), request, index, draws, text, stop_ids))
+            seq = SequenceState(SequenceId(next(self._sequence_ids)), request, index, draws, text, stop_ids)
+            carry_on(seq, request.so_far.get(index, ()))
+            sequences.append(seq)
         for seq in sequences:
             self._scheduler.add(seq)
             if self._drafts:
                 self._drafting.begin(seq)
         self._live[request.request_id] = sequences
-        self._n_live += request.n
+        self._n_live += len(sequences)
         self._prompt_tokens += len(request.prompt_ids)
 
     def abort(self, request_id: RequestId) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paceline.core.errors import DrawFailed
+from paceline.core.errors import DrawFailed, InvalidRequest
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.engine.sampling import Drawn
 from paceline.engine.sequence import SequenceState
@@ -46,6 +46,20 @@ def gain_of(seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> Gain:
         if gain.finish_reason is not None or not guessed:
             break
     return gain
+
+
+def carry_on(seq: SequenceState, token_ids: Iterable[int]) -> None:
+    """Have a new sequence stand behind tokens that another node drew and said.
+
+    Raises:
+        InvalidRequest: the answer ended with one of them.
+    """
+    for token in token_ids:
+        seq.tokens.append(token)
+        seq.draws.count(token)
+        seq.text.push(token)
+        if token in seq.stop_ids or seq.text.stopped:
+            raise InvalidRequest("The answer to go on with has ended already", "Ask for it from its beginning.", field="so_far")
 
 
 def _say(seq: SequenceState, token: int) -> tuple[str, FinishReason | None]:

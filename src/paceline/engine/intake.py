@@ -33,11 +33,19 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
         raise InvalidRequest(f"n is {request.n}, and this engine takes 1 to {most}", "Ask for fewer answers.", field="n")
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
         raise InvalidRequest(f"The prompt holds token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="prompt")
+    so_far = request.so_far
+    longest = max(map(len, so_far.values()), default=0)
+    if not all(0 <= index < request.n for index in so_far) or (request.max_tokens is not None and longest >= request.max_tokens):
+        raise InvalidRequest("What the answer has so far is not of this request", "Ask for it from its beginning.", field="so_far")
+    if not all(0 <= token < vocab for tokens in so_far.values() for token in tokens):
+        raise InvalidRequest(
+            f"The answer so far holds token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="so_far"
+        )
     check_sampling(request.sampling)
     if not all(0 <= token < vocab for token in request.sampling.logit_bias):
         raise InvalidRequest(f"logit_bias names token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="logit_bias")
     context = context_of(config, executor)
-    if n_prompt + (request.max_tokens or 1) > context:
+    if n_prompt + (request.max_tokens or longest + 1) > context:
         what = f"the context of {context}" if context == config.max_context else f"what the KV memory holds, {context}"
         answer = "" if request.max_tokens is None else f" and {request.max_tokens} of answer"
         raise ContextOverflow(

@@ -1,26 +1,30 @@
 """The whole fleet as one `Inference`: a request arrives here and runs where the plan says, and its answer streams back through here.
 
-Law: a request keeps the node it started with. One that no node has begun to answer moves on to the next node of its route that gives the
-same bytes; an answer that broke off after its first token ends with an error. What this node runs itself costs nothing more than before.
+Law: a request keeps the node it started with for as long as that advances; then it moves on to another node of its route that gives the same bytes,
+and goes on there from the tokens so far. A missing seed is drawn here. What this node runs itself, where no other could, costs nothing more than before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+
+import grpc.aio
 
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
 from paceline.core.generation import GenerationRequest
+from paceline.core.ids import NodeId
 from paceline.core.stats import EngineStats
 from paceline.fleet.effects import Effect
 from paceline.node.fleet import FleetNode
 from paceline.node.fleet_local import LocalModels
 from paceline.node.fleet_routes import Route, Stop, Weights, routes
 from paceline.node.fleet_tokenizers import Described, TokenizerStore
-from paceline.node.forwarded import Forwarded
+from paceline.node.forwarded import Forwarded, Leg
 from paceline.server.inference import ChunkStream, Progress, ServedModel, fingerprint_of
 from paceline.transport.generate_client import RemoteStream
 from paceline.transport.generate_service import LoadedModel
@@ -63,7 +67,9 @@ class FleetInference:
         route = self._routes.get(model)
         if self._local.inference is not None and (route is None or [stop.node_id for stop in route.stops] == [self._fleet.node_id]):
             return self._local.inference.generate(model, request)
-        return Forwarded(request, self._tries(model, route, request), self._on_retry)
+        if request.sampling.seed is None:
+            request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
+        return Forwarded(request, _Nodes(self, model, route), self._clock)
 
     def stats(self) -> EngineStats:
         return EngineStats() if self._local.inference is None else self._local.inference.stats()
@@ -114,29 +120,35 @@ class FleetInference:
             return model
         return replace(model, fingerprint=fingerprint_of(loaded.digest, loaded.weights, route.stops[0].numerics_id))
 
-    def _tries(self, name: str, route: Route | None, request: GenerationRequest) -> list[Callable[[], ChunkStream]]:
-        """One stream for each node that gives the bytes which the first of them gives."""
-        if route is None:
-            return []
-        numerics_id = route.stops[0].numerics_id
-        return [self._opener(name, route, stop, request) for stop in route.stops if stop.numerics_id == numerics_id]
+    def leg(self, name: str, same: tuple[Weights, str], request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        """See `Nodes.leg`.
 
-    def _opener(self, name: str, route: Route, stop: Stop, request: GenerationRequest) -> Callable[[], ChunkStream]:
-        if stop.node_id == self._fleet.node_id and self._local.inference is not None:
-            inference = self._local.inference
-            return lambda: inference.generate(name, request)
-        loaded = LoadedModel(name, route.weights.digest, route.weights.format, stop.numerics_id, 0, 0)
+        Args:
+            same: the weights and the numerics id that the answer is of.
+        """
+        self._refresh()
+        route = self._routes.get(name)
+        if route is None or route.weights != same[0]:
+            return None
+        stop = next((stop for stop in route.stops if stop.numerics_id == same[1] and stop.node_id not in left), None)
+        return None if stop is None else Leg(stop.node_id, self._stream(name, route, stop, request))
 
-        def open_remote() -> ChunkStream:
-            channel = self._fleet.channel(stop.node_id, stop.addresses)
-            self._fleet.meter.forwarded += 1
-            return RemoteStream(channel, stop.node_id, loaded, request)
-
-        return open_remote
-
-    def _on_retry(self, error: PacelineError) -> None:
+    def moved(self, error: PacelineError) -> None:
+        """See `Nodes.moved`."""
         self._fleet.meter.retried += 1
         logger.info("a request moves on to another node: %s", error)
+
+    def _stream(self, name: str, route: Route, stop: Stop, request: GenerationRequest) -> ChunkStream:
+        if stop.node_id == self._fleet.node_id and self._local.inference is not None:
+            return self._local.inference.generate(name, request)
+        loaded = LoadedModel(name, route.weights.digest, route.weights.format, stop.numerics_id, 0, 0)
+
+        def dial() -> grpc.aio.Channel:
+            channel = self._fleet.channel(stop.node_id, stop.addresses)
+            self._fleet.meter.forwarded += 1
+            return channel
+
+        return RemoteStream(dial, stop.node_id, loaded, request)
 
     def _fetch(self, route: Route) -> None:
         """Get what it takes to show and tokenize for a model of others."""
@@ -160,3 +172,17 @@ class FleetInference:
                     self._described[key] = described
                     return
             await asyncio.sleep(RETRY_S)
+
+
+class _Nodes:
+    """Those that give the bytes which the best one at the start of a request gives."""
+
+    def __init__(self, fleet: FleetInference, name: str, route: Route | None) -> None:
+        self._fleet, self._name = fleet, name
+        self._same = None if route is None else (route.weights, route.stops[0].numerics_id)
+
+    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        return None if self._same is None else self._fleet.leg(self._name, self._same, request, left)
+
+    def moved(self, error: PacelineError) -> None:
+        self._fleet.moved(error)

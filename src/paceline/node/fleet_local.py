@@ -13,6 +13,11 @@ from paceline.server.inference import ChunkStream, Inference, ServedModel
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
 from paceline.transport.generate_service import LoadedModel
 
+STALL_S = 6.0
+"""Without a part of a step, or a look for machines, until what is run for others counts as stalled. Raising it: an engine that hangs is left later."""
+STALLED_TIMES = 5.0
+"""By what factor a step may take longer than steps like it took."""
+
 
 class LocalModels:
     """A `generate_service.LoadedModels` over this node's own engine.
@@ -72,6 +77,13 @@ class LocalModels:
             raise UnknownModel(f"The model {model[:200]!r} is not loaded here")
         self._meter.served += 1
         return self.inference.generate(model, request)
+
+    def advances(self) -> bool:
+        """Whether the engine gets on with what it has to do."""
+        if self.inference is None:
+            return False
+        progress = self.inference.progress()
+        return progress.error is None and progress.seconds_since_sign <= max(STALL_S, STALLED_TIMES * progress.step_expected_s)
 
     def _pack(self, name: str) -> tuple[str, bytes]:
         model = self.served(name)

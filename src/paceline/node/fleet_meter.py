@@ -33,7 +33,7 @@ class FleetMeter:
     served: int = 0
     """Requests run for another node."""
     retried: int = 0
-    """Forwarded requests that another node took over before the first token."""
+    """Requests that left a node for another one, before their first token or behind it."""
 
 
 logger = logging.getLogger(__name__)

@@ -1,35 +1,92 @@
-"""A request's stream, wherever it runs: the first node of its route that takes it answers it."""
+"""A request's stream, wherever it runs: where a node can't go on with it, another one does, from the tokens so far.
+
+Law: the client gets every token once, whoever drew it. Every node is asked for the same numerics, prompt ids and seed, so what follows is what would
+have followed. An answer that no node has begun is refused at once where none takes it; one that has begun waits for a node to come back, for a while.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol
 
-from paceline.core.errors import ContextOverflow, ExecutorUnavailable, FleetError, Overloaded, PacelineError, UnknownModel
+from paceline.core.clock import Clock
+from paceline.core.errors import (
+    NO_MACHINE,
+    ContextOverflow,
+    ExecutorUnavailable,
+    FleetError,
+    NodeUnreachable,
+    Overloaded,
+    PacelineError,
+    PipelineError,
+    UnknownModel,
+)
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.ids import NodeId
 from paceline.server.inference import ChunkStream
 
 MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow)
 """Refusals that the next node may not share: gone, no longer loaded, busy, with less memory."""
+PATIENCE_S = 15.0
+"""How long an answer that has begun waits for a node that goes on with it. Raising it: one whose last node is gone for good ends later."""
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+"""Before all nodes are asked again; doubled each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part of an answer's way: one node runs it. Its stream is not opened yet."""
+
+    node_id: NodeId
+    stream: ChunkStream
+
+
+class Nodes(Protocol):
+    """Which nodes give the same bytes for a request, and how to reach them."""
+
+    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        """At the best node now that is not among those left; None where there is none."""
+        ...
+
+    def moved(self, error: PacelineError) -> None:
+        """Hear why a request left the node before."""
+        ...
 
 
 class Forwarded:
-    """A `ChunkStream` over several that were not opened yet.
-
-    Args:
-        tries: opens the stream of each node, the best first; may raise `FleetError`.
-        on_retry: told why a request moves on.
-    """
+    """A `ChunkStream` over as many as it takes. Nothing is opened before the first item is asked for."""
 
     def __init__(
-        self, request: GenerationRequest, tries: Sequence[Callable[[], ChunkStream]], on_retry: Callable[[PacelineError], None]
+        self,
+        request: GenerationRequest,
+        nodes: Nodes,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._request, self._tries, self._on_retry = request, list(tries), on_retry
-        self._stream: ChunkStream | None = None
+        """Prepare.
+
+        Args:
+            request: with its seed.
+            clock: for how long an answer has waited for a node.
+        """
+        self._request, self._nodes, self._clock, self._sleep = request, nodes, clock, sleep
+        self._leg: Leg | None = None
+        self._so_far: dict[int, list[int]] = {index: [] for index in request.indices}
+        """Tokens of the sequences that have not ended."""
         self._begun = False
         self._over = False
-        self._running = set(range(request.n))
+        self._left: set[NodeId] = set()
+        """Nodes that failed since the answer last advanced, or since all were asked."""
+        self._trouble: PacelineError | None = None
+        """Why it left the last of them."""
         self._refusal: PacelineError | None = None
+        """Why it can't begin, as the best of them said."""
+        self._until_s = inf
+        """When it gives up."""
+        self._pause_s = PAUSE_S
 
     def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
         return self
@@ -41,61 +98,95 @@ class Forwarded:
             UnknownModel, ContextOverflow, Overloaded, InvalidRequest: no node takes the request; as the best of them said.
             FleetError: none could be reached.
         """
-        while not self._over:
-            try:
-                item = await self._next()
-            except StopAsyncIteration:
-                if self._running:
-                    return self._broken("The node ended the answer before its end")
-                await self.aclose()
-                raise
-            except MOVES_ON as error:
-                if self._begun:
-                    return self._broken(error.message)
-                await self._move_on(error)
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-            else:
-                self._begun = self._begun or not all(chunk.notices for chunk in item)
-                self._running -= {chunk.index for chunk in item if chunk.finish_reason is not None}
-                return item
+        try:
+            while self._so_far and not self._over:
+                if self._leg is None and not await self._found_leg():
+                    return self._ended()
+                if item := await self._gained():
+                    return item
+        except BaseException:
+            await self.aclose()
+            raise
+        await self.aclose()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """End it, wherever it runs. Idempotent."""
         self._over = True
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await stream.aclose()
+        await self._hang_up()
 
-    async def _next(self) -> Sequence[GenerationChunk]:
-        if self._stream is None:
-            if not self._tries:
-                self._over = True
+    async def _found_leg(self) -> bool:
+        """Find a node. False where an answer that has begun waited for one in vain."""
+        while True:
+            request = self._request
+            if self._begun:
+                request = replace(request, so_far={index: tuple(tokens) for index, tokens in self._so_far.items()})
+            self._leg = self._nodes.leg(request, self._left)
+            if self._leg is not None:
+                if self._trouble is not None:
+                    self._nodes.moved(self._trouble)
+                return True
+            if not self._begun:
                 raise self._refusal or UnknownModel("No node of the fleet has this model loaded any more", "Look at /v1/models.")
-            self._stream = self._tries.pop(0)()
-        item = await anext(self._stream)
-        if not self._begun and (ended := next((chunk for chunk in item if chunk.code is not None), None)) is not None:
-            raise ExecutorUnavailable(ended.error or "The machines it takes are not there", code=ended.code or "")
-        return item
+            if self._clock.monotonic() >= self._until_s:
+                return False
+            self._left.clear()
+            await self._sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
-    async def _move_on(self, error: PacelineError) -> None:
-        if self._over:
-            raise error
+    async def _gained(self) -> Sequence[GenerationChunk]:
+        """The next item of the node that is asked; empty where the answer leaves it, or it had nothing to say but that it works."""
+        leg = self._leg
+        assert leg is not None, "a node is asked once one was found"
+        try:
+            item = await anext(leg.stream)
+        except StopAsyncIteration:
+            await self._leave(leg, NodeUnreachable(f"{leg.node_id} ended the answer before its end"))
+            return ()
+        except MOVES_ON as error:
+            await self._leave(leg, error)
+            return ()
+        lost = next((chunk for chunk in item if chunk.code is not None), None)
+        gained = [chunk for chunk in item if chunk.code is None and self._takes(chunk)]
+        if lost is not None:
+            why = ExecutorUnavailable(lost.error or "The machines it takes are not there", code=lost.code or "")
+            await self._leave(leg, why)
+        return gained
+
+    def _takes(self, chunk: GenerationChunk) -> bool:
+        """Take note of a chunk. What comes after a sequence's end is nothing to it."""
+        if chunk.notices:
+            return True
+        if chunk.index not in self._so_far:
+            return False
+        self._begun = True
+        self._left.clear()
+        self._until_s, self._pause_s = inf, PAUSE_S
+        self._so_far[chunk.index] += chunk.token_ids
+        if chunk.finish_reason is not None:
+            del self._so_far[chunk.index]
+        return True
+
+    async def _leave(self, leg: Leg, error: PacelineError) -> None:
+        """Give up on a node."""
+        self._left.add(leg.node_id)
+        self._trouble = error
         # What the best node says is what the client should hear, unless it said nothing.
         if self._refusal is None or isinstance(self._refusal, FleetError):
             self._refusal = error
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            await stream.aclose()
-        if self._tries:
-            self._on_retry(error)
+        self._until_s = min(self._until_s, self._clock.monotonic() + PATIENCE_S)
+        await self._hang_up()
 
-    def _broken(self, why: str) -> Sequence[GenerationChunk]:
+    async def _hang_up(self) -> None:
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            await leg.stream.aclose()
+
+    def _ended(self) -> Sequence[GenerationChunk]:
         """The end of an answer that can't go on."""
         self._over = True
-        return [
-            GenerationChunk(self._request.request_id, index, (), "", finish_reason=FinishReason.ERROR, error=why)
-            for index in sorted(self._running)
-        ]
+        trouble = self._trouble
+        code = trouble.code if isinstance(trouble, ExecutorUnavailable | PipelineError) else NO_MACHINE
+        why = f"No machine goes on with this answer. The last one: {trouble}"
+        id_, reason = self._request.request_id, FinishReason.ERROR
+        return [GenerationChunk(id_, index, (), "", finish_reason=reason, error=why, code=code) for index in self._so_far]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ENGINE_GONE, EngineGone, InvalidRequest, PacelineError, UnknownModel
+from paceline.core.errors import ENGINE_GONE, SERVER_STOPPING, EngineGone, InvalidRequest, PacelineError, UnknownModel
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
@@ -64,7 +64,7 @@ class EngineHost:
         self._has_work = False
         self._stats = engine.stats()
         self._follow_context()
-        self._progressed_s = clock.monotonic()
+        self._progressed_s = self._heard_s = clock.monotonic()
         self._advanced = engine.advanced
         self._died: str | None = None
         self._closed = False
@@ -92,7 +92,8 @@ class EngineHost:
         if advanced != self._advanced:  # a part of a step counts too
             self._advanced, self._progressed_s = advanced, self._clock.monotonic()
         since_s = self._clock.monotonic() - self._progressed_s if busy else 0.0
-        return Progress(busy, since_s, self._died, self._stats.steps_expected_s if busy else 0.0)
+        sign_s = min(since_s, self._clock.monotonic() - self._heard_s)
+        return Progress(busy, since_s, sign_s, self._died, self._stats.steps_expected_s if busy else 0.0)
 
     # -------------------------------------------------------------------------------------------------------- for its owner
 
@@ -111,7 +112,7 @@ class EngineHost:
         if self._closed:
             return True
         self._closed = True
-        self._fail_all("The server is stopping")
+        self._fail_all("The server is stopping", SERVER_STOPPING)
         return self._thread.close(CLOSE_TIMEOUT_S)
 
     # ----------------------------------------------------------------------------------------------------------- for streams
@@ -133,17 +134,17 @@ class EngineHost:
             raise EngineGone(f"The engine of {model} failed: {self._died}", "Restart paceline if this lasts.")
         if request.request_id in self._live:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
-        check_room(self._live_sequences, request.n, self._config)
+        check_room(self._live_sequences, len(request.indices), self._config)
         self._bind_loop()
         self._live[request.request_id] = stream
-        self._live_sequences += request.n
+        self._live_sequences += len(request.indices)
         self._send(Add(request))
 
     def leave(self, request: GenerationRequest, *, ended: bool) -> None:
         """A stream is over: by its end, or by its reader's will."""
         if self._live.pop(request.request_id, None) is None:
             return
-        self._live_sequences -= request.n
+        self._live_sequences -= len(request.indices)
         if not ended and self._died is None and not self._closed:
             self._send(Abort(request.request_id))
 
@@ -204,6 +205,7 @@ class EngineHost:
     def _read(self, news: Report) -> None:
         if news.stats.steps != self._stats.steps:
             self._progressed_s = self._clock.monotonic()
+        self._heard_s = self._clock.monotonic()
         self._taken = news.taken
         self._has_work = news.has_work
         self._stats = news.stats
@@ -230,7 +232,7 @@ class EngineHost:
     def _fail_all(self, reason: str, code: str | None = None) -> None:
         for request_id, stream in list(self._live.items()):
             stream.fail(reason, code)
-            if code is not None:  # it may not have reached the engine that failed
+            if code == ENGINE_GONE:  # it may not have reached the engine that failed
                 self._send(Abort(request_id))
 
 
@@ -242,7 +244,7 @@ class _Stream:
         self._model = model
         self._request = request
         self._items: list[GenerationChunk] = []
-        self._running = set(range(request.n))
+        self._running = set(request.indices)
         self._error: PacelineError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._admitted = False

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from paceline.core.errors import (
+    NO_MACHINE,
+    SERVER_STOPPING,
     ContextOverflow,
     ExecutorUnavailable,
     InvalidRequest,
@@ -56,9 +58,7 @@ class Refusal(Exception):
         self.fault = fault
 
 
-STOPPING = Fault(
-    503, "The server is stopping. Try again in a moment.", "server_error", code="server_stopping", headers={"Retry-After": "2"}
-)
+STOPPING = Fault(503, "The server is stopping. Try again in a moment.", "server_error", code=SERVER_STOPPING, headers={"Retry-After": "2"})
 BAD_KEY = Fault(
     401,
     "Missing or wrong API key. Send it as 'Authorization: Bearer KEY'.",
@@ -94,7 +94,7 @@ def of_error(error: PacelineError) -> Fault:
         case Overloaded():
             return overloaded(str(error), error.retry_after_s)
         case NodeUnreachable() | PlacementError():
-            return no_machines(str(error), "no_machine")
+            return no_machines(str(error), NO_MACHINE)
         case PipelineError() | ExecutorUnavailable():
             return no_machines(str(error), error.code)
         case _:

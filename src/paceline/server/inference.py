@@ -38,6 +38,8 @@ class Progress:
     """There is work to do."""
     seconds_since_step: float
     """Since the engine last finished a step, or a part of one (or was last idle)."""
+    seconds_since_sign: float = 0.0
+    """Since the engine last said anything: beside parts of steps, that it looks for machines in place of lost ones."""
     error: str | None = None
     """The engine died of this."""
     step_expected_s: float = 0.0

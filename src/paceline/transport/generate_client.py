@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
-from paceline.core.errors import FleetError
+from paceline.core.errors import FleetError, NodeUnreachable, PacelineError
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.transport.generate_codec import read_chunks, write_request
 from paceline.transport.generate_service import LoadedModel
@@ -20,47 +21,104 @@ from paceline.transport.wire.generate_pb2_grpc import GenerateServiceStub
 Call = grpc.aio.UnaryStreamCall[wire.GenerateRequest, wire.GenerateResponse]
 
 
+SILENCE_S = 4.0
+"""Of a node that answers, until it is given up: four of its notices are missing then. Raising it: a machine that sleeps is noticed later."""
+PARTS = 8
+"""Of that time. Raising it: silence is measured more finely, at more timers."""
+
+
+class Silence:
+    """Waits for a peer to say nothing for `SILENCE_S`.
+
+    Law: time in which this process stood still is not the peer's silence: it is counted in parts, and passes in one of them.
+
+    Args:
+        ended: called once then.
+    """
+
+    def __init__(self, ended: Callable[[], object]) -> None:
+        self._ended = ended
+        self._parts = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_too_long = False
+
+    def start(self) -> None:
+        """Listen from now on."""
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_S / PARTS, self._listen)
+
+    def broken(self) -> None:
+        """The peer said something."""
+        self._parts = 0
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _listen(self) -> None:
+        self._parts += 1
+        if self._parts < PARTS:
+            self.start()
+        else:
+            self.is_too_long = True
+            self._ended()
+
+
 class RemoteStream:
     """A `ChunkStream` over a channel. Nothing is sent before the first item is asked for."""
 
-    def __init__(self, channel: grpc.aio.Channel, peer: str, model: LoadedModel, request: GenerationRequest) -> None:
+    def __init__(self, dial: Callable[[], grpc.aio.Channel], peer: str, model: LoadedModel, request: GenerationRequest) -> None:
         """Prepare.
 
         Args:
-            channel: to the node that runs it.
+            dial: gives a channel to the node that runs it; may raise `FleetError`.
             peer: its name, for messages.
         """
-        self._channel, self._peer, self._model, self._request = channel, peer, model, request
+        self._dial, self._peer, self._model, self._request = dial, peer, model, request
         self._call: Call | None = None
+        self._silence = Silence(self._hang_up)
 
     def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
         return self
 
     async def __anext__(self) -> Sequence[GenerationChunk]:
-        """What was gained since the last item.
+        """What was gained since the last item; empty where the node says that it works on.
 
         Raises:
             RequestError: that node refuses the request.
-            NodeUnreachable: it can't be reached, or no longer.
+            NodeUnreachable: it can't be reached, or no longer, or does not advance.
         """
         if self._call is None:
             model = self._model
             message = write_request(model.name, model.digest, model.weights, model.numerics_id, self._request)
             with unless_closed(self._peer):
-                self._call = GenerateServiceStub(self._channel).Generate(message)
+                self._call = GenerateServiceStub(self._dial()).Generate(message)
+            self._silence.start()
         try:
             with unless_closed(self._peer):
                 message = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, self._peer) from error
+            raise self._why(error_of(error, self._peer)) from error
+        except NodeUnreachable as error:
+            raise self._why(error) from error
+        self._silence.broken()
         if not isinstance(message, wire.GenerateResponse):  # grpc's mark of a stream's end
             raise StopAsyncIteration
         return read_chunks(message, self._request.request_id)
 
     async def aclose(self) -> None:
         """End it there too. Idempotent."""
+        self._silence.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._call is not None:
             self._call.cancel()
+
+    def _why(self, error: PacelineError) -> PacelineError:
+        if self._silence.is_too_long:
+            return NodeUnreachable(f"{self._peer} has said nothing for {SILENCE_S:g} s", "Look at `paceline status`.")
+        return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ def write_request(model: str, digest: str, weights: str, numerics_id: str, reque
         stop_ids=sorted(request.stop_ids),
         ignore_eos=request.ignore_eos,
         draft=request.draft or "",
+        so_far=[wire.SequenceSoFar(index=index, token_ids=tokens) for index, tokens in request.so_far.items()],
     )
 
 
@@ -76,11 +77,15 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
         ("stop", max(map(len, message.stop), default=0), 0, MAX_STOP_LETTERS),
         ("stop_token_ids", len(message.stop_ids), 0, MAX_STOPS),
         ("draft", len(message.draft), 0, MAX_DRAFT_LETTERS),
+        ("so_far", len(message.so_far), 0, MAX_N),
     ):
         if not least <= value <= most:
             raise InvalidRequest(f"{field} is {value}, and {least} to {most} are taken", field=field)
     if not all(message.stop):
         raise InvalidRequest("A stop text is empty", field="stop")
+    so_far = {one.index: tuple(one.token_ids) for one in message.so_far}
+    if len(so_far) != len(message.so_far):
+        raise InvalidRequest("A sequence goes on twice", field="so_far")
     params = SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -104,6 +109,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
         stop_ids=frozenset(message.stop_ids),
         ignore_eos=message.ignore_eos,
         draft=message.draft or None,
+        so_far=so_far,
     )
 
 

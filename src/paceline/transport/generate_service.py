@@ -5,10 +5,11 @@ The caller's end is the generation's end: grpc cancels the handler, which closes
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 from uuid import uuid4
 
 import grpc.aio
@@ -21,6 +22,8 @@ from paceline.transport.rpc_faults import abort
 from paceline.transport.wire import generate_pb2 as wire
 from paceline.transport.wire.generate_pb2_grpc import GenerateServiceServicer
 
+NOTICE_S = 1.0
+"""From one sign to the next that an answer is worked on. Raising it: who waits for it gives up a machine that sleeps later."""
 PART_BYTES = 1 << 20
 """Of a tokenizer, in one message."""
 
@@ -56,6 +59,10 @@ class LoadedModels(Protocol):
 
     def generate(self, model: str, request: GenerationRequest) -> Chunks: ...
 
+    def advances(self) -> bool:
+        """Whether the engine gets on with what it has to do."""
+        ...
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -72,9 +79,12 @@ class GenerateServicer(GenerateServiceServicer):
             self._check(request)
             # Ids are the caller's; two callers may have chosen one.
             wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"))
-            async with aclosing(self._models.generate(request.model_id, wanted)) as stream:
+            async with (
+                aclosing(self._models.generate(request.model_id, wanted)) as stream,
+                _Notices(context, self._models.advances) as notices,
+            ):
                 async for chunks in stream:
-                    await context.write(write_chunks(chunks))
+                    await notices.write(write_chunks(chunks))
         except PacelineError as error:
             await abort(context, error)
 
@@ -105,10 +115,50 @@ class GenerateServicer(GenerateServiceServicer):
             raise _not_here(request.model_id)
         if (loaded.digest, loaded.weights, loaded.numerics_id) != (request.digest, request.quantization, request.numerics_id):
             raise UnknownModel(f"Another {request.model_id[:200]} is loaded here than the one asked for")
-        if len(request.prompt_ids) > loaded.max_context:  # before as many numbers are made of them
+        longest = max((len(one.token_ids) for one in request.so_far), default=0)
+        if len(request.prompt_ids) + longest > loaded.max_context:  # before as many numbers are made of them
             raise ContextOverflow(
-                f"The prompt has {len(request.prompt_ids)} tokens and the model's context {loaded.max_context}", field="prompt"
+                f"Prompt and answer have {len(request.prompt_ids) + longest} tokens and the model's context {loaded.max_context}",
+                field="prompt",
             )
+
+
+class _Notices:
+    """Says every `NOTICE_S`, beside an answer that is silent, that it is worked on.
+
+    Args:
+        advances: whether it is.
+    """
+
+    def __init__(self, context: Context, advances: Callable[[], bool]) -> None:
+        self._context, self._advances = context, advances
+        self._writing = asyncio.Lock()
+        self._written = False
+        """Since the last notice was due."""
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._tell(), name="notices of a generation")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def write(self, message: wire.GenerateResponse) -> None:
+        """Send what the answer gained."""
+        self._written = True
+        async with self._writing:
+            await self._context.write(message)
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(NOTICE_S)
+            if not self._written and self._advances():
+                async with self._writing:
+                    await self._context.write(wire.GenerateResponse())
+            self._written = False
 
 
 def _not_here(name: str) -> UnknownModel:

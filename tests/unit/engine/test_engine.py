@@ -22,7 +22,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.executor import StepOutput
 from paceline.engine.sequence import SequenceState
-from paceline.testing.engines import VOCABULARY, EngineBench, answer_alone
+from paceline.testing.engines import VOCABULARY, Answer, EngineBench, answer_alone
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -102,6 +102,59 @@ class TestPenalties:
         sampling = SamplingParams(temperature=0, repetition_penalty=10)
         (answer,) = EngineBench().run(request(n_prompt=5, max_tokens=20, sampling=sampling)).values()
         assert len({*answer.token_ids, *request(n_prompt=5).prompt_ids}) == 20 + len(set(request(n_prompt=5).prompt_ids))
+
+
+class TestGoingOn:
+    """An answer that began at another engine."""
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"sampling": SamplingParams(seed=3)},
+            {"sampling": SamplingParams(seed=3, logprobs=2)},
+            {"sampling": SamplingParams(temperature=0, presence_penalty=2, frequency_penalty=2)},
+            {"sampling": SamplingParams(seed=9, repetition_penalty=1.5)},
+            {"ignore_eos": False, "sampling": SamplingParams(seed=1)},
+            {"max_tokens": None},
+        ],
+    )
+    @pytest.mark.parametrize("bench", [{}, {"depth": 3}, {"n_blocks": 16}, {"prefix_cache": False}])
+    def test_is_the_same_answer_wherever_it_is_cut(self, fields: dict[str, object], bench: dict[str, int]) -> None:
+        asked = request(max_tokens=20, **fields) if "max_tokens" not in fields else request(**fields)  # type: ignore[arg-type]
+        whole = EngineBench(**bench).run(asked)["r", 0]  # type: ignore[arg-type]
+        for stop in (asked, replace(asked, stop=(whole.text[8:10],))):
+            whole = EngineBench(**bench).run(stop)["r", 0]  # type: ignore[arg-type]
+            for cut in range(len(whole.token_ids)):
+                first = EngineBench(**bench)  # type: ignore[arg-type]
+                first.add(stop)
+                while len(first.answers.get((RequestId("r"), 0), Answer()).token_ids) < cut:
+                    first.step()
+                said = first.answers.get((RequestId("r"), 0), Answer())
+                rest = EngineBench(**bench).run(replace(stop, so_far={0: tuple(said.token_ids)}))["r", 0]  # type: ignore[arg-type]
+                assert said.token_ids + rest.token_ids == whole.token_ids
+                assert said.text + rest.text == whole.text
+                assert said.logprobs + rest.logprobs == whole.logprobs
+                assert rest.finish is whole.finish
+
+    def test_only_sequences_that_have_not_ended_go_on_each_with_its_own_seed(self) -> None:
+        asked = request(n=3, sampling=SamplingParams(seed=5), max_tokens=12)
+        whole = EngineBench().run(asked)
+        so_far = {0: (), 2: tuple(whole[asked.request_id, 2].token_ids[:5])}
+        rest = EngineBench().run(replace(asked, so_far=so_far))
+        assert {index for _, index in rest} == {0, 2}
+        for index, tokens in so_far.items():
+            assert [*tokens, *rest[asked.request_id, index].token_ids] == whole[asked.request_id, index].token_ids
+
+    @pytest.mark.parametrize(
+        "so_far", [{1: (1,)}, {-1: (1,)}, {0: (32,)}, {0: (-1,)}, {0: (1,) * 8}, {0: (0,)}], ids=lambda so_far: str(so_far)[:20]
+    )
+    def test_what_is_no_part_of_the_request_is_refused(self, so_far: dict[int, tuple[int, ...]]) -> None:
+        bench = EngineBench()
+        with pytest.raises(InvalidRequest) as caught:
+            bench.add(request(so_far=so_far, ignore_eos=False))
+        assert caught.value.field == "so_far"
+        bench.check_rest()
 
 
 class TestRefusals:

@@ -45,6 +45,7 @@ requests = st.builds(
     st.frozensets(tokens, max_size=4),
     st.booleans(),
     st.none() | texts.filter(bool),
+    st.dictionaries(st.integers(0, MAX_N - 1), st.lists(tokens, max_size=4).map(tuple), max_size=4),
 )
 chunks = st.builds(
     GenerationChunk,

@@ -136,6 +136,7 @@ class GenerateRequest(_message.Message):
     STOP_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    SO_FAR_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
     """What must be loaded under that name: FAILED_PRECONDITION where it is something else."""
@@ -157,6 +158,12 @@ class GenerateRequest(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def stop_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def so_far(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceSoFar]:
+        """Where the answer began at another node: each of its sequences that has not ended. Their tokens are run on the path of generated ones, count as
+        drawn, and are not sent back. Empty: it begins here.
+        """
+
     def __init__(
         self,
         *,
@@ -173,14 +180,39 @@ class GenerateRequest(_message.Message):
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         draft: _builtins.str = ...,
+        so_far: _abc.Iterable[Global___SequenceSoFar] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "draft", b"draft", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_ids", b"stop_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "draft", b"draft", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class SequenceSoFar(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Below `n`; each once."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceSoFar: _TypeAlias = SequenceSoFar  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
@@ -323,6 +355,8 @@ Global___GenerationChunk: _TypeAlias = GenerationChunk  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """Without chunks it says that the generation goes on: sent every second in which there is nothing else to say, for as long as the engine advances."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNKS_FIELD_NUMBER: _builtins.int

@@ -1,9 +1,9 @@
-"""A forwarded stream: it moves on while nobody has begun, breaks with an error afterwards, and ends what it opened."""
+"""A forwarded stream: it moves on wherever it stands, says every token once, and ends what it opened."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
 import pytest
 from tests.unit.node.fleet.nodes import in_loop
@@ -17,11 +17,13 @@ from paceline.core.errors import (
     Overloaded,
     PacelineError,
     RevokedNode,
+    ShardUnavailable,
     UnknownModel,
 )
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
-from paceline.core.ids import RequestId
-from paceline.node.forwarded import Forwarded
+from paceline.core.ids import NodeId, RequestId
+from paceline.node.forwarded import Forwarded, Leg
+from paceline.testing.clock import FakeClock
 
 ID = RequestId("r")
 REQUEST = GenerationRequest(ID, (1, 2), 8, n=2)
@@ -58,9 +60,33 @@ def whole() -> Script:
     return Script([chunk(0), chunk(1)], [chunk(0, FinishReason.LENGTH)], [chunk(1, FinishReason.STOP)])
 
 
-def forwarded(*scripts: Script, told: list[PacelineError] | None = None) -> Forwarded:
-    tries: list[Callable[[], Script]] = [lambda script=script: script for script in scripts]
-    return Forwarded(REQUEST, tries, (told if told is not None else []).append)
+class Scripted:
+    """`Nodes` called 0, 1, 2, ...: each plays what it has for it, one script a request."""
+
+    def __init__(self, *scripts: Script | Sequence[Script]) -> None:
+        self._scripts = [[script] if isinstance(script, Script) else list(script) for script in scripts]
+        self.asked: list[GenerationRequest] = []
+        self.told: list[PacelineError] = []
+
+    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        for place, scripts in enumerate(self._scripts):
+            if scripts and NodeId(str(place)) not in left:
+                self.asked.append(request)
+                return Leg(NodeId(str(place)), scripts.pop(0))
+        return None
+
+    def moved(self, error: PacelineError) -> None:
+        self.told.append(error)
+
+
+def forwarded(*scripts: Script | Sequence[Script], nodes: Scripted | None = None) -> Forwarded:
+    clock = FakeClock()
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        await asyncio.sleep(0)
+
+    return Forwarded(REQUEST, nodes or Scripted(*scripts), clock, sleep)
 
 
 async def collect(stream: Forwarded) -> list[GenerationChunk]:
@@ -91,10 +117,12 @@ async def test_an_answer_passes_through_whole_and_is_closed() -> None:
     ],
 )
 def test_what_the_next_node_may_not_share_moves_on(refusal: PacelineError) -> None:
-    first, second, told = Script(refusal), whole(), list[PacelineError]()
-    chunks = asyncio.run(collect(forwarded(first, second, told=told)))
+    first, second = Script(refusal), whole()
+    nodes = Scripted(first, second)
+    chunks = asyncio.run(collect(forwarded(nodes=nodes)))
     assert len(chunks) == 4
-    assert told == [refusal]
+    assert nodes.told == [refusal]
+    assert nodes.asked == [REQUEST, REQUEST]
     assert first.closed == second.closed == 1
 
 
@@ -111,7 +139,7 @@ async def test_a_node_that_lost_its_machines_before_the_first_token_has_not_begu
     with pytest.raises(ExecutorUnavailable) as refused:
         await collect(forwarded(Script(ended)))
     assert refused.value.code == "pipeline_aborted"
-    begun = await collect(forwarded(Script([chunk(0)], ended), whole()))
+    begun = await collect(forwarded(Script([chunk(0)], ended)))
     assert [one.code for one in begun[1:]] == ["pipeline_aborted"] * 2
 
 
@@ -136,17 +164,70 @@ async def test_where_nobody_takes_it_the_best_node_s_word_counts_unless_it_said_
 
 
 @in_loop
-async def test_an_answer_that_broke_off_ends_with_an_error_for_what_still_ran() -> None:
-    second = whole()
-    chunks = await collect(forwarded(Script([chunk(0, FinishReason.STOP), chunk(1)], NodeUnreachable("b is gone")), second))
-    assert [(one.index, one.finish_reason, one.error) for one in chunks[2:]] == [(1, FinishReason.ERROR, "b is gone")]
-    assert second.closed == 0
+async def test_an_answer_that_broke_off_goes_on_elsewhere_from_its_tokens() -> None:
+    gone = NodeUnreachable("a is gone")
+    first = Script([chunk(0), chunk(1), chunk(0)], gone)
+    second = Script([chunk(0, FinishReason.STOP), chunk(1)], gone)
+    third = Script([chunk(1, FinishReason.LENGTH)])
+    nodes = Scripted(first, second, third)
+    chunks = await collect(forwarded(nodes=nodes))
+    assert [(one.index, one.finish_reason) for one in chunks] == [
+        (0, None),
+        (1, None),
+        (0, None),
+        (0, FinishReason.STOP),
+        (1, None),
+        (1, FinishReason.LENGTH),
+    ]
+    assert [request.so_far for request in nodes.asked] == [{}, {0: (7, 7), 1: (7,)}, {1: (7, 7)}]
+    assert nodes.told == [gone, gone]
+    assert first.closed == second.closed == third.closed == 1
 
 
 @in_loop
-async def test_a_stream_that_just_ends_is_an_error_and_not_a_short_answer() -> None:
-    chunks = await collect(forwarded(Script([chunk(0), chunk(1, FinishReason.STOP)])))
-    assert [(one.index, one.finish_reason) for one in chunks[2:]] == [(0, FinishReason.ERROR)]
+async def test_a_node_that_comes_back_is_asked_again() -> None:
+    gone = NodeUnreachable("gone")
+    nodes = Scripted([Script([chunk(0), chunk(1)], gone), whole()], Script([chunk(0)], gone))
+    assert len(await collect(forwarded(nodes=nodes))) == 3 + 4
+    # The only one there is, too: after a pause.
+    nodes = Scripted([Script([chunk(0), chunk(1)], gone), Script(gone), Script(Overloaded("busy", retry_after_s=1)), whole()])
+    assert len(await collect(forwarded(nodes=nodes))) == 2 + 4
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NodeUnreachable("b is gone"), "no_machine"),
+        (ShardUnavailable("no layers"), "shard_unavailable"),
+        (ExecutorUnavailable("again and again", code="pipeline_aborted"), "pipeline_aborted"),
+    ],
+)
+@in_loop
+async def test_an_answer_that_no_node_goes_on_with_ends_with_a_code_for_what_still_ran(error: PacelineError, code: str) -> None:
+    chunks = await collect(forwarded(Script([chunk(0, FinishReason.STOP), chunk(1)], error)))
+    assert [(one.index, one.finish_reason, one.code) for one in chunks[2:]] == [(1, FinishReason.ERROR, code)]
+    assert error.message in (chunks[-1].error or "")
+
+
+@in_loop
+async def test_a_stream_that_just_ends_is_no_short_answer() -> None:
+    nodes = Scripted(Script([chunk(0), chunk(1, FinishReason.STOP)]), Script([chunk(0, FinishReason.STOP)]))
+    assert [(one.index, one.finish_reason) for one in (await collect(forwarded(nodes=nodes)))[2:]] == [(0, FinishReason.STOP)]
+    assert nodes.asked[1].so_far == {0: (7,)}
+
+
+@in_loop
+async def test_what_a_node_says_after_an_end_or_of_no_sequence_is_dropped() -> None:
+    script = Script([chunk(0, FinishReason.STOP), chunk(0), chunk(5), chunk(1, FinishReason.STOP), chunk(1)])
+    assert [one.index for one in await collect(forwarded(script))] == [0, 1]
+
+
+@in_loop
+async def test_a_sequence_that_can_t_be_drawn_is_no_fault_of_the_node() -> None:
+    failed = [GenerationChunk(ID, index, (), "", finish_reason=FinishReason.ERROR, error="no token") for index in (0, 1)]
+    nodes = Scripted(Script([chunk(0)], failed), whole())
+    assert [one.error for one in (await collect(forwarded(nodes=nodes)))[1:]] == ["no token"] * 2
+    assert len(nodes.asked) == 1
 
 
 @in_loop

@@ -1,0 +1,143 @@
+"""A door and two machines that have the model: an answer that one of them can't go on with goes on at the other, with the same bytes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from tests.fleet.machines import EMPTY, Machine, free_port, machines, token_in, until
+from tests.fleet.test_forwarding import ASK, MODEL, client_of, metric
+
+from paceline.store.home import Home
+
+SMALL = ("--fleet-port", "0", "--context", "2048", "--kv-tokens", "4096", "--threads", "1")
+LONG: dict[str, Any] = {**ASK, "max_tokens": 160, "extra_body": {"ignore_eos": True}}
+
+
+class Trio:
+    """`door` has no model; the others have."""
+
+    def __init__(self, door: Machine, *runs: Machine) -> None:
+        self.door, self.runs = door, runs
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return client_of(self.door)
+
+    def serving(self) -> Machine:
+        """The one that runs an answer now."""
+        found = [machine for machine in self.runs if machine.is_up and metric(machine, "paceline_requests_running")]
+        assert len(found) == 1
+        return found[0]
+
+    def heal(self) -> None:
+        """Have both run, and the door see them."""
+        for machine in self.runs:
+            if not machine.is_up:
+                machine.up(*SMALL)
+        until(lambda: all(self.offers(machine) for machine in self.runs))
+
+    def offers(self, machine: Machine) -> bool:
+        """Whether the door sees what runs there now."""
+        card = self.door.card_of(machine.name)
+        return card is not None and machine.node.address in card.addresses and any(offer.warm for offer in card.models if offer.digest)
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    with machines(tmp_path_factory.mktemp("trio"), Home.from_environment().kernels, "door", "b", "c") as (door, b, c):
+        door.init("--join-port", str(free_port()), "--address", "127.0.0.1")
+        door.up(*EMPTY)
+        for machine in (b, c):
+            machine.run("join", token_in(door.run("token", "--address", "127.0.0.1")), "--name", machine.name)
+        yield Trio(door, b, c)
+
+
+@pytest.fixture
+def trio(joined: Trio) -> Trio:
+    joined.heal()
+    until(lambda: [model.id for model in joined.client.models.list()] == [MODEL])
+    return joined
+
+
+def collect(stream: openai.Stream[Any], at: dict[int, Any]) -> tuple[list[str], list[str | None], list[Any]]:
+    """Texts, endings and logprobs of a stream's choices; at some pieces, something happens."""
+    texts, ends, logprobs = ["", ""], [None, None], list[Any]()
+    for number, chunk in enumerate(stream):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+            logprobs += (choice.logprobs and choice.logprobs.content) or []
+        if number in at:
+            at.pop(number)()
+    assert not at, "the answer ended before its time"
+    return texts, ends, logprobs
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "logprobs": True, "top_logprobs": 2}, {"temperature": 0.8, "seed": 3, "n": 2}],
+    ids=["greedy", "drawn", "two"],
+)
+def test_a_machine_killed_in_mid_answer_costs_no_byte(trio: Trio, extra: dict[str, Any]) -> None:
+    asked = {**LONG, **extra, "stream": True}
+    whole = collect(trio.client.chat.completions.create(**asked), {})
+    moved = metric(trio.door, "paceline_fleet_retried_total")
+    assert collect(trio.client.chat.completions.create(**asked), {25: lambda: trio.serving().node.kill()}) == whole
+    assert metric(trio.door, "paceline_fleet_retried_total") == moved + 1
+    assert all(metric(machine, "paceline_kv_blocks_used") == 0 for machine in trio.runs if machine.is_up)
+
+
+def test_one_answer_moves_as_often_as_machines_are_lost(trio: Trio) -> None:
+    asked = {**LONG, "seed": 5, "temperature": 1.0, "stream": True, "max_tokens": 1500}
+    whole = collect(trio.client.chat.completions.create(**asked), {})
+
+    def swap() -> None:
+        trio.serving().node.kill()
+        trio.heal()
+
+    assert collect(trio.client.chat.completions.create(**asked), {20: swap, 21: swap}) == whole
+
+
+def test_what_is_drawn_without_a_seed_goes_on_as_it_began_and_counts_once(trio: Trio) -> None:
+    stream = trio.client.chat.completions.create(**{**LONG, "temperature": 1.0}, stream=True, stream_options={"include_usage": True})
+    usage, reasons = None, set[str]()
+    for number, chunk in enumerate(stream):
+        if number == 30:
+            trio.serving().node.kill()
+        reasons |= {choice.finish_reason for choice in chunk.choices if choice.finish_reason}
+        usage = chunk.usage or usage
+    assert usage is not None
+    assert usage.completion_tokens == 160
+    assert reasons == {"length"}
+
+
+def test_a_machine_that_sleeps_is_left_within_seconds_and_takes_no_answer_twice(trio: Trio) -> None:
+    asked = {**LONG, "stream": True}
+    whole = collect(trio.client.chat.completions.create(**asked), {})
+    asleep: list[Machine] = []
+
+    def sleep() -> None:
+        asleep.append(trio.serving())
+        asleep[0].node.process.send_signal(signal.SIGSTOP)
+
+    try:
+        assert collect(trio.client.chat.completions.create(**asked), {25: sleep}) == whole
+        # While the door still sees its card, it is not the first to be asked.
+        assert collect(trio.client.chat.completions.create(**asked), {}) == whole
+    finally:
+        asleep[0].node.process.send_signal(signal.SIGCONT)
+    until(lambda: metric(asleep[0], "paceline_requests_running") == 0)
+
+
+def test_the_last_machine_gone_is_an_error_with_its_code_in_the_stream(trio: Trio) -> None:
+    stream = trio.client.chat.completions.create(**LONG, stream=True)
+    for machine in trio.runs:
+        next(iter(stream))
+        machine.node.kill()
+    with pytest.raises(openai.APIError) as broken:
+        collect(stream, {})
+    assert broken.value.code == "no_machine"
