@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.server.app import create_app
+from paceline.server.app import create_app, service_of
 from paceline.server.inference import Progress
 from paceline.server.serve import serve
 from paceline.server.settings import ServerSettings
@@ -68,6 +68,42 @@ def test_stop_ends_streams_and_silent_connections(serve_with: Serve) -> None:
         assert "[DONE]" not in rest
         served.join()
     assert served.inference.stats().blocks_in_use == 0
+
+
+def test_a_draining_server_goes_on_and_says_so(serve_with: Serve) -> None:
+    served = serve_with(ScriptedInference(hold_after=1))
+    service = service_of(served.app)
+    assert service.is_quiet
+    with served.http.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 2}) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        assert not service.is_quiet
+        service.is_draining = True
+        assert httpx.get(f"{served.url}/health").json()["status"] == "stopping"
+        served.loop.call_soon_threadsafe(served.inference.release)
+        assert "[DONE]" in "".join(lines)
+
+
+def test_a_silent_stream_is_kept_alive_by_comments(serve_with: Serve) -> None:
+    for hold_after in (0, 1):  # before the first token too
+        served = serve_with(ScriptedInference(hold_after=hold_after), ServerSettings(comment_s=0.01))
+        with served.http.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 2}) as stream:
+            assert stream.status_code == 200
+            lines = stream.iter_lines()
+            comments = [line for line in (next(lines) for _ in range(8)) if line.startswith(":")]
+            assert len(comments) >= 3
+            served.loop.call_soon_threadsafe(served.inference.release)
+            rest = [line for line in lines if line and not line.startswith(":")]
+            assert rest[-1] == "data: [DONE]"
+
+
+def test_a_model_that_is_about_to_come_is_asked_for_again(serve_with: Serve) -> None:
+    served = serve_with()
+    served.inference.awaited.add("soon")
+    for answer in (served.http.post("/v1/completions", json=BODY | {"model": "soon"}), served.http.get("/v1/models/soon")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_machine")
+        assert int(answer.headers["retry-after"]) > 0
+    assert served.http.post("/v1/completions", json=BODY | {"model": "never"}).status_code == 404
 
 
 def test_stop_answers_waiting_calls(serve_with: Serve) -> None:

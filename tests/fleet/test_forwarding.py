@@ -126,5 +126,10 @@ def test_a_machine_lost_in_mid_answer_is_waited_for_and_its_model_goes_with_its_
     with pytest.raises(openai.APIStatusError):
         pair.client.chat.completions.create(**ASK, max_tokens=4)
     until(lambda: pair.client.models.list().data == [])
-    with pytest.raises(openai.NotFoundError):
+    # It may be back in a moment, which a client that retries finds out.
+    with pytest.raises(openai.InternalServerError) as refused:
         pair.client.chat.completions.create(**ASK, max_tokens=4)
+    assert (refused.value.status_code, refused.value.code) == (503, "no_machine")
+    assert int(refused.value.response.headers["retry-after"]) > 0
+    with pytest.raises(openai.NotFoundError):
+        pair.client.models.retrieve("nobody-has-this")

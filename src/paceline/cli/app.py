@@ -75,6 +75,7 @@ def up(
     local_nodes: Annotated[
         int, typer.Option("--local-nodes", min=1, max=16, help="Try it: a fleet of so many nodes on this machine, with a pipeline.")
     ] = 1,
+    drain_s: Annotated[float, typer.Option("--drain-s", min=0, help="Seconds that live answers may go on at Ctrl-C.")] = 30.0,
     beside: Annotated[
         list[str] | None, typer.Option("--beside", hidden=True, help="A model that lies elsewhere, to run layers of for others.")
     ] = None,
@@ -93,7 +94,7 @@ def up(
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
-        tuple(beside or ()),
+        *(tuple(beside or ()), drain_s),
     )
     run_shared(settings, sharing, host=host, port=port, api_key=api_key, greet=greet)
 

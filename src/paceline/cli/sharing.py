@@ -33,6 +33,8 @@ class Sharing:
     local_nodes: int
     tied: bool
     beside: tuple[str, ...] = ()
+    drain_s: float = 30.0
+    """Of any `paceline up`: how long live answers may go on at an orderly stop."""
 
 
 def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, port: int, api_key: str | None, greet: bool) -> NoReturn:
@@ -92,7 +94,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:
         _check_alone(settings, sharing.propose)
-        run_up(settings, host=host, port=port, api_key=api_key, greet=greet, propose=sharing.propose)
+        run_up(settings, host=host, port=port, api_key=api_key, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose)
     from paceline.fleet.plan import Objective
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.planning import parse_pin
@@ -110,7 +112,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     home = Home.from_environment()
     beside = tuple(resolve(path, home) for path in sharing.beside)
     shared = partial(run_up, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose, beside=beside)
-    shared(settings, host=host, port=port, api_key=api_key, greet=greet)
+    shared(settings, host=host, port=port, api_key=api_key, greet=greet, drain_s=sharing.drain_s)
 
 
 def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:

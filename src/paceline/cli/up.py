@@ -1,7 +1,6 @@
 """`paceline up`: load, serve, say where, and end quickly when told to.
 
-The first Ctrl-C stops in an orderly way within two seconds; the second ends the process where it stands. The address is tried
-before the model is loaded, because a taken port should not cost a load to find out.
+The address is tried before the model is loaded, because a taken port should not cost a load to find out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import gc
 import json
 import os
 import shlex
-import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 
 from paceline.cli.bring import ensure
+from paceline.cli.ending import Ending
 from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
 from paceline.core.errors import OutOfMemory
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from paceline.node.shards.serving import Hosting
     from paceline.store.catalog import ModelLocation
 
-ORDERLY_S = 1.8
-"""Longest an orderly stop may take; after it the process ends as it does at a second Ctrl-C."""
 QUESTION = "In one sentence: why is teamwork good?"
 """One that the bundled model, which is very small, answers well."""
 
@@ -52,6 +49,7 @@ def run_up(
     port: int,
     api_key: str | None,
     greet: bool,
+    drain_s: float,
     fleet: FleetSettings | None = None,
     order: PipelineOrder | None = None,
     in_need: PipelineOrder | None = None,
@@ -64,6 +62,7 @@ def run_up(
     Args:
         settings: of the model; None: serve what other nodes have.
         greet: ask one question once it is up.
+        drain_s: how long live answers may go on at an orderly stop.
         fleet: this node's part in its fleet; None where it is in none.
         order: how the model is spread over the fleet; None: this machine runs it alone.
         in_need: the same, where this machine can't run it alone; None: it is an error then.
@@ -95,8 +94,8 @@ def run_up(
 
         async def main() -> None:
             nonlocal node
-            stop = asyncio.Event()
-            _on_signals(stop, console)
+            ending = Ending(console, drain_s)
+            stop = ending.stop
             async with AsyncExitStack() as stack:
                 served = ServerSettings(api_key=api_key)
                 if fleet is None:
@@ -113,6 +112,8 @@ def run_up(
                     app = create_app(whole.inference, served)
                     for collector in whole.collectors:
                         service_of(app).metrics.add(collector)
+                    await whole.settle(stop)
+                ending.wait_for(service_of(app), node)
                 await answer(app, stop)
 
         async def answer(app: FastAPI, stop: asyncio.Event) -> None:
@@ -257,22 +258,6 @@ def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedP
         f"Loaded in {time.perf_counter() - began_s:.1f} s: {proposer.model_id} drafts {rate:g} tokens/s", markup=False, soft_wrap=True
     )
     return proposer
-
-
-def _on_signals(stop: asyncio.Event, console: Console) -> None:
-    loop = asyncio.get_running_loop()
-
-    def on_signal(code: int) -> None:
-        if stop.is_set():
-            end_now(code)
-        stop.set()
-        console.print("\nStopping (Ctrl-C again ends at once)")
-        late = threading.Timer(ORDERLY_S, end_now, (EXIT_OK,))
-        late.daemon = True
-        late.start()
-
-    loop.add_signal_handler(signal.SIGINT, on_signal, EXIT_INTERRUPTED)
-    loop.add_signal_handler(signal.SIGTERM, on_signal, 128 + signal.SIGTERM)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -21,9 +21,11 @@ PacelineError
 |   |-- InvalidRequest        a field is wrong; `field` names it
 |   |-- ContextOverflow       prompt + max_tokens beyond the context
 |   |-- UnknownModel          the model named is not served here
+|   |-- ModelAway             it is about to be, or was until a moment ago
 |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
 |-- FleetError                something between the machines of a fleet
 |   |-- NodeUnreachable       a member that can't be reached, or no longer
+|   |-- NodeStopping          a node that is being stopped, and takes no new requests
 |   |-- RemoteProposerError   a draft that another node was asked for and did not give; `status` is gRPC's
 |   |-- NotTrusted            a certificate, card or revocation that does not prove what it says; `who` names the party
 |   |   `-- RevokedNode       a certificate that the CA has voided
@@ -163,6 +165,10 @@ class UnknownModel(RequestError):
     """The model named in a request is not served here."""
 
 
+class ModelAway(RequestError):
+    """A model that is about to be served here, or was until a moment ago: a later request may find it."""
+
+
 class Overloaded(RequestError):
     """The bounded queue is full."""
 
@@ -201,6 +207,10 @@ class RevokedNode(NotTrusted):
 
 class NodeUnreachable(FleetError):
     """A member of the fleet can't be reached, or no longer."""
+
+
+class NodeStopping(FleetError):
+    """A node that is being stopped takes no new requests; those it has end, or move on."""
 
 
 class RemoteProposerError(FleetError):

@@ -91,6 +91,8 @@ class GossipDriver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._said: NodeCard | None = None
+        self._looked = asyncio.Event()
+        """A peer has answered, or none does."""
 
     # --------------------------------------------------------------------------------------------------------------- its owner
 
@@ -119,6 +121,11 @@ class GossipDriver:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._ticker = None
+
+    async def first_look(self) -> None:
+        """Wait until a peer has answered, or as many calls have failed as there are addresses."""
+        if self.addresses:
+            await self._looked.wait()
 
     def add_seed(self, address: str) -> None:
         """An address where a node may be."""
@@ -235,11 +242,15 @@ class GossipDriver:
         except PacelineError as error:
             self._gossip.on_failure(call.id)
             self._meter.failed += 1
+            if self._meter.failed >= len(self.addresses):
+                self._looked.set()
             logger.debug("no exchange with %s: %s", call.node_id or ", ".join(call.addresses), error)
             return
         now = self._clock.monotonic()
         self._meter.exchange.observe(now - began)
         self._do(self._gossip.on_reply(call.id, answer.reply, answer.peer, now))
+        if answer.peer != self._identity.node_id:
+            self._looked.set()
 
     def _refuse(self, peer: NodeId | None) -> Callable[[FleetError], None]:
         def refuse(error: FleetError) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import grpc.aio
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 """After a tokenizer could not be had, it is asked for again. Raising it: a model of another node appears later."""
 
+LATELY_S = 300.0
+"""For so long after its last machine went, a model counts as one that comes back. Raising it: clients ask longer for one that does not."""
+SETTLE_S = 3.0
+"""How long a start waits for a first look at the fleet. Raising it: a node whose fleet does not answer is ready later."""
+
 
 class FleetInference:
     """Implements `server.inference.Inference` over this node's engine and every other node's."""
@@ -43,8 +49,10 @@ class FleetInference:
         self._routes: dict[str, Route] = {}
         self._described: dict[tuple[str, Weights], Described] = {}
         self._fetching: dict[tuple[str, Weights], asyncio.Task[None]] = {}
+        self._gone: dict[str, float] = {}
+        """Models that were served lately, and until when."""
         self._stale = True
-        self._closed = False
+        self._settled = self._closed = False
         fleet.listen(self._on_news)
 
     # -------------------------------------------------------------------------------------------------------------- for the server
@@ -60,6 +68,12 @@ class FleetInference:
             if name not in names and (described := self._described.get((name, route.weights))) is not None
         ]
         return (*own, *others)
+
+    def expects(self, model: str) -> bool:
+        """See `Inference.expects`: its tokenizer may be on its way, or a machine may start anew; and at a start, the first look is still to come."""
+        self._refresh()
+        gone_s = self._gone.get(model)
+        return not self._settled or model in self._routes or (gone_s is not None and self._clock.monotonic() - gone_s < LATELY_S)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """See `Inference.generate`."""
@@ -85,6 +99,16 @@ class FleetInference:
         self._stale = True
         self._refresh()
 
+    async def settle(self) -> None:
+        """Wait for a first look at the fleet, and for the tokenizers of what it has, as long as members answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._fleet.gossip.first_look()
+                self._refresh()
+                if self._fetching:
+                    await asyncio.wait(self._fetching.values())
+        self._settled = True
+
     async def close(self) -> None:
         """Stop asking others for tokenizers. Idempotent."""
         self._closed = True
@@ -108,7 +132,10 @@ class FleetInference:
         self._stale = False
         loaded = {model.name: Weights(model.digest, model.weights) for model in self._local.all}
         meanings = {name: route.weights for name, route in self._routes.items()}
-        self._routes = routes(self._fleet.node_id, self._fleet.view().cards, loaded, meanings)
+        before, self._routes = self._routes, routes(self._fleet.node_id, self._fleet.view().cards, loaded, meanings)
+        now = self._clock.monotonic()
+        self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
+        self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
         for name, route in self._routes.items():
             if name not in loaded:
                 self._fetch(route)

@@ -96,7 +96,7 @@ class Forwarded:
 
         Raises:
             UnknownModel, ContextOverflow, Overloaded, InvalidRequest: no node takes the request; as the best of them said.
-            FleetError: none could be reached.
+            FleetError: none could be reached, or there is none.
         """
         try:
             while self._so_far and not self._over:
@@ -127,7 +127,9 @@ class Forwarded:
                     self._nodes.moved(self._trouble)
                 return True
             if not self._begun:
-                raise self._refusal or UnknownModel("No node of the fleet has this model loaded any more", "Look at /v1/models.")
+                raise self._refusal or NodeUnreachable(
+                    "No machine of the fleet has this model loaded any more", "Try again in a few seconds."
+                )
             if self._clock.monotonic() >= self._until_s:
                 return False
             self._left.clear()

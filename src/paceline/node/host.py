@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ENGINE_GONE, SERVER_STOPPING, EngineGone, InvalidRequest, PacelineError, UnknownModel
+from paceline.core.errors import ENGINE_GONE, SERVER_STOPPING, EngineGone, InvalidRequest, NodeStopping, PacelineError, UnknownModel
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
@@ -67,7 +67,7 @@ class EngineHost:
         self._progressed_s = self._heard_s = clock.monotonic()
         self._advanced = engine.advanced
         self._died: str | None = None
-        self._closed = False
+        self._closed = self._draining = False
         self._rebuild = rebuild
         self._rebuilt_at: deque[float] = deque(maxlen=REBUILDS)
         self._on_change: list[Callable[[], None]] = []
@@ -100,10 +100,20 @@ class EngineHost:
     @property
     def is_up(self) -> bool:
         """Whether the engine takes requests."""
-        return self._died is None
+        return self._died is None and not self._draining
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def drain(self) -> None:
+        """Take no more requests; those that are live go on. On the event loop."""
+        self._draining = True
+        self._changed()
 
     def listen(self, changed: Callable[[], None]) -> None:
-        """Have `changed` called on this event loop whenever the engine goes down, and when another is up."""
+        """Have `changed` called on this event loop whenever the engine goes down or drains, and when another is up."""
         self._bind_loop()
         self._on_change.append(changed)
 
@@ -115,6 +125,11 @@ class EngineHost:
         self._fail_all("The server is stopping", SERVER_STOPPING)
         return self._thread.close(CLOSE_TIMEOUT_S)
 
+    def expects(self, model: str) -> bool:
+        """See `Inference.expects`: what is loaded is served."""
+        del model
+        return False
+
     # ----------------------------------------------------------------------------------------------------------- for streams
 
     def admit(self, stream: _Stream, model: str, request: GenerationRequest) -> None:
@@ -124,12 +139,15 @@ class EngineHost:
             UnknownModel, Overloaded: it can't be served.
             InvalidRequest: its id is in use.
             EngineGone: it failed, and there is no other yet, or for good.
+            NodeStopping: it drains.
             PacelineError: this was closed.
         """
         if model != self._model.name:
             raise UnknownModel(f"The model {model!r} is not served here", f"Served here: {self._model.name}.")
         if self._closed:
             raise PacelineError("The engine was closed")
+        if self._draining:
+            raise NodeStopping("This machine is being stopped", "Try again in a moment.")
         if self._died is not None:
             raise EngineGone(f"The engine of {model} failed: {self._died}", "Restart paceline if this lasts.")
         if request.request_id in self._live:

@@ -165,6 +165,15 @@ class FleetServing:
         await asyncio.to_thread(self._portrait.look)
         self.fleet.look_again()
 
+    async def settle(self, stop: asyncio.Event) -> None:
+        """Wait until the fleet was looked at, for a moment at most, or until `stop` is set."""
+        settling, stopping = asyncio.create_task(self.inference.settle()), asyncio.create_task(stop.wait())
+        await asyncio.wait({settling, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if settling.done():
+            settling.result()
+        settling.cancel()
+
     async def attach(self, node: BuiltNode) -> None:
         """Serve a model that was built while this node ran already: a pipeline's."""
         assert node.warm is not None, "who is in a fleet says what it has loaded"

@@ -2,7 +2,8 @@
 
 Law: one task pumps, one waits for the client to go away, and neither costs the other anything per token. Whichever ends
 first (or the server's stop) ends the other, and the generation is closed before the answer is over. A status is sent only
-when the first tokens are there, so that a refusal at admission is a real 4xx.
+when the first tokens are there, so that a refusal at admission is a real 4xx; or after a silence that lasts, in which a comment
+keeps the connection alive for all that is on the way.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline.server.metrics import Meter
 from paceline.server.shapes import DONE, ChatShape, Collected, CompletionShape, Shape
 from paceline.server.streams import Events, open_call
 
+COMMENT = b": the answer goes on\n\n"
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -84,7 +86,14 @@ class Answer(Response):
     media_type = None
 
     def __init__(
-        self, call: Call, inference: Inference, meter: Meter, clock: Clock, arrived_s: float, stopping: asyncio.Future[None]
+        self,
+        call: Call,
+        inference: Inference,
+        meter: Meter,
+        clock: Clock,
+        arrived_s: float,
+        stopping: asyncio.Future[None],
+        comment_s: float,
     ) -> None:
         super().__init__()
         self._call = call
@@ -93,11 +102,15 @@ class Answer(Response):
         self._shape: Shape = ChatShape(call) if call.endpoint is Endpoint.CHAT else CompletionShape(call)
         self._tally = Tally(call, meter, clock, arrived_s)
         self._stopping = stopping
+        self._comment_s = comment_s
         self._started = False
+        self._quiet = True
+        """Nothing was sent since the last comment was due."""
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the first of: answered, client gone, server stopping."""
-        pump = asyncio.create_task(self._stream(send) if self._call.stream else self._whole(send))
+        pump = asyncio.create_task(self._commented(send) if self._call.stream else self._whole(send))
         gone = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((pump, gone, self._stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -133,6 +146,33 @@ class Answer(Response):
         else:
             await fault.response()(scope, receive, send)
 
+    async def _commented(self, send: Send) -> None:
+        """The stream, and comments where it is silent."""
+        commenting = asyncio.create_task(self._comment(send))
+        try:
+            await self._stream(send)
+        finally:
+            commenting.cancel()
+            await asyncio.gather(commenting, return_exceptions=True)
+
+    async def _comment(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self._comment_s / 2)
+            if self._quiet:
+                await self._put(COMMENT, send)
+            self._quiet = True
+
+    async def _put(self, body: bytes, send: Send) -> None:
+        """Send a part of the stream, behind what comes first."""
+        self._quiet = False
+        async with self._sending:
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                body = self._shape.first_events() + body
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
     async def _stream(self, send: Send) -> None:
         shape, tally = self._shape, self._tally
         event, base, events = shape.event, tally.base, Events(self._call)
@@ -143,15 +183,11 @@ class Answer(Response):
                     tally.count(item)
                 except Refusal:
                     if body and self._started:
-                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                        await self._put(body, send)
                     raise
                 body += b"".join([event(base[c.request_id] + c.index, c.text, c.logprobs, c.finish_reason) for c in merged(item)])
-                if not self._started and (item or body):
-                    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-                    self._started = True
-                    body = shape.first_events() + body
-                if body:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                if body or (item and not self._started):
+                    await self._put(body, send)
         self._check_complete()
         ending = shape.usage_event(tally.usage()) + DONE if self._call.include_usage else DONE
         await send({"type": "http.response.body", "body": ending, "more_body": False})

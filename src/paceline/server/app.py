@@ -23,7 +23,7 @@ from paceline.server.call import Call
 from paceline.server.faults import STOPPING, Fault, Refusal, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
 from paceline.server.inference import Inference, ServedModel
-from paceline.server.intake import Intake, unknown_model
+from paceline.server.intake import Intake, not_served
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 from paceline.server.settings import ServerSettings
@@ -102,12 +102,19 @@ class Service:
         self._long: set[Future[Call]] = set()
         """What that thread has to do, and does."""
         self._stopping: asyncio.Future[None] | None = None
+        self.is_draining = False
+        """What is under way goes on, and clients are to look elsewhere."""
 
     def stop(self) -> None:
         """End every stream and refuse new calls. Called on the event loop."""
         future = self._stop_future()
         if not future.done():
             future.set_result(None)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is being answered."""
+        return not self.meter.in_flight
 
     def close(self) -> None:
         """Join the intake thread."""
@@ -141,14 +148,15 @@ class Service:
                 self._long.add(job)
                 job.add_done_callback(self._long.discard)
                 call = await asyncio.wrap_future(job)
-        return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future())
+        return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
     def health(self) -> tuple[int, dict[str, object]]:
         """Status and body of /health: whether work advances."""
         progress = self.inference.progress()
         bound_s = max(self.settings.stall_after_s, STALLED_TIMES * progress.step_expected_s)
         stalled = progress.busy and progress.seconds_since_step > bound_s
-        status = "failed" if progress.error is not None else "stalled" if stalled else "stopping" if self.is_stopping else "ok"
+        stopping = self.is_draining or self.is_stopping
+        status = "failed" if progress.error is not None else "stalled" if stalled else "stopping" if stopping else "ok"
         body: dict[str, object] = {
             "status": status,
             "busy": progress.busy,
@@ -244,11 +252,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.Model}, 404: _FAULTS[404], **failing})
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        served = service.inference.models()
-        for one in served:
+        for one in service.inference.models():
             if one.name == model_id:
                 return _json(_model(one))
-        raise unknown_model(model_id, [one.name for one in served])
+        raise not_served(model_id, service.inference)
 
     @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]

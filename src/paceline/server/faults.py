@@ -14,6 +14,8 @@ from paceline.core.errors import (
     ContextOverflow,
     ExecutorUnavailable,
     InvalidRequest,
+    ModelAway,
+    NodeStopping,
     NodeUnreachable,
     Overloaded,
     PacelineError,
@@ -93,7 +95,9 @@ def of_error(error: PacelineError) -> Fault:
             return Fault(404, str(error), param="model", code="model_not_found")
         case Overloaded():
             return overloaded(str(error), error.retry_after_s)
-        case NodeUnreachable() | PlacementError():
+        case NodeStopping():
+            return STOPPING
+        case NodeUnreachable() | PlacementError() | ModelAway():
             return no_machines(str(error), NO_MACHINE)
         case PipelineError() | ExecutorUnavailable():
             return no_machines(str(error), error.code)

@@ -65,6 +65,10 @@ class Inference(Protocol):
 
     def models(self) -> Sequence[ServedModel]: ...
 
+    def expects(self, model: str) -> bool:
+        """Whether a model that is not served now is about to be, or was until a moment ago."""
+        ...
+
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """Start a request. The caller that opens its stream closes it.
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ContextOverflow, InvalidRequest, UnknownModel
+from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, UnknownModel
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.server.call import Call, Endpoint
@@ -110,7 +110,7 @@ class Intake:
         for model in models:
             if model.name == name:
                 return model
-        raise unknown_model(name, [model.name for model in models])
+        raise not_served(name, self._inference)
 
     def _check_length(self, model: ServedModel, texts: list[str], field: str) -> None:
         """Refuse texts that can't fit, by their length alone.
@@ -183,8 +183,11 @@ class Intake:
         )
 
 
-def unknown_model(name: str, served: list[str]) -> UnknownModel:
-    """The error for a model that is not served here."""
+def not_served(name: str, inference: Inference) -> UnknownModel | ModelAway:
+    """The error for a model that is not served here now."""
+    if inference.expects(name):
+        return ModelAway(f"No machine serves the model {name!r} at this moment", "Try again in a few seconds.")
+    served = [model.name for model in inference.models()]
     return UnknownModel(f"The model {name!r} is not served here", f"Served: {', '.join(served) or 'none'}.")
 
 

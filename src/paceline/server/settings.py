@@ -33,6 +33,9 @@ class ServerSettings:
     """Between two requests of a kept-alive connection. Raising it costs idle sockets; lowering it, reconnects."""
     slow_reader_timeout_s: float = 30.0
     """For a client that stopped reading its stream. Raising it holds that client's KV blocks longer."""
+    comment_s: float = 10.0
+    """Longest silence in a stream: a comment ends it, so that nothing on the way takes the connection for dead. A request that waits for its first
+    token for so long has its status, 200, sent then. Raising it: proxies give up sooner than answers come."""
     stall_after_s: float = 30.0
     """Busy without a finished step, or a part of one, for so long is unhealthy, or for several times as long as steps take here."""
 

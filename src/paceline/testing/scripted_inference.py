@@ -98,11 +98,16 @@ class ScriptedInference:
         self._changed = asyncio.Event()
         self._live: dict[str, _Live] = {}
         self._counts = _Counts()
+        self.awaited = set[str]()
+        """What `expects` says yes to; tests set it."""
         self.reported = Progress(busy=False, seconds_since_step=0.0)
         """What `progress` says; tests set it."""
 
     def models(self) -> Sequence[ServedModel]:
         return (self._model,)
+
+    def expects(self, model: str) -> bool:
+        return model in self.awaited
 
     def release(self) -> None:
         """Let held sequences go on."""

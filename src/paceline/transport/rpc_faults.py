@@ -25,6 +25,7 @@ from paceline.core.errors import (
     MalformedMessage,
     MessageTooLarge,
     ModelNotFound,
+    NodeStopping,
     NodeUnreachable,
     NotTrusted,
     Overloaded,
@@ -65,6 +66,7 @@ _STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (PipelineError, grpc.StatusCode.FAILED_PRECONDITION),
     (NotTrusted, grpc.StatusCode.PERMISSION_DENIED),
     (EngineGone, grpc.StatusCode.UNAVAILABLE),
+    (NodeStopping, grpc.StatusCode.UNAVAILABLE),
 )
 _KINDS = {kind.__name__: kind for kind, _ in _STATUS} | {"PacelineError": PacelineError}
 """What a peer may make us raise."""

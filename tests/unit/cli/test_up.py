@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -65,15 +66,33 @@ def test_up_answers_and_one_interrupt_ends_it_in_order(start_paceline: Start) ->
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_in_the_middle_of_streams_ends_them_and_the_process(start_paceline: Start, stop: signal.Signals) -> None:
+def test_a_stop_lets_answers_end_and_begins_no_more(start_paceline: Start, stop: signal.Signals) -> None:
     process = start_paceline("up", *SMALL)
     url = wait_ready(process)
     stream = ask(url, stream=True, max_tokens=450, ignore_eos=True)
     assert next(stream).startswith(b"data: ")
     process.send_signal(stop)
+    until(process, "Stopping once")
+    with pytest.raises(HTTPError) as refused:
+        next(ask(url))
+    assert (refused.value.code, json.load(refused.value)["error"]["code"]) == (503, "server_stopping")
+    assert int(refused.value.headers["Retry-After"]) > 0
+    with pytest.raises(HTTPError) as unhealthy:
+        urlopen(f"{url}/health", timeout=LOAD_S)
+    assert json.load(unhealthy.value)["status"] == "stopping"
+    assert b"".join(stream).endswith(b"data: [DONE]\n\n")
+    assert process.wait(ENDS_S) == 0
+
+
+def test_answers_that_outlast_the_drain_end_with_an_error(start_paceline: Start) -> None:
+    process = start_paceline("up", *SMALL, "--drain-s", "0")
+    url = wait_ready(process)
+    stream = ask(url, stream=True, max_tokens=450, ignore_eos=True)
+    assert next(stream).startswith(b"data: ")
+    process.send_signal(signal.SIGINT)
     assert process.wait(ENDS_S) == 0
     rest = b"".join(stream)
-    assert b"error" in rest
+    assert b"server_stopping" in rest
     assert b"[DONE]" not in rest
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.node.echo_engine import EchoEngine
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import EngineGone, InvalidRequest, Overloaded, PacelineError, UnknownModel
+from paceline.core.errors import EngineGone, InvalidRequest, NodeStopping, Overloaded, PacelineError, UnknownModel
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.text import Tokenizer
@@ -106,6 +106,51 @@ def test_tokens_that_queued_up_come_as_one_item() -> None:
             rest = [item async for item in stream]
             assert [chunk.token_ids[0] for item in [got, *rest] for chunk in item] == list(range(20))
             assert len(rest) <= 2
+
+        run(work())
+
+
+def test_one_that_drains_takes_no_more_and_lets_live_ones_end() -> None:
+    engine = EchoEngine()
+    engine.gate.shut()
+    with closing(host_of(engine)) as host:
+
+        async def work() -> None:
+            changed = list[bool]()
+            host.listen(lambda: changed.append(host.is_up))
+            live = asyncio.create_task(drain(host.generate("echo", request("live"))))
+            while not host.live:
+                await asyncio.sleep(0)
+            host.drain()
+            assert changed == [False]
+            with pytest.raises(NodeStopping):
+                await anext(host.generate("echo", request("late")))
+            engine.gate.open()
+            assert len(await live) == 3
+            assert host.live == 0
+
+        run(work())
+
+
+def test_a_sign_of_life_is_a_report_or_a_part_of_a_step() -> None:
+    engine, clock = EchoEngine(), FakeClock()
+    engine.gate.shut()
+    with closing(host_of(engine, clock=clock)) as host:
+
+        async def work() -> None:
+            stream = asyncio.create_task(drain(host.generate("echo", request(max_tokens=2))))
+            while not engine.has_work or host.progress().seconds_since_sign:
+                await asyncio.sleep(0)
+            clock.advance(5)
+            assert host.progress().seconds_since_sign == 5
+            engine.parts += 1
+            assert host.progress().seconds_since_sign == 0
+            clock.advance(5)
+            engine.gate.let(1)
+            while host.progress().seconds_since_sign:
+                await asyncio.sleep(0)
+            engine.gate.open()
+            await stream
 
         run(work())
 

@@ -159,7 +159,7 @@ async def test_where_nobody_takes_it_the_best_node_s_word_counts_unless_it_said_
         await collect(forwarded(Script(NodeUnreachable("first")), Script(Overloaded("second", retry_after_s=1))))
     with pytest.raises(FleetError, match="last"):
         await collect(forwarded(Script(NodeUnreachable("first")), Script(NodeUnreachable("last"))))
-    with pytest.raises(UnknownModel):
+    with pytest.raises(NodeUnreachable):
         await collect(forwarded())
 
 
