@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from typing import Any, cast
 
@@ -50,6 +50,11 @@ def back_up(host: EngineHost) -> asyncio.Event:
     event = asyncio.Event()
     host.listen(lambda: event.set() if host.is_up else None)
     return event
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what the engine's thread does has no event here
+        await asyncio.sleep(0)
 
 
 async def drain(stream: ChunkStream) -> list[GenerationChunk]:
@@ -119,8 +124,7 @@ def test_one_that_drains_takes_no_more_and_lets_live_ones_end() -> None:
             changed = list[bool]()
             host.listen(lambda: changed.append(host.is_up))
             live = asyncio.create_task(drain(host.generate("echo", request("live"))))
-            while not host.live:
-                await asyncio.sleep(0)
+            await until(lambda: host.live > 0)
             host.drain()
             assert changed == [False]
             with pytest.raises(NodeStopping):
@@ -139,16 +143,14 @@ def test_a_sign_of_life_is_a_report_or_a_part_of_a_step() -> None:
 
         async def work() -> None:
             stream = asyncio.create_task(drain(host.generate("echo", request(max_tokens=2))))
-            while not engine.has_work or host.progress().seconds_since_sign:
-                await asyncio.sleep(0)
+            await until(lambda: engine.has_work and not host.progress().seconds_since_sign)
             clock.advance(5)
             assert host.progress().seconds_since_sign == 5
             engine.parts += 1
             assert host.progress().seconds_since_sign == 0
             clock.advance(5)
             engine.gate.let(1)
-            while host.progress().seconds_since_sign:
-                await asyncio.sleep(0)
+            await until(lambda: not host.progress().seconds_since_sign)
             engine.gate.open()
             await stream
 
