@@ -76,7 +76,7 @@ def quiet(*_: int) -> None:
 async def give(home: Home, identity: bytes) -> None:
     """Serve until standard input ends."""
     server = grpc.aio.server()
-    add_WeightsServiceServicer_to_server(WeightsServicer(Library(home)), server)
+    add_WeightsServiceServicer_to_server(WeightsServicer(Library(home), lambda _: None), server)
     port = server.add_secure_port("127.0.0.1:0", server_credentials(Identity.from_pem(identity)))
     await server.start()
     print(port, flush=True)

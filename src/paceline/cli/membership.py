@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from paceline.core.errors import ConfigError, MembershipError
 from paceline.fleet.card import NodeCard
@@ -17,15 +18,18 @@ def is_member() -> bool:
 
 
 def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
-    """The live cards of the fleet, as this machine's running node sees them; None where this machine is to be looked at alone."""
+    """The live cards of those that may answer, as this machine's running node sees the fleet; None where this machine is to be looked at alone."""
     if not is_member():
         return None
     import asyncio
 
+    from paceline.fleet.eligibility import Use
     from paceline.node.fleet_look import look
+    from paceline.node.pipeline_settings import read_trust_policy
 
     try:
-        cards = asyncio.run(look(Home.from_environment())).sight.view.cards
+        home = Home.from_environment()
+        cards = read_trust_policy(home).eligible(asyncio.run(look(home)).sight.view, Use.ANSWER).cards
     except MembershipError as error:
         print(f"note: {error.message}, so this is about this machine alone", file=sys.stderr)
         return None
@@ -55,4 +59,6 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
     for peer in peers:
         if not is_address(peer):
             raise ConfigError(f"--peer {peer!r} is not host:port", "Such as 192.168.1.20:8154.")
-    return settings
+    from paceline.node.pipeline_settings import read_trust_policy
+
+    return replace(settings, trust=read_trust_policy(Home.from_environment()))

@@ -16,12 +16,14 @@ from paceline.cli.terminal import Terminal, counted
 from paceline.core.errors import PlacementError
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import Use
 from paceline.fleet.explanation import headline
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import PlanRequest
 from paceline.fleet.view import FleetView
 from paceline.node.drafts.sources import FLEET
 from paceline.node.fleet_look import Looked, look
+from paceline.node.pipeline_settings import read_trust_policy
 from paceline.store.home import Home
 
 WATCH_S = 1.0
@@ -182,11 +184,12 @@ def _links(view: FleetView) -> list[str]:
 
 def _plans(view: FleetView) -> list[tuple[str, str]]:
     """Who would run each running model, were it planned now; what runs stays as it is."""
-    names = sorted({offer.model_id for card in view.cards for offer in card.models if offer.warm and offer.role is Role.VERIFIER})
+    cards = read_trust_policy(Home.from_environment()).eligible(view, Use.ANSWER).cards
+    names = sorted({offer.model_id for card in cards for offer in card.models if offer.warm and offer.role is Role.VERIFIER})
     lines: list[tuple[str, str]] = []
     for name in names:
         try:
-            lines.append((name, headline(plan(view.cards, PlanRequest(name)).chosen)))
+            lines.append((name, headline(plan(cards, PlanRequest(name)).chosen)))
         except PlacementError as error:
             lines.append((name, error.message))
     return lines

@@ -90,6 +90,8 @@ class ModelOffer:
     """Hash of the tokens' bytes in order: equal hashes, equal ids, so one may draft for the other. Empty: not known, or none (prompt lookup)."""
     shard: ShardState | None = None
     """Of a `SHARD` that is loaded: which layers. None: any range may be asked for."""
+    tokenizer: str = ""
+    """SHA-256 of its packed tokenizer and chat template, hex. Empty where it is not loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.plan import PlanRequest
 
 DECODE_SHARE = 0.5
@@ -204,10 +205,11 @@ def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Co
 
 def barred_hosts(cards: Iterable[NodeId], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> frozenset[NodeId]:
     """Nodes that are not trusted enough to hold layers for others."""
+    policy = TrustPolicy(host=request.min_host_trust)
     return frozenset(
         node_id
         for node_id in cards
-        if node_id != request.orchestrator and not trust.get(node_id, Trust.MEMBER).reaches(request.min_host_trust)
+        if node_id != request.orchestrator and not policy.allows(trust.get(node_id, Trust.MEMBER), Use.HOLD_LAYERS)
     )
 
 

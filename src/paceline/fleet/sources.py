@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.core.errors import ModelNotFound
 from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import MayGiveWeights
 from paceline.fleet.machines import DIGEST_DIGITS, Links, live_cards
 
 
@@ -23,8 +23,8 @@ class WeightsSource:
     size_bytes: int
 
 
-def weights_sources(own: NodeId, view: Iterable[NodeCard], model: str) -> tuple[WeightsSource, ...]:
-    """Other nodes that have the whole model and stay, over the best link first. All have one digest, so one may go on where another stopped.
+def weights_sources(givers: MayGiveWeights, model: str) -> tuple[WeightsSource, ...]:
+    """Other nodes of those that may give weights, that have the whole model and stay, over the best link first. All have one digest, so one may go on where another stopped.
 
     Args:
         model: its id in any case (of `org/name`, any GGUF file in it), or at least twelve digits of its digest.
@@ -32,7 +32,7 @@ def weights_sources(own: NodeId, view: Iterable[NodeCard], model: str) -> tuple[
     Raises:
         ModelNotFound: the fleet has different models of that name.
     """
-    cards = live_cards(view)
+    cards, own = live_cards(givers.cards), givers.own
     whole = [(card, offer) for card in cards.values() for offer in card.models if offer.role is Role.VERIFIER and offer.digest]
     digests = {offer.digest: offer.model_id for _, offer in whole if _is_named(offer, model)}
     if len(digests) > 1:

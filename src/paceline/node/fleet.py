@@ -24,6 +24,7 @@ from paceline.engine.drafts import NGRAM
 from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.effects import Effect, Expired, Left, Restarted, Revoked
+from paceline.fleet.eligibility import Eligible, TrustPolicy, U_co, Use
 from paceline.fleet.view import FleetView
 from paceline.node.fleet_gossip import GossipDriver
 from paceline.node.fleet_links import LinkDriver
@@ -75,6 +76,8 @@ class FleetNode:
         self._settings, self._folder, self._portrait, self._clock = settings, folder, portrait, clock
         self.identity = folder.identity()
         revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
+        self.trust = settings.trust
+        """What other nodes may see and supply."""
         self.background = Background(clock)
         """What goes on as long as the node does."""
         self.meter = FleetMeter()
@@ -245,14 +248,29 @@ class FleetNode:
         """
         return self.identity.member if node_id == self.node_id else self.gossip.opener.member(node_id)
 
-    def channel(self, node_id: NodeId, addresses: Sequence[str]) -> grpc.aio.Channel:
+    def eligible(self, use: U_co) -> Eligible[U_co]:
+        """The nodes that may be put to a use now."""
+        return self.trust.eligible(self.view(), use)
+
+    def channel(
+        self, node_id: NodeId, addresses: Sequence[str], use: Use, purpose: Purpose = Purpose.STREAM, trust: TrustPolicy | None = None
+    ) -> grpc.aio.Channel:
         """For streams with a node, over the address that serves best.
 
+        Args:
+            use: what the node is called for.
+            trust: in place of this node's own.
+
         Raises:
-            FleetError: its certificate is not known, or not good any more.
+            NotTrusted: it may not be put to that use, was revoked, or its certificate has expired.
+            FleetError: its certificate is not known.
         """
-        member = self.identity.member if node_id == self.node_id else self.gossip.opener.proven(node_id)
-        return self.pool.get(Purpose.STREAM, self.book.order(addresses)[0], member)
+        if node_id == self.node_id:
+            member = self.identity.member
+        else:
+            member = self.gossip.opener.proven(node_id)
+            (trust or self.trust).check(member, use, self.gossip.voids)
+        return self.pool.get(purpose, self.book.order(addresses)[0], member)
 
     # --------------------------------------------------------------------------------------------------------------- for gossip
 

@@ -21,6 +21,7 @@ from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.stats import EngineStats
 from paceline.fleet.effects import Effect
+from paceline.fleet.eligibility import Use
 from paceline.node.fleet import FleetNode
 from paceline.node.fleet_local import LocalModels
 from paceline.node.fleet_routes import Route, Stop, Weights, routes
@@ -132,7 +133,7 @@ class FleetInference:
         self._stale = False
         loaded = {model.name: Weights(model.digest, model.weights) for model in self._local.all}
         meanings = {name: route.weights for name, route in self._routes.items()}
-        before, self._routes = self._routes, routes(self._fleet.node_id, self._fleet.view().cards, loaded, meanings)
+        before, self._routes = self._routes, routes(self._fleet.eligible(Use.ANSWER), loaded, meanings)
         now = self._clock.monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
         self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
@@ -171,7 +172,7 @@ class FleetInference:
         loaded = LoadedModel(name, route.weights.digest, route.weights.format, stop.numerics_id, 0, 0)
 
         def dial() -> grpc.aio.Channel:
-            channel = self._fleet.channel(stop.node_id, stop.addresses)
+            channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
             self._fleet.meter.forwarded += 1
             return channel
 
@@ -191,7 +192,8 @@ class FleetInference:
         while (route := self._routes.get(name)) is not None and route.weights == weights:
             for stop in route.stops:
                 try:
-                    described = await self._tokenizers.describe(self._fleet.channel(stop.node_id, stop.addresses), stop.node_id, name)
+                    channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
+                    described = await self._tokenizers.describe(channel, stop.node_id, name)
                 except PacelineError as error:
                     logger.warning("no tokenizer of %s from %s: %s", name, stop.node_id, error)
                     continue

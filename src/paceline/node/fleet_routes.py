@@ -6,12 +6,13 @@ nodes offer different weights under one name, the plan decides, and the name kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import MayAnswer
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, PlanRequest, Way
 
@@ -48,14 +49,14 @@ class Route:
     """The best first; never empty."""
 
 
-def routes(own: NodeId, cards: Iterable[NodeCard], loaded: Mapping[str, Weights], meanings: Mapping[str, Weights]) -> dict[str, Route]:
-    """A route for each model that some node has loaded, by name.
+def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mapping[str, Weights]) -> dict[str, Route]:
+    """A route for each model that a node which may answer has loaded, by name.
 
     Args:
         loaded: what this node itself runs.
         meanings: what names meant before.
     """
-    cards = tuple(cards)
+    own, cards = answerers.own, answerers.cards
     offered: dict[str, dict[Weights, list[tuple[NodeCard, ModelOffer]]]] = {}
     for card in cards:
         for offer in card.models:

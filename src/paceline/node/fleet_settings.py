@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from paceline.core.errors import ConfigError
 from paceline.fleet import presets
+from paceline.fleet.eligibility import TrustPolicy
 from paceline.fleet.presets import Preset
 from paceline.transport.card_bounds import MAX_TTL_S
 
@@ -29,6 +30,7 @@ class FleetSettings:
     preset: Preset = presets.lan()  # noqa: RUF009 - frozen
     tensor_port: int = 0
     """Of activations between machines that share a model; 0: any free one. On `host` too."""
+    trust: TrustPolicy = TrustPolicy()  # noqa: RUF009 - frozen
 
 
 def parse_preset(text: str) -> Preset:

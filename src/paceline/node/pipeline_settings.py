@@ -1,4 +1,4 @@
-"""What a person sets about pipelines: `$PACELINE_HOME/config.toml`, tables `[pipeline]` and `[pipeline.host]`.
+"""What a person sets in `$PACELINE_HOME/config.toml`: tables `[trust]`, `[pipeline]` and `[pipeline.host]`.
 
 Law: nothing is guessed. A key that does not exist, a value of another type or out of its range is a `ConfigError` that names file and key
 and says what is allowed; no file means the defaults. docs/configuration.md has the table.
@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.core.errors import ConfigError
 from paceline.core.trust import Trust
+from paceline.fleet.eligibility import TrustPolicy
 from paceline.parallel.sessions import ActivationDtype
 from paceline.store.home import Home
 
 CONFIG_FILE = "config.toml"
-TABLE = "pipeline"
 
 _WORD: Final = Field(strict=False)
 """An enumeration, written as text."""
@@ -26,6 +26,17 @@ _WORD: Final = Field(strict=False)
 
 class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TrustSettings(_Table):
+    """`[trust]`: what machines of the fleet may see and supply. `min_host_trust` and `min_caller_trust` say it of layers."""
+
+    min_answer_trust: Annotated[Trust, _WORD] = Trust.MEMBER
+    """Machines below it get no requests and draft for none: they would see prompts, and decide answers."""
+    min_source_trust: Annotated[Trust, _WORD] = Trust.MEMBER
+    """Machines below it give no models to this one."""
+    min_taker_trust: Annotated[Trust, _WORD] = Trust.MEMBER
+    """Machines below it get no models from this one."""
 
 
 class HostSettings(_Table):
@@ -87,7 +98,35 @@ class PipelineSettings(_Table):
         return self.model_copy(update={"host": host, **{key: value for key, value in said.items() if value is not None}})
 
 
+class Settings(_Table):
+    """All of the file."""
+
+    trust: TrustSettings = TrustSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+
+    @property
+    def policy(self) -> TrustPolicy:
+        """The least trust for each use."""
+        return TrustPolicy(
+            answer=self.trust.min_answer_trust,
+            host=self.pipeline.min_host_trust,
+            source=self.trust.min_source_trust,
+            taker=self.trust.min_taker_trust,
+            caller=self.pipeline.host.min_caller_trust,
+        )
+
+
 def read_pipeline_settings(home: Home) -> PipelineSettings:
+    """What the home's file says of pipelines. Raises ConfigError as `read_settings`."""
+    return read_settings(home).pipeline
+
+
+def read_trust_policy(home: Home) -> TrustPolicy:
+    """What the home's file says of trust. Raises ConfigError as `read_settings`."""
+    return read_settings(home).policy
+
+
+def read_settings(home: Home) -> Settings:
     """What the home's file says; the defaults where there is none.
 
     Raises:
@@ -97,26 +136,30 @@ def read_pipeline_settings(home: Home) -> PipelineSettings:
     try:
         said = tomllib.loads(path.read_bytes().decode())
     except FileNotFoundError:
-        return PipelineSettings()
+        return Settings()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"{path} can't be read: {reason}", "Make it readable, or remove it for the defaults.") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no TOML: {error}", "docs/configuration.md has an example.") from error
-    unknown = sorted(said.keys() - {TABLE})
+    unknown = sorted(said.keys() - Settings.model_fields.keys())
     if unknown:
-        raise ConfigError(f"{path} has a table or key {unknown[0]!r}, which does not exist", f"There is [{TABLE}].")
+        tables = ", ".join(f"[{table}]" for table in TABLES if "." not in table)
+        raise ConfigError(f"{path} has a table or key {unknown[0]!r}, which does not exist", f"There are: {tables}.")
     try:
-        return PipelineSettings.model_validate(said.get(TABLE, {}))
+        return Settings.model_validate(said)
     except ValidationError as error:
         raise _explained(path, error) from error
+
+
+TABLES: Final[dict[str, type[BaseModel]]] = {"trust": TrustSettings, "pipeline": PipelineSettings, "pipeline.host": HostSettings}
 
 
 def _explained(path: Path, error: ValidationError) -> ConfigError:
     """The first thing that is wrong, as a person can mend it."""
     first = error.errors(include_url=False, include_context=False)[0]
-    *within, key = [TABLE, *map(str, first["loc"])]
-    table = HostSettings if within == [TABLE, "host"] else PipelineSettings
+    *within, key = map(str, first["loc"])
+    table = TABLES.get(".".join(within), PipelineSettings)
     if not within or first["type"] == "model_type":
         return ConfigError(f"{path}: {'.'.join([*within, key])} is no table", f"Write it as [{'.'.join([*within, key])}].")
     where = f"{path}: [{'.'.join(within)}] {key}"

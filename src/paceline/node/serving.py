@@ -141,9 +141,8 @@ class FleetServing:
         def register(server: grpc.aio.Server) -> None:
             add_GenerateServiceServicer_to_server(generate, server)
 
-        weights = weights_service(self.home, self._beside)
         shards = [] if self.shards is None else [self.shards.service]
-        await self.fleet.start(lambda _: register, lambda _: weights, *shards)
+        await self.fleet.start(lambda _: register, lambda guard: weights_service(self.home, guard, self.fleet.trust, self._beside), *shards)
         if self.shards is not None:
             self.shards.start()
         if self._node is not None:

@@ -16,11 +16,15 @@ import grpc.aio
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import MembershipError, PacelineError, SourceLost
-from paceline.fleet.card import NodeCard, Role
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard, Role, SealedCard
+from paceline.fleet.eligibility import MayGiveWeights, TrustPolicy, Use, Voids
 from paceline.fleet.revocations import Revocations
 from paceline.fleet.sources import WeightsSource, weights_sources
+from paceline.fleet.view import FleetView, LiveCard
 from paceline.node.fetch import Dial, Fetch, fetch_model
 from paceline.node.fleet_look import look
+from paceline.node.pipeline_settings import read_trust_policy
 from paceline.store.catalog import LocalModel, ModelLocation
 from paceline.store.home import Home
 from paceline.store.library import Library
@@ -29,6 +33,8 @@ from paceline.store.selection import parse_ref
 from paceline.transport.channels import ChannelPool, Purpose
 from paceline.transport.server import Register
 from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.trust.handlers import Context
 from paceline.transport.trust.seals import open_revocations
 from paceline.transport.weights_servicer import WeightsServicer
 from paceline.transport.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
@@ -38,18 +44,23 @@ ASK_S: Final = 3.0
 MOST_ASKED: Final = 32
 
 
-def weights_service(home: Home, beside: Sequence[ModelLocation] = ()) -> Register:
-    """What a node's server registers, to give the models of `home`, and those that run here from elsewhere, to members."""
-    return partial(add_WeightsServiceServicer_to_server, WeightsServicer(Library(home, beside)))
+def weights_service(home: Home, guard: PeerGuard, trust: TrustPolicy, beside: Sequence[ModelLocation] = ()) -> Register:
+    """What a node's server registers, to give the models of `home`, and those that run here from elsewhere, to those that may take them."""
+
+    def admit(context: Context) -> None:
+        trust.check(guard.peer(context), Use.TAKE_WEIGHTS, guard.voids)
+
+    return partial(add_WeightsServiceServicer_to_server, WeightsServicer(Library(home, beside), admit))
 
 
-def dial_through(pool: ChannelPool) -> Dial:
-    """Channels of a node to exactly the members meant."""
+def dial_through(pool: ChannelPool, trust: TrustPolicy, voids: Voids) -> Dial:
+    """Channels of a node to exactly the members meant, as far as they may give weights."""
 
     @asynccontextmanager
     async def dial(source: WeightsSource, address: str) -> AsyncGenerator[grpc.aio.Channel]:
         try:
             member = await pool.meet(address, ASK_S)
+            trust.check(member, Use.GIVE_WEIGHTS, voids)
             channel = pool.get(Purpose.WEIGHTS, address, member)
         except PacelineError as error:
             raise SourceLost(f"{source.node_id} can't be reached at {address}: {error.message}") from error
@@ -83,31 +94,32 @@ def pull_from_fleet(model: str, home: Home, progress: Progress, announce: Callab
 
     async def bring() -> LocalModel | None:
         identity = folder.identity()
-        pool = ChannelPool(identity, Revocations(open_revocations(folder.sealed_revocations(), identity.root)).voids, SystemClock())
+        voids = Revocations(open_revocations(folder.sealed_revocations(), identity.root)).voids
+        pool, trust = ChannelPool(identity, voids, SystemClock()), read_trust_policy(home)
         try:
-            cards = await _fleet_cards(home, folder, pool)
-            sources = weights_sources(identity.node_id, cards, _full_name(model, cards))
-            return await fetch_model(Fetch(sources, dial_through(pool), home, progress, announce)) if sources else None
+            givers: MayGiveWeights = trust.eligible(await _fleet_view(home, identity.node_id, folder, pool), Use.GIVE_WEIGHTS)
+            sources = weights_sources(givers, _full_name(model, givers.cards))
+            return await fetch_model(Fetch(sources, dial_through(pool, trust, voids), home, progress, announce)) if sources else None
         finally:
             await pool.close()
 
     return asyncio.run(bring())
 
 
-async def _fleet_cards(home: Home, folder: FleetFolder, pool: ChannelPool) -> Sequence[NodeCard]:
-    """The fleet's cards, as far as they can be had now: from this machine's node, else from members themselves."""
+async def _fleet_view(home: Home, own: NodeId, folder: FleetFolder, pool: ChannelPool) -> FleetView:
+    """The fleet, as far as it can be seen now: as this machine's node sees it, else as members themselves say."""
     try:
-        return (await look(home)).sight.view.cards
+        return (await look(home)).sight.view
     except MembershipError:
         pass  # no node runs here
     asked = await asyncio.gather(*(_card_at(address, pool) for address in folder.peers()[:MOST_ASKED]))
-    return [card for card in asked if card is not None]
+    return FleetView(own, tuple(LiveCard(sealed.card, 0.0, trust=sealed.trust) for sealed in asked if sealed is not None))
 
 
-async def _card_at(address: str, pool: ChannelPool) -> NodeCard | None:
+async def _card_at(address: str, pool: ChannelPool) -> SealedCard | None:
     """The card of the fleet's node at an address; None where there is none."""
     try:
-        return (await pool.card_at(address, ASK_S)).card
+        return await pool.card_at(address, ASK_S)
     except PacelineError:
         return None
 

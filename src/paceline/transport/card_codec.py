@@ -131,6 +131,7 @@ def _write_offer(offer: ModelOffer) -> wire.ModelCapability:
         holds_identity=offer.holds_identity,
         size_bytes=offer.size_bytes,
         vocabulary=offer.vocabulary,
+        tokenizer_sha256=offer.tokenizer,
         shape=None
         if shape is None
         else wire.ModelShape(
@@ -183,6 +184,7 @@ def _read_offer(offer: wire.ModelCapability, role: Role) -> ModelOffer:
         if offer.HasField("shape")
         else None,
         vocabulary=offer.vocabulary,
+        tokenizer=offer.tokenizer_sha256,
         shard=_read_shard(offer.shard) if offer.HasField("shard") else None,
     )
 

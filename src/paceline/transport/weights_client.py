@@ -32,6 +32,7 @@ _WHY: Final = {
     grpc.StatusCode.NOT_FOUND: "it does not have this model",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "it gives weights to as many others as it will",
     grpc.StatusCode.UNIMPLEMENTED: "it gives no weights",
+    grpc.StatusCode.PERMISSION_DENIED: "it gives this machine none, which it does not trust enough",
     grpc.StatusCode.DATA_LOSS: "its file of the model changed",
 }
 

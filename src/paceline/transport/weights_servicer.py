@@ -14,8 +14,10 @@ from typing import Any, Final, NoReturn, Protocol
 import grpc
 import grpc.aio
 
-from paceline.core.errors import ModelFileError, ModelNotFound
+from paceline.core.errors import ModelFileError, ModelNotFound, NotTrusted
 from paceline.core.manifest import ModelManifest, is_sha256
+from paceline.transport.rpc_faults import abort
+from paceline.transport.trust.handlers import Context
 from paceline.transport.weights_codec import parts
 from paceline.transport.wire import weights_pb2 as wire
 from paceline.transport.wire import weights_pb2_grpc
@@ -49,11 +51,13 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
     """Serves `library`.
 
     Args:
+        admit: raises NotTrusted for callers that may not take weights.
         streams: calls served at once. Raising it serves more nodes at a time and each of them slower; the disk and the link are shared.
     """
 
-    def __init__(self, library: WeightsLibrary, *, streams: int = 4) -> None:
+    def __init__(self, library: WeightsLibrary, admit: Callable[[Context], None], *, streams: int = 4) -> None:
         self._library: Final = library
+        self._admit: Final = admit
         self._free = streams
         self._describing: Final = asyncio.Lock()
         self._examined = (0, 0)
@@ -125,6 +129,10 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         return asyncio.create_task(asyncio.to_thread(read))
 
     async def _check(self, digest: str, context: FetchContext | DescribeContext) -> None:
+        try:
+            self._admit(context)
+        except NotTrusted as error:
+            await abort(context, error)
         if not is_sha256(digest):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a model is asked for by its digest, 64 hexadecimal digits")
         if self._free <= 0:

@@ -10,6 +10,7 @@ import pytest
 from paceline.core.errors import ModelNotFound
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import Eligible, Use
 from paceline.fleet.sources import weights_sources
 
 ONE, TWO = "1" * 64, "2" * 64
@@ -29,7 +30,7 @@ def link(to: str, rate: float, address: str = "") -> Link:
 
 
 def ids(*cards: NodeCard, model: str = "org/m") -> list[str]:
-    found = weights_sources(NodeId("me"), cards, model)
+    found = weights_sources(Eligible(Use.GIVE_WEIGHTS, NodeId("me"), tuple(cards)), model)
     return [source.node_id for source in found]
 
 
@@ -65,5 +66,5 @@ def test_two_models_of_one_name_are_told_apart_by_the_person() -> None:
 
 def test_the_address_that_was_measured_best_comes_first() -> None:
     me = card("me", links=(link("a", 1e9, "a:2"), link("a", 1e6, "gone:1")))
-    (source,) = weights_sources(NodeId("me"), (me, card("a", offer())), "org/m")
+    (source,) = weights_sources(Eligible(Use.GIVE_WEIGHTS, NodeId("me"), (me, card("a", offer()))), "org/m")
     assert source.addresses == ("a:2", "a:1")

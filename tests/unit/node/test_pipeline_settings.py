@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.core.errors import ConfigError
 from paceline.core.trust import Trust
-from paceline.node.pipeline_settings import CONFIG_FILE, HostSettings, PipelineSettings, allowed, read_pipeline_settings
+from paceline.node.pipeline_settings import CONFIG_FILE, TABLES, HostSettings, PipelineSettings, allowed, read_pipeline_settings
 from paceline.store.home import Home
 
 DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -81,7 +81,7 @@ def test_what_is_written_counts_and_the_command_line_more(tmp_path: Path) -> Non
     [
         ("[pipeline]\nenabeld = true", "[pipeline] enabeld does not exist", "There are: enabled, max_shards_per_request"),
         ("[pipeline.host]\nenabled = true", "[pipeline.host] enabled does not exist", "There are: serve_shards"),
-        ("[pipelines]", "has a table or key 'pipelines', which does not exist", "There is [pipeline]."),
+        ("[pipelines]", "has a table or key 'pipelines', which does not exist", "There are: [trust], [pipeline]."),
         ("pipeline = 3", "pipeline is no table", "Write it as [pipeline]."),
         ("[pipeline]\nhost = true", "pipeline.host is no table", "Write it as [pipeline.host]."),
         ("[pipeline]\nenabled = 1", "[pipeline] enabled can't be 1", "It is true or false."),
@@ -134,7 +134,7 @@ def test_any_value_is_a_setting_or_refused(tmp_path_factory: pytest.TempPathFact
     assert said or key != "nothing"
 
 
-@pytest.mark.parametrize(("heading", "table"), [("pipeline", PipelineSettings), ("pipeline.host", HostSettings)])
+@pytest.mark.parametrize(("heading", "table"), TABLES.items())
 def test_the_documentation_has_every_key_and_its_default(heading: str, table: type[BaseModel]) -> None:
     section = DOCS.read_text().split(f"\n## `[{heading}]`\n")[1].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", section, re.MULTILINE))

@@ -21,6 +21,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor
+from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
 from paceline.node.drafts.drafter import Drafter, Key
 from paceline.node.drafts.finding import FleetLines, placed
@@ -113,8 +114,7 @@ class DistributedSpeculativeDecoder:
             raise PlacementError(what, "Ask for a plan with the way draft.")
 
         def find(left_out: Collection[Key]) -> Sequence[Drafter]:
-            seen = fleet.view()
-            drafter = placed(seen.cards, seen.trust, fleet.node_id, draft)
+            drafter = placed(fleet.eligible(Use.DRAFT), draft)
             if drafter.key in left_out:
                 raise PlacementError(f"{draft.node_id} failed, and is left alone for a while")
             return [drafter]

@@ -1,20 +1,20 @@
 """Which proposers could draft for this machine's model, the best first: the plan that every node computes, asked for drafts alone. And ways to them:
 over the fleet's channels, or to this node's own desk.
 
-Law: who drafts sees the text, so guests don't; and a draft model whose tokens are others than the model's is an error, never a slow draft.
+Law: who drafts sees the text, so only those that may do (`fleet.eligibility`); and a draft model whose tokens are others than the model's is an error, never a slow draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
 
 from paceline.core.errors import NodeUnreachable, PlacementError, VocabularyMismatch
 from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import MayDraft, Use
 from paceline.fleet.machines import Links, live_cards
 from paceline.fleet.pins import ASSUMED_RTT_S
 from paceline.fleet.placement import plan
@@ -38,9 +38,7 @@ class Verifier:
     """Hash of its tokens."""
 
 
-def drafters(
-    cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], verifier: Verifier, model_id: str, left_out: Collection[Key] = ()
-) -> Sequence[Drafter]:
+def drafters(drafting: MayDraft, verifier: Verifier, model_id: str, left_out: Collection[Key] = ()) -> Sequence[Drafter]:
     """Those that could draft, the best first; other machines before this one.
 
     Args:
@@ -51,10 +49,10 @@ def drafters(
         VocabularyMismatch: those that have it have other tokens.
         PlacementError: no node has it.
     """
-    here = live_cards(cards)
+    here = live_cards(drafting.cards)
     own = verifier.node_id
     barred = {node_id for node_id, instance in left_out if node_id in here and here[node_id].instance == instance}
-    able = {node_id: card for node_id, card in _trusted(here, trust, own).items() if node_id == own or node_id not in barred}
+    able = {node_id: card for node_id, card in here.items() if node_id == own or node_id not in barred}
     offers = _offers(able.values(), verifier, model_id)
     # Without a model to name, any that pays: the plan is then free to say that none does.
     ways = frozenset({Way.DRAFT} if model_id else {Way.DRAFT, Way.ALONE})
@@ -73,32 +71,27 @@ def drafters(
     return [_drafter(here[node_id], offers[node_id, name], links, own) for node_id, name in keys]
 
 
-def fitting_models(cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], verifier: Verifier) -> frozenset[str]:
+def fitting_models(drafting: MayDraft, verifier: Verifier) -> frozenset[str]:
     """Ids of all that could draft but prompt lookup, which every node has. As `drafters`."""
     try:
-        return frozenset(name for _, name in _offers(_trusted(live_cards(cards), trust, verifier.node_id).values(), verifier, ""))
+        return frozenset(name for _, name in _offers(live_cards(drafting.cards).values(), verifier, ""))
     except PlacementError:
         return frozenset()
 
 
-def placed(cards: Iterable[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId, draft: Draft) -> Drafter:
+def placed(drafting: MayDraft, draft: Draft) -> Drafter:
     """The one that a plan names, as it is now.
 
     Raises:
         PlacementError: it is gone, drafts no more with that, or may not see texts.
     """
-    able = _trusted(live_cards(cards), trust, own)
+    able = live_cards(drafting.cards)
     card = able.get(draft.node_id)
     offers = () if card is None else (each for each in card.models if each.role is Role.PROPOSER and each.model_id == draft.model_id)
     offer = next(iter(offers), None)
     if card is None or offer is None:
         raise PlacementError(f"{draft.node_id} does not draft with {draft.model_id}", "Plan again: the fleet has changed.")
-    return _drafter(card, offer, Links(able), own)
-
-
-def _trusted(cards: Mapping[NodeId, NodeCard], trust: Mapping[NodeId, Trust], own: NodeId) -> dict[NodeId, NodeCard]:
-    """Of machines that may see the text."""
-    return {node_id: card for node_id, card in cards.items() if node_id == own or trust.get(node_id, Trust.MEMBER).reaches(Trust.MEMBER)}
+    return _drafter(card, offer, Links(able), drafting.own)
 
 
 def _offers(cards: Collection[NodeCard], verifier: Verifier, model_id: str) -> dict[tuple[NodeId, str], ModelOffer]:
@@ -152,7 +145,7 @@ class FleetLines:
             FleetError: its certificate is not good.
         """
         fleet = self._fleet
-        live, member = fleet.view().get(node_id), fleet.gossip.opener.member(node_id)
-        if live is None or member is None:
+        live = fleet.view().get(node_id)
+        if live is None:
             raise NodeUnreachable(f"{node_id} is not in this fleet's view")
-        return fleet.pool.get(Purpose.DRAFTS, fleet.book.order(live.card.addresses)[0], member)
+        return fleet.channel(node_id, live.card.addresses, Use.DRAFT, Purpose.DRAFTS)

@@ -11,6 +11,7 @@ from paceline.core.errors import VocabularyMismatch
 from paceline.core.stats import DraftUse, EngineStats
 from paceline.engine.drafts import NGRAM
 from paceline.fleet.effects import Effect
+from paceline.fleet.eligibility import Use
 from paceline.node.build import BuiltNode
 from paceline.node.drafts.finding import FleetLines, Verifier
 from paceline.node.drafts.meter import DraftMeter, DraftMetrics
@@ -47,7 +48,7 @@ class DraftService:
         self._drafts = node.drafts
         warm = node.warm
         verifier = Verifier(self._fleet.node_id, warm.digest, str(warm.weights), warm.speed.vocabulary)
-        node.drafts.attach(verifier, node.model.tokenizer.size, self._fleet.view, FleetLines(self._fleet).open)
+        node.drafts.attach(verifier, node.model.tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), FleetLines(self._fleet).open)
 
     async def stop(self) -> None:
         """End. Bounded; idempotent."""

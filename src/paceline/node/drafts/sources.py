@@ -12,7 +12,7 @@ from paceline.core.clock import Clock
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.card import ModelOffer
-from paceline.fleet.view import FleetView
+from paceline.fleet.eligibility import MayDraft
 from paceline.node.drafts.drafter import Drafter, Key, OpenLine
 from paceline.node.drafts.finding import Verifier, drafters, fitting_models
 from paceline.node.drafts.lines import Alone
@@ -99,16 +99,14 @@ class NodeDrafts:
 
     # ----------------------------------------------------------------------------------------------------------- on the event loop
 
-    def attach(self, verifier: Verifier, vocabulary_size: int, view: Callable[[], FleetView], open_line: OpenLine) -> None:
-        """Draw on the fleet."""
+    def attach(self, verifier: Verifier, vocabulary_size: int, seen: Callable[[], MayDraft], open_line: OpenLine) -> None:
+        """Draw on those of the fleet that may draft."""
 
         def find(model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
-            seen = view()
-            return drafters(seen.cards, seen.trust, verifier, model_id, left_out)
+            return drafters(seen(), verifier, model_id, left_out)
 
         def models() -> frozenset[str]:
-            seen = view()
-            return fitting_models(seen.cards, seen.trust, verifier)
+            return fitting_models(seen(), verifier)
 
         loop = asyncio.get_running_loop()
         self._begin(_Reach(loop, find, models, open_line, vocabulary_size))

@@ -14,6 +14,7 @@ from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.cover import CoverRequest, pick, warm_shards
+from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, TYPICAL_ANSWER, TYPICAL_PROMPT, Objective, Pin, PlanRequest, Stage, Way
 from paceline.fleet.spares import spares_for
@@ -181,5 +182,6 @@ def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: 
 
 
 def allowed_hosts(cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], own: NodeId, wanted: Wanted) -> list[NodeCard]:
-    """Who is trusted enough."""
-    return [card for card in cards if card.node_id == own or trust.get(card.node_id, Trust.MEMBER).reaches(wanted.min_host_trust)]
+    """Those that are trusted enough to hold layers."""
+    policy = TrustPolicy(host=wanted.min_host_trust)
+    return [card for card in cards if card.node_id == own or policy.allows(trust.get(card.node_id, Trust.MEMBER), Use.HOLD_LAYERS)]

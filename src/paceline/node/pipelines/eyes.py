@@ -16,6 +16,7 @@ from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.effects import Effect
+from paceline.fleet.eligibility import Use
 from paceline.fleet.view import FleetView
 from paceline.node.fleet import FleetNode
 
@@ -29,10 +30,12 @@ class FleetEyes:
 
     Args:
         shard_age_s: what a card says of loaded shards is not believed when it is older.
+        least: trust of machines that hold layers; None: as the node's settings say.
     """
 
-    def __init__(self, fleet: FleetNode, shard_age_s: float) -> None:
+    def __init__(self, fleet: FleetNode, shard_age_s: float, least: Trust | None = None) -> None:
         self._fleet, self._shard_age_s = fleet, shard_age_s
+        self._policy = fleet.trust if least is None else replace(fleet.trust, host=least)
         self._loop = asyncio.get_running_loop()
         self._news = threading.Event()
         fleet.listen(self._on_news)
@@ -71,7 +74,7 @@ class FleetEyes:
         live = self._fleet.view().get(node_id)
         if live is None or not live.card.addresses:
             raise FleetError(f"{node_id} is not in view any more")
-        return self._fleet.channel(node_id, live.card.addresses)
+        return self._fleet.channel(node_id, live.card.addresses, Use.HOLD_LAYERS, trust=self._policy)
 
     def wait_for_news(self, seconds: float) -> None:
         """Until something changes in the fleet, but no longer. Not on the event loop."""

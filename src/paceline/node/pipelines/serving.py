@@ -46,7 +46,7 @@ async def orchestrate(
             # What others are to run layers of, they must be able to see, and to fetch.
             location = await asyncio.to_thread(resolve, settings.model, whole.home)
             await whole.offer(location, reading or _count_unseen)
-            eyes, loop = FleetEyes(whole.fleet, order.settings.shard_age_s), asyncio.get_running_loop()
+            eyes, loop = FleetEyes(whole.fleet, order.settings.shard_age_s, order.settings.min_host_trust), asyncio.get_running_loop()
             node = await asyncio.to_thread(partial(build, on_end=give_back), settings, order, eyes, tensor_ends(whole.fleet), loop, clock)
         except BaseException:
             give_back()

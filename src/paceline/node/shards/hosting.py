@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.errors import NotTrusted
+from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
+from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.serving import Hosting
@@ -33,11 +34,15 @@ def hosting_of(settings: PipelineSettings, threads: int | None) -> Hosting | Non
 
 def only_from(least: Trust) -> Callable[[Member], None]:
     """A check that lets in callers of a level, or more."""
+    policy = TrustPolicy(caller=least)
 
     def check(caller: Member) -> None:
-        if not caller.trust.reaches(least):
-            raise NotTrusted(
-                f"{caller.node_id} is a {caller.trust} of the fleet, and layers are run here for a {least} or more", who=caller.node_id
-            )
+        policy.check(caller, Use.HAVE_LAYERS_RUN, _checked_before)
 
     return check
+
+
+def _checked_before(node_id: NodeId, issued_at: int) -> bool:
+    """Revocations: the guard of the node's port has looked."""
+    del node_id, issued_at
+    return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -17,12 +17,11 @@ from paceline.backends.memory import free_what_failed, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.errors import BadPipelineRequest, ModelNotFound, PacelineError, PipelineError, ShardUnavailable, WeightsMismatch
-from paceline.core.ids import NodeId
 from paceline.core.manifest import ModelPart
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
-from paceline.fleet.card import NodeCard
+from paceline.fleet.eligibility import MayGiveWeights
 from paceline.fleet.sources import weights_sources
 from paceline.node import accelerator
 from paceline.node.fetch import Dial, Fetch, fetch_part, in_thread
@@ -64,22 +63,20 @@ class FleetWeights:
     """Weights of this machine, and of its fleet.
 
     Args:
-        own: this node.
         home: where models are, and where layers that are fetched go.
-        cards: the fleet as it is now.
+        givers: the nodes that may give weights, as the fleet is now.
         dial: reaches its members.
         beside: models that lie elsewhere than in `home`. More may be added while this lives.
     """
 
     def __init__(
         self,
-        own: NodeId,
         home: Home,
-        cards: Callable[[], Iterable[NodeCard]],
+        givers: Callable[[], MayGiveWeights],
         dial: Dial,
         beside: Sequence[ModelLocation] = (),
     ) -> None:
-        self._own, self._home, self._cards, self._dial, self._beside = own, home, cards, dial, beside
+        self._home, self._givers, self._dial, self._beside = home, givers, dial, beside
         self._fetching: dict[str, tuple[asyncio.Task[None], LoadMeter]] = {}
         """By digest: one fetch of a model at a time."""
 
@@ -106,7 +103,7 @@ class FleetWeights:
         return FoundWeights(digest[:12] if note is None else note.name, source)
 
     async def _arriving(self, request: StageRequest, part: ModelPart, meter: LoadMeter) -> FoundWeights:
-        sources = weights_sources(self._own, self._cards(), request.digest)
+        sources = weights_sources(self._givers(), request.digest)
         if not sources:
             return await in_thread(partial(self._refuse, request))
         # Nothing is awaited between the caller's look at what is being fetched and this fetch's entry there.
@@ -144,7 +141,9 @@ class FleetWeights:
         await asyncio.gather(*fetching, return_exceptions=True)
 
     def _refuse(self, request: StageRequest) -> NoReturn:
-        offers = [(offer.model_id, offer.digest) for card in self._cards() for offer in card.models if offer.digest and offer.shard is None]
+        offers = [
+            (offer.model_id, offer.digest) for card in self._givers().cards for offer in card.models if offer.digest and offer.shard is None
+        ]
         known = [*offers, *((model.name, model.digest or "") for model in list_models(self._home))]
         others = sorted({digest[:12] for name, digest in known if name.lower() == request.model_id.lower() and digest})
         if others:

@@ -12,6 +12,7 @@ from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.effects import Effect, Revoked
+from paceline.fleet.eligibility import Use
 from paceline.node.cores import usable_cores
 from paceline.node.devices import local_devices
 from paceline.node.fleet import FleetNode, Service
@@ -85,7 +86,9 @@ class ShardServing:
         self._home = home
         self.meter = ShardMeter()
         self._offers = ShardOffers(home, threads)
-        self._weights = FleetWeights(fleet.node_id, home, lambda: fleet.view().cards, dial_through(fleet.pool), beside)
+        self._weights = FleetWeights(
+            home, lambda: fleet.eligible(Use.GIVE_WEIGHTS), dial_through(fleet.pool, fleet.trust, fleet.gossip.voids), beside
+        )
         devices = self._devices = local_devices(home)
         self._changed = asyncio.Event()
         warm = WarmShards(

@@ -93,7 +93,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         on_caller: Callable[[str], None] | None = None,
         revocation_of: Callable[[NodeId], bytes | None] = lambda _: None,
     ) -> None:
-        self._root, self._voids, self._clock, self.refusals = root, voids, clock, refusals
+        self._root, self.voids, self._clock, self.refusals = root, voids, clock, refusals
         self._on_caller, self._revocation_of = on_caller, revocation_of
         self._calls: set[_Call] = set()
         self._read: dict[bytes, bytes] = {}
@@ -116,7 +116,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
                 self._read.clear()
             self._read[pem] = certificate
         member = self._root.member(certificate, self._clock.wall())
-        if self._voids(member.node_id, member.issued_at):
+        if self.voids(member.node_id, member.issued_at):
             raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
         return member
 

@@ -10,18 +10,22 @@ from tests.unit.node.drafts.cards import LOOKUP, SMALL, VERIFIER, A, card
 from paceline.core.errors import PlacementError, VocabularyMismatch
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
+from paceline.fleet.eligibility import Eligible, TrustPolicy, Use
+from paceline.fleet.view import FleetView, LiveCard
 from paceline.node.drafts.finding import drafters
 
 
 def names(cards: list[NodeCard], model_id: str = "small", **more: object) -> list[str]:
-    return [one.node_id for one in drafters(cards, more.get("trust", {}), A, model_id, more.get("left_out", ()))]  # type: ignore[arg-type]
+    trust: dict[str, Trust] = more.get("trust", {})  # type: ignore[assignment]
+    view = FleetView(A.node_id, tuple(LiveCard(one, 0.0, trust=trust.get(one.node_id, Trust.MEMBER)) for one in cards))
+    return [one.node_id for one in drafters(TrustPolicy().eligible(view, Use.DRAFT), A, model_id, more.get("left_out", ()))]  # type: ignore[arg-type]
 
 
 def test_the_fastest_comes_first_and_this_machine_last() -> None:
     slow = replace(SMALL, tokens_per_second=90.0)
     cards = [card("a", VERIFIER, SMALL), card("b", slow), card("c", SMALL), card("far", SMALL, rtt_s=0.5)]
     assert names(cards) == ["c", "b", "far", "a"]
-    (first, *_) = drafters(cards, {}, A, "small")
+    (first, *_) = drafters(Eligible(Use.DRAFT, A.node_id, tuple(cards)), A, "small")
     assert (first.tokens_per_s, first.prompt_tokens_per_s, first.rtt_s, first.instance) == (200.0, 400.0, 0.001, b"c")
     assert first.takes_s(400, 20) == pytest.approx(0.001 + 1.0 + 0.1)
 
@@ -57,7 +61,7 @@ def test_other_tokens_are_an_error() -> None:
 
 
 def test_prompt_lookup_needs_no_tokens_of_its_own() -> None:
-    (found,) = drafters([card("a", VERIFIER), card("b", LOOKUP)], {}, A, "ngram")
+    (found,) = drafters(Eligible(Use.DRAFT, A.node_id, (card("a", VERIFIER), card("b", LOOKUP))), A, "ngram")
     assert found.takes_s(1000, 10) < 0.01
     with pytest.raises(PlacementError, match="Start a machine with --propose tiny"):
         names([card("a", VERIFIER), card("b", LOOKUP)], "tiny")
@@ -66,7 +70,10 @@ def test_prompt_lookup_needs_no_tokens_of_its_own() -> None:
 def test_without_a_name_any_model_drafts_that_pays() -> None:
     quick = replace(SMALL, model_id="quick", tokens_per_second=2000.0)
     fast, slow = replace(SMALL, model_id="fast", tokens_per_second=5000.0), replace(SMALL, model_id="slow", tokens_per_second=1.0)
-    assert [one.model_id for one in drafters([card("a", VERIFIER), card("b", LOOKUP, slow, quick), card("c", fast)], {}, A, "")] == [
+    assert [
+        one.model_id
+        for one in drafters(Eligible(Use.DRAFT, A.node_id, (card("a", VERIFIER), card("b", LOOKUP, slow, quick), card("c", fast))), A, "")
+    ] == [
         "fast",
         "quick",
     ]

@@ -12,10 +12,9 @@ from tests.unit.node.drafts.cards import LOOKUP, SMALL, VERIFIER, A, card
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId, SequenceId
 from paceline.core.stats import DraftUse, EngineStats
-from paceline.core.trust import Trust
 from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import ModelOffer, Role
-from paceline.fleet.view import FleetView, LiveCard
+from paceline.fleet.eligibility import Eligible, MayDraft, Use
 from paceline.node.drafts.drafter import Drafter, Line
 from paceline.node.drafts.service import OFF_HERE, draft_use
 from paceline.node.drafts.sources import FLEET, MOST_NAMED, NodeDrafts
@@ -42,8 +41,8 @@ def nowhere(_drafter: Drafter, *_: Callable[..., None]) -> Line:
     return Nowhere()
 
 
-def alone(*offers: ModelOffer) -> FleetView:
-    return FleetView(NodeId("a"), (LiveCard(card("a", *offers), 0.0, 0, Trust.MEMBER),), (), ())
+def alone(*offers: ModelOffer) -> MayDraft:
+    return Eligible(Use.DRAFT, NodeId("a"), (card("a", *offers),))
 
 
 @pytest.mark.parametrize(

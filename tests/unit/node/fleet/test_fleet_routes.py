@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.eligibility import Eligible, Use
 from paceline.node.fleet_routes import Weights, routes
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -27,7 +28,7 @@ def card(node_id: NodeId, *offers: ModelOffer) -> NodeCard:
 
 def order(own: NodeId, *cards: NodeCard, meanings: dict[str, Weights] | None = None) -> list[str]:
     loaded = {o.model_id: Weights(o.digest, o.weights) for c in cards if c.node_id == own for o in c.models if o.warm}
-    found = routes(own, cards, loaded, meanings or {})
+    found = routes(Eligible(Use.ANSWER, own, cards), loaded, meanings or {})
     return [stop.node_id for stop in found["m"].stops] if "m" in found else []
 
 
@@ -74,4 +75,5 @@ def test_nodes_of_unknown_speed_come_last_and_alone_they_do() -> None:
 
 @given(st.permutations([card(A, offer(100)), card(B, offer(100)), card(C, offer(90), offer(5, OTHER, "x"))]), st.sampled_from([A, B, C]))
 def test_the_order_of_cards_is_nobody_s_business(cards: list[NodeCard], own: NodeId) -> None:
-    assert routes(own, cards, {}, {}) == routes(own, sorted(cards, key=lambda c: c.node_id), {}, {})
+    ordered = sorted(cards, key=lambda c: c.node_id)
+    assert routes(Eligible(Use.ANSWER, own, tuple(cards)), {}, {}) == routes(Eligible(Use.ANSWER, own, tuple(ordered)), {}, {})

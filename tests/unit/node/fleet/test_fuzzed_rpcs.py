@@ -103,9 +103,8 @@ def serving(node: FleetNode, home: Home) -> list[object]:
     def generate(server: grpc.aio.Server) -> None:
         add_GenerateServiceServicer_to_server(servicer, server)
 
-    weights = weights_service(home)
     shards = ShardServing(node, Unseen(), Hosting(threads=1), home, SystemClock())
-    return [lambda _: generate, lambda _: weights, shards.service]
+    return [lambda _: generate, lambda guard: weights_service(home, guard, node.trust), shards.service]
 
 
 @in_loop

@@ -20,6 +20,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.core.weights import BlockTensor, WeightSource
 from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import Eligible, MayGiveWeights, Use
 from paceline.node.shards.load_meter import LoadMeter
 from paceline.node.shards.loading import FleetWeights
 from paceline.parallel.sessions import StageRequest
@@ -63,8 +64,9 @@ async def giver(tmp_path: Path, pieces: int) -> AsyncIterator[Giver]:
     offer = ModelOffer("seeded", Role.VERIFIER, "int8", digest=whole.digest, size_bytes=1)
     async with fleet.node(home) as node:
         node.library.before_read = lambda count: None if count < pieces or goes_on.wait(BOUND_S) else pytest.fail("never told")
-        cards = [NodeCard(NodeId(node.name), 1, (node.address,), b"i", 120, 0, backend="cpu", models=(offer,))]
-        weights = FleetWeights(NodeId("taker-1"), taker, lambda: cards, dialer(fleet.trust.member("taker-1")))
+        card = NodeCard(NodeId(node.name), 1, (node.address,), b"i", 120, 0, backend="cpu", models=(offer,))
+        givers: MayGiveWeights = Eligible(Use.GIVE_WEIGHTS, NodeId("taker-1"), (card,))
+        weights = FleetWeights(taker, lambda: givers, dialer(fleet.trust.member("taker-1")))
         try:
             yield Giver(node, whole, weights, goes_on)
         finally:

@@ -50,7 +50,7 @@ async def member(fleet: TestFleet, name: str, home: Home, *offers: ModelOffer) -
     card, library = OwnCard(identity, offers), WatchedLibrary(home)
     server = grpc.aio.server()
     add_CapabilityServiceServicer_to_server(card, server)
-    add_WeightsServiceServicer_to_server(WeightsServicer(library), server)
+    add_WeightsServiceServicer_to_server(WeightsServicer(library, lambda _: None), server)
     card.address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', server_credentials(identity))}"
     await server.start()
     try:

@@ -81,7 +81,7 @@ class Fleet:
     async def node(self, home: Home, name: str = "giver-1", streams: int = 4) -> AsyncIterator[Node]:
         server = grpc.aio.server()
         library = WatchedLibrary(home)
-        add_WeightsServiceServicer_to_server(WeightsServicer(library, streams=streams), server)
+        add_WeightsServiceServicer_to_server(WeightsServicer(library, lambda _: None, streams=streams), server)
         port = server.add_secure_port("127.0.0.1:0", server_credentials(self.trust.member(name)))
         await server.start()
         try:

@@ -1,0 +1,114 @@
+"""Which nodes may be asked, believed, fetched from and shown what: decided here, and nowhere else.
+
+Law: pure. What picks a node takes `Eligible` cards, and `TrustPolicy.eligible` is what makes them, for one use; what opens a channel, or serves
+a caller, asks `check` with the peer's certificate. So a way of sharing work that forgets to ask has no cards and no channel.
+docs/trust.md says what each use shows of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, Literal, Protocol, TypeVar
+
+from paceline.core.errors import NotTrusted, RevokedNode
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.fleet.card import NodeCard
+from paceline.fleet.view import FleetView
+
+Voids = Callable[[NodeId, int], bool]
+"""Whether a node's certificate issued at a time is void: the revocations known."""
+
+
+class Use(Enum):
+    """What a peer is wanted for, or wants of this node."""
+
+    ANSWER = "answering requests"
+    """It sees the prompt whole, decides the answer, and is believed about the model's tokenizer and template."""
+    DRAFT = "drafting"
+    """It sees prompt and answer as tokens, and decides nothing."""
+    HOLD_LAYERS = "holding layers"
+    """It sees activations, from which text can be guessed, and computes a part of the answer."""
+    GIVE_WEIGHTS = "giving weights"
+    """It is believed, where there is no hub, about what a model's name means."""
+    TAKE_WEIGHTS = "taking weights"
+    """It gets the files of any model here, private ones among them."""
+    HAVE_LAYERS_RUN = "having layers run"
+    """It gets this machine's time and memory, and shows it activations."""
+
+
+class Peer(Protocol):
+    """A node as its certificate shows it."""
+
+    @property
+    def node_id(self) -> NodeId: ...
+    @property
+    def trust(self) -> Trust: ...
+    @property
+    def issued_at(self) -> int: ...
+
+
+U_co = TypeVar("U_co", bound=Use, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Eligible(Generic[U_co]):
+    """Cards of the nodes that may be put to one use."""
+
+    use: U_co
+    own: NodeId
+    cards: tuple[NodeCard, ...]
+    """By node id; this node's own among them."""
+
+
+MayAnswer = Eligible[Literal[Use.ANSWER]]
+MayDraft = Eligible[Literal[Use.DRAFT]]
+MayGiveWeights = Eligible[Literal[Use.GIVE_WEIGHTS]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrustPolicy:
+    """The least trust for each use. Lowering one widens what guests see or supply."""
+
+    answer: Trust = Trust.MEMBER
+    host: Trust = Trust.MEMBER
+    source: Trust = Trust.MEMBER
+    taker: Trust = Trust.MEMBER
+    caller: Trust = Trust.MEMBER
+
+    def least(self, use: Use) -> Trust:
+        """What a use takes."""
+        match use:
+            case Use.ANSWER | Use.DRAFT:
+                return self.answer
+            case Use.HOLD_LAYERS:
+                return self.host
+            case Use.GIVE_WEIGHTS:
+                return self.source
+            case Use.TAKE_WEIGHTS:
+                return self.taker
+            case Use.HAVE_LAYERS_RUN:
+                return self.caller
+
+    def allows(self, trust: Trust, use: Use) -> bool:
+        """Whether a node that is trusted so far, and not revoked, may be put to a use."""
+        return trust.reaches(self.least(use))
+
+    def check(self, peer: Peer, use: Use, voids: Voids) -> None:
+        """Before a peer is called, or served.
+
+        Raises:
+            NotTrusted: it was revoked, or is not trusted enough.
+        """
+        if voids(peer.node_id, peer.issued_at):
+            raise RevokedNode(f"{peer.node_id} was revoked", who=peer.node_id)
+        if not self.allows(peer.trust, use):
+            least = self.least(use)
+            raise NotTrusted(f"{peer.node_id} is a {peer.trust} of the fleet, and {use.value} takes a {least} or more", who=peer.node_id)
+
+    def eligible(self, view: FleetView, use: U_co) -> Eligible[U_co]:
+        """The nodes of a view (which has none that was revoked) that may be put to a use; this node always."""
+        nodes = [live for live in view.nodes if live.card.node_id == view.own or self.allows(live.trust, use)]
+        return Eligible(use, view.own, tuple(live.card for live in nodes))

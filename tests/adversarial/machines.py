@@ -1,0 +1,170 @@
+"""Machines of one fleet in this process, over real mTLS on loopback: some run a model of a few words, as honestly as a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import grpc.aio
+from tests.unit.node.fleet.nodes import QUICK, Still, until_seen
+
+from paceline.core.clock import SystemClock
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.ids import RequestId
+from paceline.core.stats import EngineStats
+from paceline.core.trust import Trust
+from paceline.fleet.card import ModelOffer, ModelShape, Role
+from paceline.fleet.eligibility import TrustPolicy
+from paceline.node.fleet import FleetNode
+from paceline.node.fleet_inference import FleetInference
+from paceline.node.fleet_local import LocalModels
+from paceline.node.fleet_settings import FleetSettings, parse_preset
+from paceline.node.fleet_tokenizers import TokenizerStore
+from paceline.node.weights import weights_service
+from paceline.server.inference import ChunkStream, Progress, ServedModel
+from paceline.store.catalog import open_model
+from paceline.store.home import Home
+from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
+from paceline.testing.fleets import TestFleet
+from paceline.transport.generate_service import GenerateServicer, LoadedModel
+from paceline.transport.server import Register
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+
+NAME, DIGEST, NUMERICS = "m", "d" * 64, "n" * 16
+SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
+TRUTH, LIE = (1, 2, 3), (9, 9, 9)
+"""Token ids of an answer."""
+
+
+@cache
+def tokenizer() -> ModelTokenizer:
+    """A real one."""
+    found = open_model("smollm2-135m").tokenizer
+    assert isinstance(found, ModelTokenizer)
+    return found
+
+
+@cache
+def packed() -> bytes:
+    return pack_tokenizer(tokenizer())
+
+
+def offer(speed: float, packed_as: bytes | None = None, **changes: object) -> ModelOffer:
+    """What a card says of the model."""
+    sha256 = hashlib.sha256(packed() if packed_as is None else packed_as).hexdigest()
+    said = ModelOffer(NAME, Role.VERIFIER, "int4", speed, 10 * speed, DIGEST, True, NUMERICS, True, 98_000_000, SHAPE, tokenizer=sha256)
+    return replace(said, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Engine:
+    """An `Inference` that always answers the same, and remembers what it was asked."""
+
+    answer: Sequence[int] = TRUTH
+    packed: bytes = field(default_factory=packed)
+    refuse: Callable[[], Exception | None] = lambda: None
+    asked: list[GenerationRequest] = field(default_factory=list)
+    described: int = 0
+
+    def models(self) -> Sequence[ServedModel]:
+        return (ServedModel(NAME, 0, 4096, tokenizer(), "fp"),)
+
+    async def generate(self, model: str, request: GenerationRequest) -> AsyncIterator[Sequence[GenerationChunk]]:
+        del model
+        refusal = self.refuse()
+        if refusal is not None:
+            raise refusal
+        self.asked.append(request)
+        for place, token in enumerate(self.answer):
+            finish = FinishReason.STOP if place == len(self.answer) - 1 else None
+            yield [GenerationChunk(request.request_id, index, (token,), "x", finish_reason=finish) for index in range(request.n)]
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def progress(self) -> Progress:
+        return Progress(busy=False, seconds_since_step=0.0)
+
+
+class Models(LocalModels):
+    """What a machine runs, with a tokenizer of its own choice."""
+
+    def __init__(self, engine: Engine | None, node: FleetNode) -> None:
+        loaded = LoadedModel(NAME, DIGEST, "int4", NUMERICS, 0, 4096)
+        super().__init__(engine, () if engine is None else (loaded,), node.meter)  # type: ignore[arg-type]
+        self._engine = engine
+
+    async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
+        assert self._engine is not None
+        self._engine.described += 1
+        return hashlib.sha256(self._engine.packed).hexdigest(), self._engine.packed
+
+
+@dataclass
+class Machine:
+    """One of a fleet, with its API."""
+
+    node: FleetNode
+    inference: FleetInference
+    engine: Engine | None
+    portrait: Still
+    home: Home
+
+    async def answer(self, *prompt: int) -> list[int]:
+        """What a client here gets."""
+        stream: ChunkStream = self.inference.generate(NAME, GenerationRequest(RequestId("r"), prompt or (4, 7, 1, 1), 8))
+        return [token async for chunks in stream for chunk in chunks for token in chunk.token_ids]
+
+    def saw(self, *prompt: int) -> bool:
+        """Whether a request for it ran here."""
+        return self.engine is not None and any(asked.prompt_ids == prompt for asked in self.engine.asked)
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a machine is to be."""
+
+    name: str
+    engine: Engine | None = None
+    offers: tuple[ModelOffer, ...] = ()
+    trust: Trust = Trust.MEMBER
+    policy: TrustPolicy = field(default_factory=TrustPolicy)
+    home: Home | None = None
+
+
+@asynccontextmanager
+async def machines(root: Path, *made: Made, fleet: TestFleet | None = None) -> AsyncIterator[list[Machine]]:
+    """A fleet of these, all of which see one another."""
+    fleet, running, clock = fleet or TestFleet(), list[Machine](), SystemClock()
+    async with AsyncExitStack() as stack:
+        for one in made:
+            home = one.home or Home(root / one.name)
+            folder = FleetFolder(home.fleet)
+            folder.write_secret(folder.identity_file, fleet.member(one.name, trust=one.trust).to_pem())
+            peers = running[0].node.addresses if running else ()
+            settings = FleetSettings(0, "127.0.0.1", peers=peers, mdns=False, preset=parse_preset(QUICK), trust=one.policy)
+            portrait = Still(*one.offers)
+            node = FleetNode(settings, folder, portrait, clock)
+            models = Models(one.engine, node)
+            inference = FleetInference(node, models, TokenizerStore(home), clock)
+            servicer = GenerateServicer(models)
+
+            def register(server: grpc.aio.Server, servicer: GenerateServicer = servicer) -> None:
+                add_GenerateServiceServicer_to_server(servicer, server)
+
+            def give(guard: PeerGuard, home: Home = home, policy: TrustPolicy = one.policy) -> Register:
+                return weights_service(home, guard, policy)
+
+            await node.start(lambda _, register=register: register, give)
+            stack.push_async_callback(node.stop)
+            stack.push_async_callback(inference.close)
+            running.append(Machine(node, inference, one.engine, portrait, home))
+        await asyncio.gather(*(until_seen(machine.node, *(one.name for one in made)) for machine in running))
+        yield running
