@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import grpc.aio
 from tests.unit.node.fleet.nodes import QUICK, Still, until_seen
+from tests.unit.store.conftest import GgufModel
 
 from paceline.core.clock import SystemClock
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
@@ -29,7 +31,7 @@ from paceline.node.weights import weights_service
 from paceline.server.inference import ChunkStream, Progress, ServedModel
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
+from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
 from paceline.testing.fleets import TestFleet
 from paceline.transport.generate_service import GenerateServicer, LoadedModel
 from paceline.transport.server import Register
@@ -45,8 +47,9 @@ TRUTH, LIE = (1, 2, 3), (9, 9, 9)
 
 @cache
 def tokenizer() -> ModelTokenizer:
-    """A real one."""
-    found = open_model("smollm2-135m").tokenizer
+    """A real one, of a tiny model."""
+    with TemporaryDirectory() as folder:
+        found = open_model(str(GgufModel().write(Path(folder) / "m.gguf")), Home(Path(folder))).tokenizer
     assert isinstance(found, ModelTokenizer)
     return found
 
@@ -56,9 +59,14 @@ def packed() -> bytes:
     return pack_tokenizer(tokenizer())
 
 
+def with_template(template: str) -> bytes:
+    """The same tokenizer with a chat template of somebody's own."""
+    return json.dumps(json.loads(packed()) | {"template": template}, sort_keys=True, ensure_ascii=False).encode()
+
+
 def offer(speed: float, packed_as: bytes | None = None, **changes: object) -> ModelOffer:
     """What a card says of the model."""
-    sha256 = hashlib.sha256(packed() if packed_as is None else packed_as).hexdigest()
+    sha256 = tokenizer_digest(packed() if packed_as is None else packed_as)
     said = ModelOffer(NAME, Role.VERIFIER, "int4", speed, 10 * speed, DIGEST, True, NUMERICS, True, 98_000_000, SHAPE, tokenizer=sha256)
     return replace(said, **changes)  # type: ignore[arg-type]
 
@@ -68,10 +76,15 @@ class Engine:
     """An `Inference` that always answers the same, and remembers what it was asked."""
 
     answer: Sequence[int] = TRUTH
-    packed: bytes = field(default_factory=packed)
+    pack: Callable[[str], bytes] = lambda name: packed()
+    """The tokenizer it gives, by model."""
+    digest: str = DIGEST
+    tokenizer: str = field(default_factory=lambda: tokenizer_digest(packed()))
     refuse: Callable[[], Exception | None] = lambda: None
     asked: list[GenerationRequest] = field(default_factory=list)
     described: int = 0
+    describing: int = 0
+    most_at_once: int = 0
 
     def models(self) -> Sequence[ServedModel]:
         return (ServedModel(NAME, 0, 4096, tokenizer(), "fp"),)
@@ -97,14 +110,24 @@ class Models(LocalModels):
     """What a machine runs, with a tokenizer of its own choice."""
 
     def __init__(self, engine: Engine | None, node: FleetNode) -> None:
-        loaded = LoadedModel(NAME, DIGEST, "int4", NUMERICS, 0, 4096)
-        super().__init__(engine, () if engine is None else (loaded,), node.meter)  # type: ignore[arg-type]
+        super().__init__(engine, () if engine is None else (self._named(NAME, engine),), node.meter)  # type: ignore[arg-type]
         self._engine = engine
+
+    def find(self, name: str) -> LoadedModel | None:
+        return None if self._engine is None else self._named(name, self._engine)
+
+    def _named(self, name: str, engine: Engine) -> LoadedModel:
+        return LoadedModel(name, engine.digest, "int4", NUMERICS, 0, 4096, engine.tokenizer)
 
     async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
         assert self._engine is not None
-        self._engine.described += 1
-        return hashlib.sha256(self._engine.packed).hexdigest(), self._engine.packed
+        engine, data = self._engine, self._engine.pack(name)
+        engine.described += 1
+        engine.describing += 1
+        engine.most_at_once = max(engine.most_at_once, engine.describing)
+        await asyncio.sleep(0)
+        engine.describing -= 1
+        return tokenizer_digest(data), data
 
 
 @dataclass
@@ -137,6 +160,7 @@ class Made:
     trust: Trust = Trust.MEMBER
     policy: TrustPolicy = field(default_factory=TrustPolicy)
     home: Home | None = None
+    tokenizer_bytes: int = 1 << 28
 
 
 @asynccontextmanager
@@ -153,7 +177,7 @@ async def machines(root: Path, *made: Made, fleet: TestFleet | None = None) -> A
             portrait = Still(*one.offers)
             node = FleetNode(settings, folder, portrait, clock)
             models = Models(one.engine, node)
-            inference = FleetInference(node, models, TokenizerStore(home), clock)
+            inference = FleetInference(node, models, TokenizerStore(home, one.tokenizer_bytes), clock)
             servicer = GenerateServicer(models)
 
             def register(server: grpc.aio.Server, servicer: GenerateServicer = servicer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.adversarial.machines import LIE, NAME, TRUTH, Engine, Made, machines, offer
 from tests.unit.node.fleet.nodes import in_loop, until
-from tests.unit.node.weights.conftest import sharded  # noqa: F401
+from tests.unit.node.weights.conftest import new_home, sharded  # noqa: F401
 
 from paceline.core.errors import NotTrusted, Overloaded, SourceLost, UnknownModel
 from paceline.core.trust import Trust

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+<<<<<<< HEAD
 import secrets
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+=======
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+>>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)
 from dataclasses import replace
 
 import grpc.aio
@@ -33,8 +38,14 @@ from paceline.transport.generate_service import LoadedModel
 
 logger = logging.getLogger(__name__)
 
+Key = tuple[str, Weights]
+"""A model by name, and what it is."""
+
 RETRY_S = 5.0
-"""After a tokenizer could not be had, it is asked for again. Raising it: a model of another node appears later."""
+MOST_RETRY_S = 300.0
+"""After a tokenizer could not be had, it is asked for again, each time later. Raising them: a model of another node appears later."""
+MOST_SHOWN = 64
+"""Models of other nodes whose tokenizers are held. Raising it: what other nodes can make this one hold."""
 
 LATELY_S = 300.0
 """For so long after its last machine went, a model counts as one that comes back. Raising it: clients ask longer for one that does not."""
@@ -48,10 +59,18 @@ class FleetInference:
     def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
         self._routes: dict[str, Route] = {}
+<<<<<<< HEAD
         self._described: dict[tuple[str, Weights], Described] = {}
         self._fetching: dict[tuple[str, Weights], asyncio.Task[None]] = {}
         self._gone: dict[str, float] = {}
         """Models that were served lately, and until when."""
+=======
+        self._described: OrderedDict[Key, Described] = OrderedDict()
+        """That used last at the end."""
+        self._set_aside: set[Key] = set()
+        """Made way for others; fetched again when asked for."""
+        self._fetching: dict[Key, asyncio.Task[None]] = {}
+>>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)
         self._stale = True
         self._settled = self._closed = False
         fleet.listen(self._on_news)
@@ -80,6 +99,8 @@ class FleetInference:
         """See `Inference.generate`."""
         self._refresh()
         route = self._routes.get(model)
+        if route is not None:
+            self._wanted(route)
         if self._local.inference is not None and (route is None or [stop.node_id for stop in route.stops] == [self._fleet.node_id]):
             return self._local.inference.generate(model, request)
         if request.sampling.seed is None:
@@ -131,12 +152,19 @@ class FleetInference:
         if not self._stale:
             return
         self._stale = False
-        loaded = {model.name: Weights(model.digest, model.weights) for model in self._local.all}
+        loaded = {model.name: Weights(model.digest, model.weights, model.tokenizer) for model in self._local.all}
         meanings = {name: route.weights for name, route in self._routes.items()}
+<<<<<<< HEAD
         before, self._routes = self._routes, routes(self._fleet.eligible(Use.ANSWER), loaded, meanings)
         now = self._clock.monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
         self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
+=======
+        self._routes = routes(self._fleet.eligible(Use.ANSWER), loaded, meanings)
+        shown = {(name, route.weights) for name, route in self._routes.items() if name not in loaded}
+        self._described = OrderedDict((key, described) for key, described in self._described.items() if key in shown)
+        self._set_aside &= shown
+>>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)
         for name, route in self._routes.items():
             if name not in loaded:
                 self._fetch(route)
@@ -166,6 +194,7 @@ class FleetInference:
         self._fleet.meter.retried += 1
         logger.info("a request moves on to another node: %s", error)
 
+<<<<<<< HEAD
     def _stream(self, name: str, route: Route, stop: Stop, request: GenerationRequest) -> ChunkStream:
         if stop.node_id == self._fleet.node_id and self._local.inference is not None:
             return self._local.inference.generate(name, request)
@@ -177,26 +206,37 @@ class FleetInference:
             return channel
 
         return RemoteStream(dial, stop.node_id, loaded, request)
+=======
+    def _wanted(self, route: Route) -> None:
+        """A model was asked for."""
+        key = (route.name, route.weights)
+        if key in self._described:
+            self._described.move_to_end(key)
+        elif key in self._set_aside:
+            self._set_aside.discard(key)
+            self._fetch(route)
+>>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)
 
     def _fetch(self, route: Route) -> None:
         """Get what it takes to show and tokenize for a model of others."""
         key = (route.name, route.weights)
-        if key in self._described or key in self._fetching or self._closed:
+        if key in self._described or key in self._fetching or key in self._set_aside or self._closed:
             return
         task = asyncio.create_task(self._describe(key), name=f"tokenizer of {route.name}")
         self._fetching[key] = task
         task.add_done_callback(lambda _: self._fetching.pop(key, None))
 
-    async def _describe(self, key: tuple[str, Weights]) -> None:
-        name, weights = key
+    async def _describe(self, key: Key) -> None:
+        (name, weights), wait_s = key, RETRY_S
         while (route := self._routes.get(name)) is not None and route.weights == weights:
             for stop in route.stops:
                 try:
                     channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
-                    described = await self._tokenizers.describe(channel, stop.node_id, name)
+                    self._described[key] = await self._tokenizers.describe(channel, stop.node_id, name, weights)
                 except PacelineError as error:
                     logger.warning("no tokenizer of %s from %s: %s", name, stop.node_id, error)
                     continue
+<<<<<<< HEAD
                 if Weights(described.loaded.digest, described.loaded.weights) == weights:
                     self._described[key] = described
                     return
@@ -215,3 +255,10 @@ class _Nodes:
 
     def moved(self, error: PacelineError) -> None:
         self._fleet.moved(error)
+=======
+                if len(self._described) > MOST_SHOWN:
+                    self._set_aside.add(self._described.popitem(last=False)[0])
+                return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MOST_RETRY_S)
+>>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)

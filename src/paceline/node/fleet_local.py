@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import replace
 
 from paceline.core.errors import UnknownModel
 from paceline.core.generation import GenerationRequest
 from paceline.node.fleet_meter import FleetMeter
 from paceline.server.inference import ChunkStream, Inference, ServedModel
-from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
+from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
 from paceline.transport.generate_service import LoadedModel
 
 STALL_S = 6.0
@@ -90,4 +89,4 @@ class LocalModels:
         if model is None or not isinstance(model.tokenizer, ModelTokenizer):
             raise UnknownModel(f"The model {name[:200]!r} has no tokenizer that could be sent")
         packed = pack_tokenizer(model.tokenizer)
-        return hashlib.sha256(packed).hexdigest(), packed
+        return tokenizer_digest(packed), packed

@@ -1,6 +1,6 @@
 """Which nodes could run a request for a model, the best first: this node's view, read by the plan that every node computes.
 
-Law: the nodes of one route have the same weights in the same format. Where this node has the model loaded, it is that one; where several
+Law: the nodes of one route have the same weights in the same format, and the same tokenizer and template. Where this node has the model loaded, it is that one; where several
 nodes offer different weights under one name, the plan decides, and the name keeps its meaning for as long as a node offers it.
 """
 
@@ -16,6 +16,8 @@ from paceline.fleet.eligibility import MayAnswer
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, PlanRequest, Way
 
+MOST_MODELS = 16
+"""Of one other node. What its card lists beyond is not looked at. Raising it: what one node can make this one fetch and hold."""
 WORTH_A_HOP = 1.25
 """Another node must be faster by so much for a request to leave the node that has the model itself: estimates are rough, and the way there
 and back is not in them. Raising it: more requests stay where they arrived."""
@@ -27,6 +29,8 @@ class Weights:
 
     digest: str
     format: str
+    tokenizer: str = ""
+    """SHA-256 of its tokenizer and template: nodes that differ in them don't answer for one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,10 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
     own, cards = answerers.own, answerers.cards
     offered: dict[str, dict[Weights, list[tuple[NodeCard, ModelOffer]]]] = {}
     for card in cards:
-        for offer in card.models:
-            if offer.role is Role.VERIFIER and offer.warm and offer.digest and offer.model_id:
-                by_weights = offered.setdefault(offer.model_id, {})
-                by_weights.setdefault(Weights(offer.digest, offer.weights), []).append((card, offer))
+        whole = [offer for offer in card.models if offer.role is Role.VERIFIER and offer.warm and offer.digest and offer.model_id]
+        for offer in whole if card.node_id == own else whole[:MOST_MODELS]:
+            by_weights = offered.setdefault(offer.model_id, {})
+            by_weights.setdefault(Weights(offer.digest, offer.weights, offer.tokenizer), []).append((card, offer))
     found: dict[str, Route] = {}
     for name in sorted(offered):
         weights = _meaning(name, offered[name], cards, loaded, meanings)
@@ -89,10 +93,11 @@ def _meaning(
             return known
     if len(offered) > 1:
         chosen = _choices(cards, PlanRequest(name, ways=frozenset({Way.ALONE})))
-        best = next((Weights(choice.digest, choice.weights) for choice in chosen), None)
-        if best is not None and best in offered:
-            return best
-    return min(offered, key=lambda weights: (weights.digest, weights.format))
+        best = next(((choice.digest, choice.weights) for choice in chosen), None)
+        # Of one model with several tokenizers, the one that most nodes have.
+        same = [weights for weights in offered if (weights.digest, weights.format) == best] or list(offered)
+        return min(same, key=lambda weights: (-len(offered[weights]), weights.digest, weights.format, weights.tokenizer))
+    return next(iter(offered))
 
 
 def _order(own: NodeId, cards: tuple[NodeCard, ...], weights: Weights, own_has_it: bool) -> list[NodeId]:

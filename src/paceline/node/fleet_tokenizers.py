@@ -1,24 +1,36 @@
-"""Tokenizers of models that other nodes run: fetched once, kept on disk by their hash."""
+"""Tokenizers of models that other nodes run: taken from this node's own disk where it has the model, else fetched once and kept by their hash.
+
+Law: a tokenizer is the one that the cards of its route name, or it is refused. What other nodes can make this one hold is bounded: one fetch at
+a time a node, so many bytes each and on disk, and in memory those alone that are used. What is damaged, or breaks its reader, is removed.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from paceline.core.errors import FleetError, PacelineError
 from paceline.core.ids import NodeId
+from paceline.node.fleet_routes import Weights
 from paceline.server.inference import ServedModel, fingerprint_of
+from paceline.store.catalog import find_whole, open_model
 from paceline.store.home import Home, write_cache
-from paceline.store.tokenizer import MAX_PACKED_BYTES, ModelTokenizer, unpack_tokenizer
+from paceline.store.tokenizer import MAX_PACKED_BYTES, ModelTokenizer, tokenizer_digest, unpack_tokenizer
 from paceline.transport.generate_client import describe_model
 from paceline.transport.generate_service import LoadedModel
 
 import grpc.aio  # isort: skip
 
+logger = logging.getLogger(__name__)
+
 FETCH_S = 30.0
-"""For one tokenizer, which may be tens of megabytes. Raising it: a node that answers slowly holds up its model's appearance for longer."""
+"""For one tokenizer, which may be megabytes. Raising it: a node that answers slowly holds up its models' appearance for longer."""
+MOST_DISK_BYTES = 256 << 20
+"""Of all that are kept for later; those used longest ago go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,42 +48,86 @@ class Described:
 
 
 class TokenizerStore:
-    """Under PACELINE_HOME/cache/tokenizers."""
+    """Under PACELINE_HOME/cache/tokenizers.
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
-        self._built: dict[str, ModelTokenizer] = {}
+    Args:
+        most_bytes: of all files there that came from other nodes.
+    """
 
-    async def describe(self, channel: grpc.aio.Channel, node_id: NodeId, name: str) -> Described:
+    def __init__(self, home: Home, most_bytes: int = MOST_DISK_BYTES) -> None:
+        self._home, self._most_bytes = home, most_bytes
+        self._built: WeakValueDictionary[str, ModelTokenizer] = WeakValueDictionary()
+        """By hash: as long as a model is shown with it."""
+        self._asking: WeakValueDictionary[NodeId, asyncio.Lock] = WeakValueDictionary()
+
+    async def describe(self, channel: grpc.aio.Channel, node_id: NodeId, name: str, weights: Weights) -> Described:
         """Ask a node what it has loaded under a name, and for its tokenizer if it is not here.
 
+        Args:
+            weights: what its card says of the model.
+
         Raises:
-            PacelineError: it can't be had.
+            PacelineError: it can't be had, or is another than the card says.
         """
-        known = frozenset(self._built) | await asyncio.to_thread(self._on_disk)
-        said = await describe_model(channel, node_id, name, known=known, most_bytes=MAX_PACKED_BYTES, timeout_s=FETCH_S)
-        key = said.tokenizer_sha256
-        if key not in self._built:
-            self._built[key] = await asyncio.to_thread(self._build, key, said.tokenizer, node_id)
-        return Described(said.model, self._built[key])
+        asking = self._asking.setdefault(node_id, asyncio.Lock())
+        async with asking:
+            tokenizer = self._built.get(weights.tokenizer) or await asyncio.to_thread(self._here, weights)
+            known = frozenset() if tokenizer is None else frozenset({weights.tokenizer})
+            said = await describe_model(channel, node_id, name, known=known, most_bytes=MAX_PACKED_BYTES, timeout_s=FETCH_S)
+            model, sha256 = said.model, said.tokenizer_sha256
+            if (model.digest, model.weights, sha256) != (weights.digest, weights.format, weights.tokenizer or sha256):
+                raise FleetError(f"{node_id} has another {name[:200]} loaded than its card says, or another tokenizer for it")
+            if tokenizer is None:
+                tokenizer = self._built[sha256] = await asyncio.to_thread(self._take, sha256, said.tokenizer or b"", node_id)
+            return Described(model, tokenizer)
 
-    def _on_disk(self) -> frozenset[str]:
-        return frozenset(path.stem for path in self._home.tokenizers.glob("*.packed"))
-
-    def _path(self, key: str) -> Path:
-        return self._home.tokenizers / f"{key}.packed"
-
-    def _build(self, key: str, packed: bytes | None, node_id: NodeId) -> ModelTokenizer:
-        path = self._path(key)
-        if packed is None:
-            packed = path.read_bytes()
-            if hashlib.sha256(packed).hexdigest() != key:
-                path.unlink(missing_ok=True)
-                raise FleetError(f"{path} is damaged and was removed", "It is fetched again")
-        else:
-            write_cache(path, packed)
+    def _here(self, weights: Weights) -> ModelTokenizer | None:
+        """What this node has on disk: the model's own files come before what any other node says of it."""
         try:
-            return unpack_tokenizer(packed, Path(f"the tokenizer of {node_id}"))
-        except PacelineError:
+            whole = find_whole(weights.digest, self._home)
+            own = None if whole is None else open_model(str(whole[0].path), self._home).tokenizer
+        except PacelineError as error:
+            logger.debug("this node's own files have no tokenizer: %s", error)
+            own = None
+        if isinstance(own, ModelTokenizer):
+            return own
+        path = self._path(weights.tokenizer)
+        try:
+            packed = path.read_bytes()
+            os.utime(path)
+        except OSError:
+            return None
+        try:
+            if tokenizer_digest(packed) != weights.tokenizer:
+                raise FleetError(f"{path} is damaged")
+            tokenizer = self._built[weights.tokenizer] = unpack_tokenizer(packed, path)
+            return tokenizer
+        except PacelineError as error:
+            logger.warning("a tokenizer that was kept is removed, and fetched again: %s", error)
             path.unlink(missing_ok=True)
-            raise
+            return None
+
+    def _take(self, sha256: str, packed: bytes, node_id: NodeId) -> ModelTokenizer:
+        """Read what came, and keep it once it is understood."""
+        tokenizer = unpack_tokenizer(packed, Path(f"the tokenizer of {node_id}"))
+        write_cache(self._path(sha256), packed)
+        self._make_room()
+        return tokenizer
+
+    def _make_room(self) -> None:
+        kept: list[tuple[float, int, Path]] = []
+        for path in self._home.tokenizers.glob("*.packed"):
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # another process of this home removed it
+            kept.append((status.st_mtime, status.st_size, path))
+        over = sum(size for _, size, _ in kept) - self._most_bytes
+        for _, size, path in sorted(kept):
+            if over <= 0:
+                break
+            path.unlink(missing_ok=True)
+            over -= size
+
+    def _path(self, sha256: str) -> Path:
+        return self._home.tokenizers / f"{sha256}.packed"

@@ -40,6 +40,8 @@ class WarmModel:
     """As served: memory may allow less than the model's own."""
     size_bytes: int
     speed: Speed
+    tokenizer: str = ""
+    """SHA-256 of its packed tokenizer and template. Empty where it gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def warm_offer(model: WarmModel) -> ModelOffer:
     """A model that serves, as a card says it."""
     offer = _offer(model.name, model.digest, model.weights, model.shape, model.size_bytes, model.speed)
     assert offer.shape is not None
-    return replace(offer, warm=True, shape=replace(offer.shape, max_context=model.context))
+    return replace(offer, warm=True, tokenizer=model.tokenizer, shape=replace(offer.shape, max_context=model.context))
 
 
 def shard_offer(model: WarmModel, state: ShardState) -> ModelOffer:

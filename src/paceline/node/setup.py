@@ -32,6 +32,7 @@ from paceline.node.speed import Speed
 from paceline.server.inference import ServedModel, fingerprint_of
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
+from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
@@ -152,12 +153,17 @@ class Setup:
         fingerprint = fingerprint_of(self.digest, self.weights, runner.numerics_id)
         return ServedModel(opened.name, int(clock.wall()), kv.context, opened.tokenizer, fingerprint)
 
+    @property
+    def _tokenizer(self) -> str:
+        tokenizer = self.opened.tokenizer
+        return tokenizer_digest(pack_tokenizer(tokenizer)) if isinstance(tokenizer, ModelTokenizer) else ""
+
     def warm(self, kv: KvPlan, speed: Speed) -> WarmModel:
         """The model as this node's card shows it."""
         source = self.opened.weights
         size = sum(source.nbytes(name) for name in source.names())
         shape = model_shape(self.opened.spec, self.weights, source.type_of, self.kernels)
-        return WarmModel(self.opened.name, self.digest, self.weights, shape, kv.context, size, speed)
+        return WarmModel(self.opened.name, self.digest, self.weights, shape, kv.context, size, speed, self._tokenizer)
 
 
 def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:

@@ -9,6 +9,7 @@ downloaded file is: the template runs in the sandbox, and what can't be read is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -19,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from paceline.core.errors import InvalidRequest, ModelFileError
+from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from paceline.store.chat_template import ChatTemplate, join_parts
 from paceline.store.faults import damaged, unsupported
 
@@ -254,8 +255,8 @@ def _is_byte_level(path: Path, encoder: Encoder) -> bool:
     raise unsupported(path, f"its tokenizer decodes by {sorted(map(str, kinds))}, neither byte-level nor byte-fallback BPE")
 
 
-MAX_PACKED_BYTES: Final = 64 << 20
-"""More than any tokenizer takes; what is longer is not read."""
+MAX_PACKED_BYTES: Final = 16 << 20
+"""More than the tokenizers of the families that run here take (those of 150,000 tokens: some 9 MiB); what is longer is not fetched."""
 
 
 def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
@@ -267,7 +268,12 @@ def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
         "template": None if template is None else template.source,
         "special_tokens": {} if template is None else dict(template.special_tokens),
     }
-    return json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()
+    return json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def tokenizer_digest(packed: bytes) -> str:
+    """What a card says of a tokenizer and its template: SHA-256 of them packed, hex."""
+    return hashlib.sha256(packed).hexdigest()
 
 
 def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
@@ -290,10 +296,12 @@ def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
         source = parts["template"]
         special = {str(name): str(token) for name, token in parts["special_tokens"].items()}
         template = None if source is None else ChatTemplate(origin, str(source), special)
-    except ModelFileError:
+        encoder.no_truncation()
+        encoder.no_padding()
+        return ModelTokenizer(origin, encoder, ends, template)
+    except (ModelFileError, UnsupportedModel):
         raise
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:
+        if not is_library_failure(error):
+            raise
         raise damaged(origin, f"it is not a packed tokenizer ({error})") from error
-    encoder.no_truncation()
-    encoder.no_padding()
-    return ModelTokenizer(origin, encoder, ends, template)

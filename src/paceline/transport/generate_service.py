@@ -39,6 +39,8 @@ class LoadedModel:
     created: int
     """Unix seconds."""
     max_context: int
+    tokenizer: str = ""
+    """SHA-256 of its packed tokenizer and template."""
 
 
 class Chunks(Protocol):

@@ -146,7 +146,7 @@ async def served(
     library: Library, use: Callable[[grpc.aio.Channel], Awaitable[None]], servicer: type[WeightsServicer] = WeightsServicer
 ) -> None:
     server = grpc.aio.server()
-    add_WeightsServiceServicer_to_server(servicer(library, streams=1), server)
+    add_WeightsServiceServicer_to_server(servicer(library, lambda _: None, streams=1), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

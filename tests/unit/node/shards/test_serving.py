@@ -21,6 +21,7 @@ from paceline.core.errors import BadPipelineRequest, FleetError, NotTrusted, Wei
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.fleet.card import NodeCard, Role
+from paceline.fleet.eligibility import Use
 from paceline.node.fleet_settings import FleetSettings, parse_preset
 from paceline.node.serving import FleetServing
 from paceline.node.shards.limits import HostLimits
@@ -86,7 +87,7 @@ async def test_layers_are_fetched_run_shown_and_counted(sharded: tuple[Home, str
         await until(lambda: any(offer.digest == digest for offer in card_of(host, "user").models))
         assert not card_of(host, "user").serves_shards
         card = card_of(user, "host")
-        channel = user.fleet.channel(NodeId("host"), card.addresses)
+        channel = user.fleet.channel(NodeId("host"), card.addresses, Use.HOLD_LAYERS)
         stage = await open_stage(channel, NodeId("host"), request_for(digest, layers))
         assert [part.digest for part in list_parts(new_home("host"))] == [digest]
         ends = tensor_ends(user.fleet)
@@ -131,7 +132,7 @@ async def test_weights_of_another_digest_are_no_match(sharded: tuple[Home, str],
     giver, digest = sharded
     async with nodes(TestFleet(), ("user", new_home("user"), None), ("host", giver, Hosting(threads=1))) as (user, _):
         await until_seen(user.fleet, "user", "host")
-        channel = user.fleet.channel(NodeId("host"), card_of(user, "host").addresses)
+        channel = user.fleet.channel(NodeId("host"), card_of(user, "host").addresses, Use.HOLD_LAYERS)
         with pytest.raises(WeightsMismatch, match=digest[:12]):
             await open_stage(channel, NodeId("host"), request_for("cd" * 32, LayerRange(0, 1)))
         with pytest.raises(BadPipelineRequest, match="Neither"):
@@ -150,7 +151,7 @@ async def test_who_may_use_shards_is_the_hosts_choice_and_none_are_served_unaske
     made = [("user", Home(tmp_path / "user"), None), ("host", Home(tmp_path / "host"), Hosting(threads=1, check_caller=refuse))]
     async with nodes(TestFleet(), *made) as (user, host):
         await until_seen(user.fleet, "user", "host")
-        channel = user.fleet.channel(NodeId("host"), host.fleet.addresses)
+        channel = user.fleet.channel(NodeId("host"), host.fleet.addresses, Use.HOLD_LAYERS)
         with pytest.raises(NotTrusted, match="guest"):
             await open_stage(channel, NodeId("host"), request_for("ab" * 32, LayerRange(0, 1)))
         back = host.fleet.pool.get(Purpose.STREAM, user.fleet.addresses[0], user.fleet.identity.member)
