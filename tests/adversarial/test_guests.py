@@ -10,7 +10,7 @@ from tests.adversarial.machines import LIE, NAME, TRUTH, Engine, Made, machines,
 from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.weights.conftest import new_home, sharded  # noqa: F401
 
-from paceline.core.errors import NotTrusted, Overloaded, SourceLost, UnknownModel
+from paceline.core.errors import NodeUnreachable, NotTrusted, Overloaded, SourceLost
 from paceline.core.trust import Trust
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.store.home import Home
@@ -46,7 +46,7 @@ async def test_20_a_model_that_only_a_guest_has_is_not_listed_unless_guests_may_
         await until(lambda: [model.name for model in wide_.inference.models()] == [NAME])
         assert await wide_.answer() == list(LIE)
         assert nas.inference.models() == ()
-        with pytest.raises(UnknownModel):
+        with pytest.raises(NodeUnreachable, match="No machine of the fleet"):
             await nas.answer()
         assert visitor_.engine is not None
         assert len(visitor_.engine.asked) == 1

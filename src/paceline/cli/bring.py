@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from paceline.cli.progress import byte_bar
-from paceline.core.errors import ModelNotFound
+from paceline.core.errors import HubSilent, ModelNotFound, NotAtHub
 from paceline.store.home import Home
 
 if TYPE_CHECKING:
@@ -28,33 +29,76 @@ def is_here(ref: str, home: Home) -> bool:
 
 
 def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
-    """A model from another machine of the fleet; None where there is no fleet, or no node has it.
+    """A model from another machine of the fleet, on its word; None where there is no fleet, or no node has it.
 
     Raises:
         UserError: it can't be finished, or run.
     """
-    # In no fleet there is no node to ask, and no need to import what would ask.
-    if not (home.fleet / "identity.pem").exists():
+    if not in_fleet(home):
         return None
     from paceline.node.weights import pull_from_fleet
 
     with byte_bar(console, f"Fetching {ref}", "Checking it") as progress:
+        return pull_from_fleet(ref, home, progress, _announcer(console))
 
-        def announce(words: str) -> None:
-            console.print(words, markup=False, soft_wrap=True)
 
-        return pull_from_fleet(ref, home, progress, announce)
+def from_hub(ref: str, home: Home, console: Console) -> LocalModel:
+    """What the hub lists under a name: from the fleet, where a machine has the same files, else from the hub. What is not a hub's name is what lies
+    there.
+
+    Raises:
+        NotAtHub, HubSilent: the hub does not say what the name means.
+        UserError: it can't be found, finished, or run.
+    """
+    from paceline.store.pull import pull
+
+    mirror = None
+    with byte_bar(console, f"Pulling {ref}", "Checking it") as progress:
+        if in_fleet(home):
+            from paceline.node.weights import Pulls
+
+            mirror = Pulls(home, progress, _announcer(console)).mirror
+        return pull(ref, home, progress, mirror=mirror)
 
 
 def ensure(ref: str, console: Console) -> None:
-    """Bring a model that is not here from the fleet, if it has it. If not, opening it says what can be done.
+    """Bring a model that is not here from the fleet, if it has it. If not, opening it says what can be done. What the hub lists under a name decides
+    which files those are; where no hub can say, the fleet's word is taken, and that is said.
 
     Raises:
         UserError: it can't be finished, or run.
     """
+    from paceline.store.pull import list_at_hub
+    from paceline.store.selection import parse_ref
+
     home = Home.from_environment()
-    if not is_here(ref, home):
+    if is_here(ref, home) or not in_fleet(home):
+        return
+    hub_ref = parse_ref(ref)
+    try:
+        listed = None if hub_ref is None else list_at_hub(hub_ref)
+    except (HubSilent, NotAtHub) as error:
+        console.print(error.message, markup=False, soft_wrap=True)
+        listed = None
+    if listed is None:
         from_fleet(ref, home, console)
+        return
+    from paceline.node.weights import Pulls
+
+    with byte_bar(console, f"Fetching {ref}", "Checking it") as progress:
+        Pulls(home, progress, _announcer(console)).mirror(listed)
+
+
+def in_fleet(home: Home) -> bool:
+    """Without a fleet there is no node to ask, and no need to import what would ask."""
+    return (home.fleet / "identity.pem").exists()
+
+
+def _announcer(console: Console) -> Callable[[str], None]:
+    def announce(words: str) -> None:
+        console.print(words, markup=False, soft_wrap=True)
+
+    return announce
 
 
 def lies_elsewhere(ref: str, console: Console) -> Path | None:

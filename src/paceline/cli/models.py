@@ -11,14 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.backends.memory import human
-from paceline.cli.bring import from_fleet, is_here
-from paceline.cli.progress import byte_bar
+from paceline.cli.bring import from_fleet, from_hub, in_fleet, is_here
 from paceline.cli.terminal import Terminal, own_command
-from paceline.core.errors import DownloadError, FetchInProgress
+from paceline.core.errors import HubSilent, NotAtHub
 from paceline.store.catalog import LocalModel, list_models
 from paceline.store.home import Home
 from paceline.store.partial import list_parts
-from paceline.store.pull import pull
 from paceline.store.selection import parse_ref
 
 
@@ -55,7 +53,7 @@ def run_models(*, as_json: bool) -> None:
 
 
 def run_pull(ref: str) -> None:
-    """Pull `ref`, from the fleet where a node has it and else from the hub, and say what came.
+    """Pull `ref` and say what came: the hub says which files it is, and a node of the fleet that has them is asked before the hub is.
 
     Raises:
         UserError: it can't be found, finished, or run.
@@ -65,7 +63,7 @@ def run_pull(ref: str) -> None:
     if not console.is_terminal:
         console.print(f"Pulling {ref}", markup=False, soft_wrap=True)
     try:
-        model = (None if is_here(ref, home) else _from_fleet(ref, home, console)) or _from_hub(ref, home, console)
+        model = _pulled(ref, home, console)
     except KeyboardInterrupt:
         console.print("Interrupted. What was fetched is kept: pull again to go on from there.")
         raise
@@ -75,18 +73,18 @@ def run_pull(ref: str) -> None:
     console.print(f"Try: {own_command()} up --model {shlex.quote(model.name)}", markup=False, soft_wrap=True)
 
 
-def _from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
+def _pulled(ref: str, home: Home, console: Console) -> LocalModel:
+    if is_here(ref, home):
+        return from_hub(ref, home, console)
+    if parse_ref(ref) is None:
+        return from_fleet(ref, home, console) or from_hub(ref, home, console)
     try:
-        return from_fleet(ref, home, console)
-    except FetchInProgress:
-        raise
-    except DownloadError as error:
-        if parse_ref(ref) is None:
+        return from_hub(ref, home, console)
+    except (HubSilent, NotAtHub) as error:
+        if not in_fleet(home):
             raise
-        console.print(f"{error.message}. The hub is asked instead.", markup=False, soft_wrap=True)
-        return None
-
-
-def _from_hub(ref: str, home: Home, console: Console) -> LocalModel:
-    with byte_bar(console, f"Pulling {ref}", "Checking it") as progress:
-        return pull(ref, home, progress)
+        console.print(f"{error.message}. The fleet is asked instead.", markup=False, soft_wrap=True)
+        model = from_fleet(ref, home, console)
+        if model is None:
+            raise
+        return model

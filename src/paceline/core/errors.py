@@ -4,10 +4,12 @@ PacelineError
 |-- UserError                 exit code 2: the person can fix it
 |   |-- ConfigError           a flag, a setting, an environment variable
 |   |-- ModelNotFound         no such model here or at the hub
+|   |   `-- NotAtHub          the hub has no such repository, or does not show it
 |   |-- ModelFileError        a weights, tokenizer or config file is corrupt, truncated or unknown
 |   |-- UnsupportedModel      a model family or tensor type Paceline does not run
 |   |-- OutOfMemory           a model or a context larger than this machine's memory
 |   |-- DownloadError         a pull that could not be finished
+|   |   |-- HubSilent         the hub can't be asked what a repository holds
 |   |   `-- FetchInProgress   another process of this machine is fetching the same model
 |   |-- MembershipError       init, join, token, revoke or ca can't be done on this machine as it stands
 |   |-- IdentityError         a key or a certificate on disk is missing, open to others, or damaged
@@ -89,6 +91,10 @@ class ModelNotFound(UserError):
     """No such model on this machine, nor where it was looked for."""
 
 
+class NotAtHub(ModelNotFound):
+    """The hub has no such repository or revision, or does not show it."""
+
+
 class ModelFileError(UserError):
     """A weights, tokenizer or config file is missing, corrupt, truncated or of an unknown kind."""
 
@@ -103,6 +109,10 @@ class OutOfMemory(UserError):
 
 class DownloadError(UserError):
     """A pull that could not be finished; what was fetched is kept and resumed next time."""
+
+
+class HubSilent(DownloadError):
+    """The hub can't be asked what a repository holds."""
 
 
 class FetchInProgress(DownloadError):

@@ -32,16 +32,25 @@ def weights_sources(givers: MayGiveWeights, model: str) -> tuple[WeightsSource, 
     Raises:
         ModelNotFound: the fleet has different models of that name.
     """
-    cards, own = live_cards(givers.cards), givers.own
-    whole = [(card, offer) for card in cards.values() for offer in card.models if offer.role is Role.VERIFIER and offer.digest]
-    digests = {offer.digest: offer.model_id for _, offer in whole if _is_named(offer, model)}
+    digests = digests_of(givers, model)
     if len(digests) > 1:
         listed = ", ".join(f"{name} {digest[:DIGEST_DIGITS]}" for digest, name in sorted(digests.items()))
         raise ModelNotFound(f"the fleet has different models called {model[:200]!r}: {listed}", "Name one by its digest")
+    return sources_of(givers, next(iter(digests))) if digests else ()
+
+
+def digests_of(givers: MayGiveWeights, model: str) -> dict[str, str]:
+    """What nodes mean by a name: digests, and a name in full for each."""
+    return {offer.digest: offer.model_id for _, offer in _whole(givers) if _is_named(offer, model)}
+
+
+def sources_of(givers: MayGiveWeights, digest: str) -> tuple[WeightsSource, ...]:
+    """As `weights_sources`, of one digest."""
+    cards, own = live_cards(givers.cards), givers.own
     links = Links(cards)
     found: dict[NodeId, tuple[tuple[float, float, NodeId], WeightsSource]] = {}
-    for card, offer in whole:
-        if card.node_id == own or offer.digest not in digests or not card.addresses:
+    for card, offer in _whole(givers):
+        if card.node_id == own or offer.digest != digest or not card.addresses:
             continue
         link = links.between(own, card.node_id)
         rank = (0.0 if link is None else -link.bytes_per_s, 0.0 if link is None else link.rtt_s, card.node_id)
@@ -50,6 +59,11 @@ def weights_sources(givers: MayGiveWeights, model: str) -> tuple[WeightsSource, 
             WeightsSource(card.node_id, _addresses(cards.get(own), card), offer.model_id, offer.digest, offer.size_bytes),
         )
     return tuple(source for _, source in sorted(found.values(), key=lambda pair: pair[0]))
+
+
+def _whole(givers: MayGiveWeights) -> list[tuple[NodeCard, ModelOffer]]:
+    cards = live_cards(givers.cards).values()
+    return [(card, offer) for card in cards for offer in card.models if offer.role is Role.VERIFIER and offer.digest]
 
 
 def _addresses(own: NodeCard | None, card: NodeCard) -> tuple[str, ...]:

@@ -7,9 +7,11 @@ asked no more. What arrived stays on disk, whatever happens, and the next fetch 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -19,6 +21,7 @@ from paceline.fleet.sources import WeightsSource
 from paceline.store.arriving import Arrivals
 from paceline.store.catalog import LocalModel, describe, find_whole
 from paceline.store.home import Home
+from paceline.store.hub import Listed
 from paceline.store.partial import covers
 from paceline.store.pull import Progress
 from paceline.store.staging import Staging, staged
@@ -52,6 +55,9 @@ class Fetch:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     examined: Progress | None = None
     """Told how far a source is that reads its files first, to describe them."""
+    listed: Listed | None = None
+    """What the hub says the model is made of; None: the nodes alone say so, and that is noted."""
+    wall: Callable[[], float] = time.time
 
 
 async def fetch_model(fetch: Fetch) -> LocalModel:
@@ -63,7 +69,7 @@ async def fetch_model(fetch: Fetch) -> LocalModel:
         ModelFileError, UnsupportedModel: what came can't be run here.
         ConfigError: the model's name can't be had here.
     """
-    here = await in_thread(partial(find_whole, fetch.sources[0].digest, fetch.home))
+    here = None if fetch.listed else await in_thread(partial(find_whole, fetch.sources[0].digest, fetch.home))
     if here is not None:
         return await in_thread(partial(describe, here[0], fetch.home))
     return await _from_any(fetch, None, lambda staging, _, checked: staging.finish(checked), None)
@@ -201,8 +207,10 @@ class _Attempt(Generic[Result]):
                 source.digest, _examined(fetch, f"{source.node_id} reads its files of {source.model_id} first")
             )
             needed = pieces_needed(manifest, self.part)
-            with staged(source.model_id, manifest, fetch.home) as staging:
-                fetch.announce(f"{source.model_id} comes from {source.node_id}")
+            name = source.model_id if fetch.listed is None else fetch.listed.ref.folder
+            at = datetime.fromtimestamp(fetch.wall(), UTC).isoformat(timespec="seconds")
+            with staged(name, manifest, fetch.home, fetch.listed, {"from": source.node_id, "at": at}) as staging:
+                fetch.announce(f"{name} comes from {source.node_id}")
                 tally = _Tally(fetch, manifest, needed)
                 lacking = await in_thread(partial(staging.missing, needed, tally.found), tally.stop)
                 if self.arrivals is not None:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-<<<<<<< HEAD
 import secrets
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-=======
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
->>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)
 from dataclasses import replace
 
 import grpc.aio
@@ -59,18 +55,13 @@ class FleetInference:
     def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
         self._routes: dict[str, Route] = {}
-<<<<<<< HEAD
-        self._described: dict[tuple[str, Weights], Described] = {}
-        self._fetching: dict[tuple[str, Weights], asyncio.Task[None]] = {}
-        self._gone: dict[str, float] = {}
-        """Models that were served lately, and until when."""
-=======
         self._described: OrderedDict[Key, Described] = OrderedDict()
         """That used last at the end."""
         self._set_aside: set[Key] = set()
         """Made way for others; fetched again when asked for."""
         self._fetching: dict[Key, asyncio.Task[None]] = {}
->>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)
+        self._gone: dict[str, float] = {}
+        """Models that were served lately, and until when."""
         self._stale = True
         self._settled = self._closed = False
         fleet.listen(self._on_news)
@@ -154,17 +145,13 @@ class FleetInference:
         self._stale = False
         loaded = {model.name: Weights(model.digest, model.weights, model.tokenizer) for model in self._local.all}
         meanings = {name: route.weights for name, route in self._routes.items()}
-<<<<<<< HEAD
         before, self._routes = self._routes, routes(self._fleet.eligible(Use.ANSWER), loaded, meanings)
         now = self._clock.monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
         self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
-=======
-        self._routes = routes(self._fleet.eligible(Use.ANSWER), loaded, meanings)
         shown = {(name, route.weights) for name, route in self._routes.items() if name not in loaded}
         self._described = OrderedDict((key, described) for key, described in self._described.items() if key in shown)
         self._set_aside &= shown
->>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)
         for name, route in self._routes.items():
             if name not in loaded:
                 self._fetch(route)
@@ -194,7 +181,6 @@ class FleetInference:
         self._fleet.meter.retried += 1
         logger.info("a request moves on to another node: %s", error)
 
-<<<<<<< HEAD
     def _stream(self, name: str, route: Route, stop: Stop, request: GenerationRequest) -> ChunkStream:
         if stop.node_id == self._fleet.node_id and self._local.inference is not None:
             return self._local.inference.generate(name, request)
@@ -206,7 +192,7 @@ class FleetInference:
             return channel
 
         return RemoteStream(dial, stop.node_id, loaded, request)
-=======
+
     def _wanted(self, route: Route) -> None:
         """A model was asked for."""
         key = (route.name, route.weights)
@@ -215,7 +201,6 @@ class FleetInference:
         elif key in self._set_aside:
             self._set_aside.discard(key)
             self._fetch(route)
->>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)
 
     def _fetch(self, route: Route) -> None:
         """Get what it takes to show and tokenize for a model of others."""
@@ -236,11 +221,11 @@ class FleetInference:
                 except PacelineError as error:
                     logger.warning("no tokenizer of %s from %s: %s", name, stop.node_id, error)
                     continue
-<<<<<<< HEAD
-                if Weights(described.loaded.digest, described.loaded.weights) == weights:
-                    self._described[key] = described
-                    return
-            await asyncio.sleep(RETRY_S)
+                if len(self._described) > MOST_SHOWN:
+                    self._set_aside.add(self._described.popitem(last=False)[0])
+                return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MOST_RETRY_S)
 
 
 class _Nodes:
@@ -255,10 +240,3 @@ class _Nodes:
 
     def moved(self, error: PacelineError) -> None:
         self._fleet.moved(error)
-=======
-                if len(self._described) > MOST_SHOWN:
-                    self._set_aside.add(self._described.popitem(last=False)[0])
-                return
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MOST_RETRY_S)
->>>>>>> 313d0e7 (Tokenizer and template belong to the card of a model: a route has nodes with equal ones, what is on disk here comes first, and what other nodes can make this one hold is bounded)

@@ -7,26 +7,28 @@ own cards, all at once and not for long.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import grpc.aio
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import MembershipError, PacelineError, SourceLost
+from paceline.core.errors import DownloadError, FetchInProgress, MembershipError, PacelineError, SourceLost
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Role, SealedCard
 from paceline.fleet.eligibility import MayGiveWeights, TrustPolicy, Use, Voids
 from paceline.fleet.revocations import Revocations
-from paceline.fleet.sources import WeightsSource, weights_sources
+from paceline.fleet.sources import WeightsSource, digests_of, sources_of, weights_sources
 from paceline.fleet.view import FleetView, LiveCard
 from paceline.node.fetch import Dial, Fetch, fetch_model
 from paceline.node.fleet_look import look
 from paceline.node.pipeline_settings import read_trust_policy
 from paceline.store.catalog import LocalModel, ModelLocation
 from paceline.store.home import Home
+from paceline.store.hub import Listed
 from paceline.store.library import Library
 from paceline.store.pull import Progress
 from paceline.store.selection import parse_ref
@@ -71,8 +73,63 @@ def dial_through(pool: ChannelPool, trust: TrustPolicy, voids: Voids) -> Dial:
     return dial
 
 
+@dataclass(frozen=True, slots=True)
+class Pulls:
+    """What a command pulls from the fleet."""
+
+    home: Home
+    """Where it goes, and where this machine's identity is."""
+    progress: Progress
+    """Told after every piece; called in any thread."""
+    announce: Callable[[str], None]
+    """Told in words who sends, and who did not go on."""
+
+    def run(self, bring: Callable[[MayGiveWeights, Dial], Coroutine[Any, Any, LocalModel | None]]) -> LocalModel | None:
+        """Look at the fleet, and bring a model from it; None where this machine is in none."""
+        folder = FleetFolder(self.home.fleet)
+        if not folder.is_member:
+            return None
+
+        async def look_and_bring() -> LocalModel | None:
+            identity = folder.identity()
+            voids = Revocations(open_revocations(folder.sealed_revocations(), identity.root)).voids
+            pool, trust = ChannelPool(identity, voids, SystemClock()), read_trust_policy(self.home)
+            try:
+                givers: MayGiveWeights = trust.eligible(await _fleet_view(self.home, identity.node_id, folder, pool), Use.GIVE_WEIGHTS)
+                return await bring(givers, dial_through(pool, trust, voids))
+            finally:
+                await pool.close()
+
+        return asyncio.run(look_and_bring())
+
+    def mirror(self, listed: Listed) -> LocalModel | None:
+        """Bring what the hub lists from nodes that have the same files: whatever they say of it, those are what is taken.
+
+        Returns:
+            None where none has them, or could finish.
+
+        Raises:
+            FetchInProgress, ModelFileError, UnsupportedModel, ConfigError: as `fetch_model`.
+        """
+
+        async def bring(givers: MayGiveWeights, dial: Dial) -> LocalModel | None:
+            digest = listed.digest
+            for known in digests_of(givers, listed.ref.folder) if digest is None else (digest,):
+                sources = sources_of(givers, known)
+                try:
+                    if sources:
+                        return await fetch_model(Fetch(sources, dial, self.home, self.progress, self.announce, listed=listed))
+                except FetchInProgress:
+                    raise
+                except DownloadError as error:
+                    self.announce(error.message)
+            return None
+
+        return self.run(bring)
+
+
 def pull_from_fleet(model: str, home: Home, progress: Progress, announce: Callable[[str], None]) -> LocalModel | None:
-    """Bring a model here from the fleet.
+    """Bring a model here on the fleet's word alone, which is announced and noted: where no hub says what the name means.
 
     Args:
         model: as a person names it: `org/name`, with `:file` or a part of it where wanted, another id, or twelve digits of a digest.
@@ -88,22 +145,16 @@ def pull_from_fleet(model: str, home: Home, progress: Progress, announce: Callab
         DownloadError, FetchInProgress, ModelFileError, UnsupportedModel, ConfigError: as `fetch_model`.
         IdentityError: this machine's identity can't be used.
     """
-    folder = FleetFolder(home.fleet)
-    if not folder.is_member:
-        return None
 
-    async def bring() -> LocalModel | None:
-        identity = folder.identity()
-        voids = Revocations(open_revocations(folder.sealed_revocations(), identity.root)).voids
-        pool, trust = ChannelPool(identity, voids, SystemClock()), read_trust_policy(home)
-        try:
-            givers: MayGiveWeights = trust.eligible(await _fleet_view(home, identity.node_id, folder, pool), Use.GIVE_WEIGHTS)
-            sources = weights_sources(givers, _full_name(model, givers.cards))
-            return await fetch_model(Fetch(sources, dial_through(pool, trust, voids), home, progress, announce)) if sources else None
-        finally:
-            await pool.close()
+    async def bring(givers: MayGiveWeights, dial: Dial) -> LocalModel | None:
+        sources = weights_sources(givers, _full_name(model, givers.cards))
+        if not sources:
+            return None
+        nodes = ", ".join(source.node_id for source in sources)
+        announce(f"What {sources[0].model_id} is, no hub says but {nodes}: the digest is {sources[0].digest}")
+        return await fetch_model(Fetch(sources, dial, home, progress, announce))
 
-    return asyncio.run(bring())
+    return Pulls(home, progress, announce).run(bring)
 
 
 async def _fleet_view(home: Home, own: NodeId, folder: FleetFolder, pool: ChannelPool) -> FleetView:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
-from paceline.core.errors import DownloadError, ModelNotFound
-from paceline.store.selection import HubRef
+from paceline.core.errors import HubSilent, NotAtHub
+from paceline.core.manifest import combined_digest
+from paceline.store.selection import HubRef, choose_files
 
 if TYPE_CHECKING:
     import httpx
@@ -44,6 +45,37 @@ class HubListing:
     files: dict[str, HubFile]
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The files of one model, as the hub lists them. Its word on a name stands above any other's."""
+
+    ref: HubRef
+    commit: str
+    files: tuple[HubFile, ...]
+    """Small files first."""
+
+    @property
+    def digest(self) -> str | None:
+        """The model's, where the listing tells it: of GGUF files."""
+        if not all(file.name.lower().endswith(".gguf") and file.checksum.kind == "sha256" for file in self.files):
+            return None
+        return combined_digest((file.name.rpartition("/")[2], file.checksum.hex) for file in self.files)
+
+
+def list_model(client: httpx.Client, address: str, ref: HubRef) -> Listed:
+    """Ask the hub what a model is made of: one request.
+
+    Raises:
+        NotAtHub, HubSilent: as `list_repo`.
+        ModelNotFound: there is no model in the repository, or it is not clear which is meant.
+        UnsupportedModel: as `choose_files`.
+    """
+    listing = list_repo(client, address, ref)
+    names = choose_files(ref.repo, list(listing.files), ref.selector)
+    # A configuration that can't be run is found out before gigabytes are fetched.
+    return Listed(ref, listing.commit, tuple(sorted((listing.files[name] for name in names), key=lambda file: (file.size, file.name))))
+
+
 def endpoint() -> str:
     """The hub's address: `HF_ENDPOINT`, else the library's default."""
     from huggingface_hub import constants
@@ -62,8 +94,8 @@ def list_repo(client: httpx.Client, address: str, ref: HubRef) -> HubListing:
     """Ask the hub for a repository's files.
 
     Raises:
-        ModelNotFound: there is no such repository or revision, or it may not be seen.
-        DownloadError: the hub can't be reached, or answers nonsense.
+        NotAtHub: there is no such repository or revision, or it may not be seen.
+        HubSilent: the hub can't be reached, or answers nonsense.
     """
     import httpx
 
@@ -71,18 +103,18 @@ def list_repo(client: httpx.Client, address: str, ref: HubRef) -> HubListing:
     try:
         answer = client.get(url, params={"blobs": "true"})
         if answer.status_code in {401, 403}:
-            raise ModelNotFound(
+            raise NotAtHub(
                 f"the hub does not show {ref.repo} (HTTP {answer.status_code}): it is private, gated, or not there",
                 "Check the name; for a gated model accept its terms on its page and set HF_TOKEN",
             )
         if answer.status_code == 404:
-            raise ModelNotFound(f"the hub has no {ref.repo} at revision {ref.revision or 'main'}", "Check the name, as in org/name")
+            raise NotAtHub(f"the hub has no {ref.repo} at revision {ref.revision or 'main'}", "Check the name, as in org/name")
         answer.raise_for_status()
         body: Any = answer.json()
     except httpx.HTTPError as error:
-        raise DownloadError(f"the hub at {address} did not list {ref.repo}: {error}", "Check the connection and try again") from error
+        raise HubSilent(f"the hub at {address} did not list {ref.repo}: {error}", "Check the connection and try again") from error
     except ValueError as error:
-        raise DownloadError(f"the hub at {address} answered something that is not JSON", "Check HF_ENDPOINT") from error
+        raise HubSilent(f"the hub at {address} answered something that is not JSON", "Check HF_ENDPOINT") from error
     return _listing(address, ref, body)
 
 
@@ -90,7 +122,7 @@ def _listing(address: str, ref: HubRef, body: Any) -> HubListing:
     fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
     commit, siblings = fields.get("sha"), fields.get("siblings")
     if not isinstance(commit, str) or not commit.isalnum() or not isinstance(siblings, list):
-        raise DownloadError(f"the hub at {address} lists no files for {ref.repo}", "Check HF_ENDPOINT")
+        raise HubSilent(f"the hub at {address} lists no files for {ref.repo}", "Check HF_ENDPOINT")
     files: dict[str, HubFile] = {}
     for entry in cast("list[Any]", siblings):
         file = _file(address, ref, commit, cast("dict[str, Any]", entry) if isinstance(entry, dict) else {})

@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +25,7 @@ from paceline.store.hf_config import spec_from_config
 from paceline.store.home import Home, read_json_object
 from paceline.store.json_object import load_object
 from paceline.store.locks import only_one
-from paceline.store.selection import HubRef, choose_files, is_path, parse_ref
+from paceline.store.selection import HubRef, gguf_models, is_path, parse_ref
 
 if TYPE_CHECKING:
     import httpx
@@ -37,9 +37,18 @@ HEAD_BYTES: Final = 8 << 20
 Progress = Callable[[int, int], None]
 """Told (bytes here, of bytes): of the files of the model together, what an earlier pull left included."""
 
+Mirror = Callable[[hub.Listed], LocalModel | None]
+"""Brings the very files that a hub lists here from elsewhere; None where they are not to be had there."""
+
 
 def pull(
-    ref: str, home: Home, progress: Progress, *, endpoint: str | None = None, sleep: Callable[[float], None] = time.sleep
+    ref: str,
+    home: Home,
+    progress: Progress,
+    *,
+    endpoint: str | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    mirror: Mirror | None = None,
 ) -> LocalModel:
     """Make a model available by name.
 
@@ -47,9 +56,11 @@ def pull(
         ref: `org/name`, with `@revision` and `:file-or-quantisation` where wanted; a folder; a GGUF file; or a name already here.
         progress: told after every piece; called in the caller's thread.
         endpoint: the hub's address; default: `HF_ENDPOINT`, else the hub of huggingface_hub.
+        mirror: asked first for what the hub lists.
 
     Raises:
-        ModelNotFound: no such repository, file or path.
+        NotAtHub, HubSilent: the hub does not list it.
+        ModelNotFound: no such file or path.
         DownloadError: it could not be finished; what was fetched is kept and the next pull goes on from there.
         FetchInProgress: the same is being pulled already.
         ModelFileError, UnsupportedModel: what came can't be run; said before the weights are fetched, where that can be known.
@@ -58,15 +69,27 @@ def pull(
     hub_ref = None if is_path(ref) else parse_ref(ref)
     if hub_ref is None or _is_local(ref, hub_ref, home):
         return _register(resolve(ref, home), home)
+    with _client() as client:
+        listed = hub.list_model(client, hub.endpoint() if endpoint is None else endpoint.rstrip("/"), hub_ref)
+        mirrored = None if mirror is None else mirror(listed)
+        if mirrored is not None:
+            return mirrored
+        with folder_lock(hub_ref.folder, home):
+            return _pull_listed(client, listed, home, progress, sleep)
+
+
+def list_at_hub(ref: HubRef) -> hub.Listed:
+    """What the hub says a model is made of. Raises as `hub.list_model`."""
+    with _client() as client:
+        return hub.list_model(client, hub.endpoint(), ref)
+
+
+def _client() -> httpx.Client:
     import httpx
 
     access = hub.token()
     headers = {} if access is None else {"Authorization": f"Bearer {access}"}
-    address = hub.endpoint() if endpoint is None else endpoint.rstrip("/")
-    with httpx.Client(headers=headers, timeout=httpx.Timeout(30.0), follow_redirects=True) as client:
-        listing = hub.list_repo(client, address, hub_ref)
-        with folder_lock(hub_ref.folder, home):
-            return _pull_listed(client, hub_ref, listing, home, progress, sleep)
+    return httpx.Client(headers=headers, timeout=httpx.Timeout(30.0, connect=10.0), follow_redirects=True)
 
 
 def _is_local(ref: str, hub_ref: HubRef, home: Home) -> bool:
@@ -88,13 +111,9 @@ def _register(location: ModelLocation, home: Home) -> LocalModel:
     return describe(location, home)
 
 
-def _pull_listed(
-    client: httpx.Client, ref: HubRef, listing: hub.HubListing, home: Home, progress: Progress, sleep: Callable[[float], None]
-) -> LocalModel:
-    names = choose_files(ref.repo, list(listing.files), ref.selector)
-    # Small files first: a configuration that can't be run is found out before gigabytes are fetched.
-    files = sorted((listing.files[name] for name in names), key=lambda file: (file.size, file.name))
-    first = next((name for name in names if name.lower().endswith(".gguf")), None)
+def _pull_listed(client: httpx.Client, listed: hub.Listed, home: Home, progress: Progress, sleep: Callable[[float], None]) -> LocalModel:
+    ref, files = listed.ref, listed.files
+    first = next(iter(gguf_models(file.name for file in files)), None)
     folder = home.models / ref.folder
     total, done = sum(file.size for file in files), 0
     _check_space(folder, files)
@@ -130,8 +149,7 @@ def _pull_listed(
             digests.remember(folder / file.name, file.checksum.hex)
     path = folder if first is None else folder / first
     open_model(str(path), home)
-    entries: dict[str, dict[str, object]] = {file.name: {"size": file.size, file.checksum.kind: file.checksum.hex} for file in files}
-    write_manifest(folder, {"repo": ref.repo, "revision": listing.commit}, entries)
+    write_manifest(folder, *entries_of(listed))
     return describe(next(location for location in locations(home) if location.path == path), home)
 
 
@@ -175,7 +193,7 @@ def _is_here(file: hub.HubFile, target: Path, digests: DigestCache) -> bool:
     return whole
 
 
-def _check_space(folder: Path, files: list[hub.HubFile]) -> None:
+def _check_space(folder: Path, files: Sequence[hub.HubFile]) -> None:
     """Refuse early what can't end well. What is already here counts as fetched."""
     missing = 0
     for file in files:
@@ -216,6 +234,12 @@ def write_manifest(folder: Path, about: dict[str, object], files: dict[str, dict
     known = before.get("files")
     kept = known if isinstance(known, dict) else {}
     _write(path, {**before, **about, "files": {**kept, **files}})
+
+
+def entries_of(listed: hub.Listed) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """What a manifest says of files that the hub lists: of all of them, and of each."""
+    files: dict[str, dict[str, object]] = {file.name: {"size": file.size, file.checksum.kind: file.checksum.hex} for file in listed.files}
+    return {"repo": listed.ref.repo, "revision": listed.commit}, files
 
 
 def unlist(folder: Path, names: list[str]) -> None:

@@ -11,20 +11,20 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 from paceline.core.errors import ConfigError, WrongBytes
 from paceline.core.manifest import PIECE, FileEntry, ModelManifest, PieceRun, manifest_digest
 from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, describe, locations, open_model
-from paceline.store.download import can_not_write
+from paceline.store.download import can_not_write, verify
 from paceline.store.home import Home, read_json_object
 from paceline.store.locks import only_one
 from paceline.store.partial import PartNote, Runs, read_note, write_note
 from paceline.store.pieces import FileSums, remember_sums
-from paceline.store.pull import check_space, folder_lock, unlist, write_manifest
+from paceline.store.pull import check_space, entries_of, folder_lock, unlist, write_manifest
 from paceline.store.selection import BESIDE, gguf_models
 
 _LONGEST_NAME: Final = 200
@@ -33,23 +33,32 @@ _ZEROS_SHA256: Final = hashlib.sha256(_ZEROS).digest()
 
 
 @contextlib.contextmanager
-def staged(name: str, manifest: ModelManifest, home: Home) -> Generator[Staging]:
+def staged(
+    name: str, manifest: ModelManifest, home: Home, listed: hub.Listed | None = None, origin: Mapping[str, str] | None = None
+) -> Generator[Staging]:
     """Begin to fetch a model, or go on with it.
 
     Args:
         name: what it will be called here.
+        listed: what the hub says it is made of; None: the description alone says so.
+        origin: where it comes from, for the list of what is here.
 
     Raises:
         FetchInProgress: another process of this machine is at it.
-        WrongBytes: the description is not of the model its digest names, or has files that no model has.
+        WrongBytes: the description is not of the model its digest names or the hub lists, has files of several models or of none, or
+            one that is here with other bytes.
         ConfigError: the name can't be had.
         DownloadError: the disk does not take it.
     """
     _check_files(manifest)
     _check_name(name, home)
+    if listed is None:
+        _check_here(manifest, _model_folder(name, home), None)
+    else:
+        _check_listed(manifest, listed)
     folder = home.partial / manifest.digest
     with only_one(home.partial / f"{manifest.digest}.lock", name):
-        staging = Staging(name, manifest, home, folder)
+        staging = Staging(name, manifest, home, folder, listed, origin or {})
         try:
             yield staging
         except OSError as error:
@@ -61,7 +70,11 @@ def staged(name: str, manifest: ModelManifest, home: Home) -> Generator[Staging]
 class Staging:
     """The files of one model that is being fetched. Made by `staged`; one thread at a time."""
 
-    def __init__(self, name: str, manifest: ModelManifest, home: Home, folder: Path) -> None:
+    def __init__(
+        self, name: str, manifest: ModelManifest, home: Home, folder: Path, listed: hub.Listed | None, origin: Mapping[str, str]
+    ) -> None:
+        self._listed: Final = listed
+        self._origin: Final = origin
         self._name: Final = name
         self._manifest: Final = manifest
         self._home: Final = home
@@ -146,6 +159,10 @@ class Staging:
             if digest != entry.sha256:
                 path.unlink()
                 raise WrongBytes(f"{entry.name} has the SHA-256 {digest[:12]}..., {entry.sha256[:12]}... was promised")
+        for file in () if self._listed is None else self._listed.files:
+            # The description's SHA-256 is the hub's: that was checked at the start, and the bytes just now.
+            if file.checksum.kind != "sha256" and not verify(self._folder / file.name, file):
+                raise WrongBytes(f"{file.name} is not the file that the hub lists")
         with folder_lock(self._name.partition(":")[0], self._home):
             return self._install()
 
@@ -158,6 +175,8 @@ class Staging:
         """Put checked files in place."""
         folder = _model_folder(self._name, self._home)
         entries = self._manifest.files
+        if self._listed is None:
+            _check_here(self._manifest, folder, self._folder)
         unlist(folder, [entry.name for entry in entries])
         for entry in entries:
             _place(self._folder / entry.name, folder / entry.name)
@@ -166,7 +185,9 @@ class Staging:
         first = next(iter(gguf_models(entry.name for entry in entries)), None)
         path = folder if first is None else folder / first
         open_model(str(path), self._home)
-        write_manifest(folder, {}, {entry.name: {"size": entry.size, "sha256": entry.sha256} for entry in entries})
+        about, files = ({}, {}) if self._listed is None else entries_of(self._listed)
+        files = files or {entry.name: {"size": entry.size, "sha256": entry.sha256} for entry in entries}
+        write_manifest(folder, about, {file: {**said, **self._origin} for file, said in files.items()})
         shutil.rmtree(self._folder, ignore_errors=True)
         return describe(next(location for location in locations(self._home) if location.path == path), self._home)
 
@@ -250,8 +271,41 @@ def _check_files(manifest: ModelManifest) -> None:
             raise WrongBytes(f"the description leaves {entry.name} out of the digest")
     if len({name.lower() for name in names}) != len(names):
         raise WrongBytes("the description has two files of one name")
+    models = gguf_models(names)
+    if models and (len(models) > 1 or sum(map(len, models.values())) != len(names)):
+        raise WrongBytes("the description has files of several models")
     if manifest_digest(manifest.files) != manifest.digest:
         raise WrongBytes(f"the files described are not those of the model with digest {manifest.digest[:12]}")
+
+
+def _check_listed(manifest: ModelManifest, listed: hub.Listed) -> None:
+    """What the hub lists, and nothing else."""
+    described = {entry.name: entry for entry in manifest.files}
+    if described.keys() != {file.name for file in listed.files}:
+        raise WrongBytes(f"the files described are not those that the hub lists for {listed.ref.repo}")
+    for file in listed.files:
+        entry = described[file.name]
+        if entry.size != file.size or (file.checksum.kind == "sha256" and entry.sha256 != file.checksum.hex):
+            raise WrongBytes(f"{file.name} is described with another size or SHA-256 than the hub lists")
+
+
+def _check_here(manifest: ModelManifest, folder: Path, staged_in: Path | None) -> None:
+    """A file that is listed here stays as it is.
+
+    Args:
+        staged_in: where the files lie that came; None before they do.
+    """
+    files = (read_json_object(folder / MANIFEST) or {}).get("files")
+    known = cast("dict[str, Any]", files) if isinstance(files, dict) else {}
+    for entry in manifest.files:
+        said = known.get(entry.name)
+        here = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+        sha256, sha1 = here.get("sha256"), here.get("sha1")
+        other = sha256 is not None and sha256 != entry.sha256
+        if sha1 is not None and staged_in is not None:
+            other = not verify(staged_in / entry.name, hub.HubFile(entry.name, entry.size, hub.Checksum("sha1", str(sha1)), ""))
+        if other:
+            raise WrongBytes(f"{entry.name} is here already, with other bytes than are described")
 
 
 def _check_name(name: str, home: Home) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 from tests.unit.node.weights.nodes import WatchedLibrary
 
+from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
@@ -44,9 +45,11 @@ class OwnCard(CapabilityServiceServicer):
 
 
 @asynccontextmanager
-async def member(fleet: TestFleet, name: str, home: Home, *offers: ModelOffer) -> AsyncIterator[tuple[str, WatchedLibrary]]:
+async def member(
+    fleet: TestFleet, name: str, home: Home, *offers: ModelOffer, trust: Trust = Trust.MEMBER
+) -> AsyncIterator[tuple[str, WatchedLibrary]]:
     """A member that serves; its address, and what it gave."""
-    identity = fleet.member(name)
+    identity = fleet.member(name, trust=trust)
     card, library = OwnCard(identity, offers), WatchedLibrary(home)
     server = grpc.aio.server()
     add_CapabilityServiceServicer_to_server(card, server)

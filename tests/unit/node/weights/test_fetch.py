@@ -403,7 +403,7 @@ async def test_a_size_that_no_disk_has_makes_no_file(fleet: Fleet, sharded: Give
     async with fleet.node(home) as node:
         true = node.library.describe(digest, lambda *_: None)
         size = 100 << 40
-        staging = Staging("sharded", lying_about(true, size=size), taker, taker.partial / digest)
+        staging = Staging("sharded", lying_about(true, size=size), taker, taker.partial / digest, None, {})
         with pytest.raises(DownloadError, match="MiB free"):
             staging.missing([PieceRun(0, 0, -(-size // PIECE))], lambda _: None)
     assert staged_files(taker) == []
