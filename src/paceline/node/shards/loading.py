@@ -209,11 +209,16 @@ async def load_in_thread(load: LoadsLayers, found: FoundWeights, options: LoadOp
     try:
         await in_thread(work, give_up)
     except asyncio.CancelledError:
-        while made:
-            made.pop().close()
-        give_memory_back()
+        await in_thread(partial(free_runners, made))
         raise
     return made[0]
+
+
+def free_runners(runners: list[LayerRunner[Any]]) -> None:
+    """Close runners and give their memory back. The list, which it empties, is the last to hold them. Blocks for as long as freeing takes."""
+    while runners:
+        runners.pop().close()
+    give_memory_back()
 
 
 def in_pipelines_terms(error: PacelineError) -> PipelineError:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from paceline.backends.memory import give_memory_back
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
@@ -24,7 +23,15 @@ from paceline.node.shapes import model_shape
 from paceline.node.shards.leases import Leases
 from paceline.node.shards.limits import FREE_SHARE, HostLimits
 from paceline.node.shards.load_meter import LoadMeter
-from paceline.node.shards.loading import FindsWeights, FoundWeights, LoadsLayers, in_pipelines_terms, kernels_for, load_in_thread
+from paceline.node.shards.loading import (
+    FindsWeights,
+    FoundWeights,
+    LoadsLayers,
+    free_runners,
+    in_pipelines_terms,
+    kernels_for,
+    load_in_thread,
+)
 from paceline.node.shards.meter import ShardMeter
 from paceline.node.shards.room import block_bytes, blocks_for, fixed_bytes, rows_for
 from paceline.node.shards.shard import Claim, Loaded, Shard
@@ -81,6 +88,8 @@ class WarmShards:
         self._one_load: Final = asyncio.Semaphore(1)
         self._queue: list[LoadMeter] = []
         """Of the load that has its turn, and those behind it."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Loads that were given up, and evictions, whose memory is not free yet."""
         self._failed: dict[Held, tuple[PipelineError, float]] = {}
         """Layers that could not be loaded: why, and when."""
         self._closed = False
@@ -167,8 +176,10 @@ class WarmShards:
             while device.free_bytes() < self._low_bytes and await self._evict_one(device):
                 pass
         now = self._clock.monotonic()
-        for shard in [shard for shard in self._shards if shard.is_idle and now - shard.used_at >= self._limits.idle_s]:
-            await self._evict(shard)
+        for shard in self.shards:
+            # Looked at in its turn: while others go, it may be claimed.
+            if shard.is_idle and now - shard.used_at >= self._limits.idle_s:
+                await self._evict(shard)
 
     async def close(self) -> None:
         """Give up what loads and free what is loaded. Claims must be released before, or their shards stay."""
@@ -220,7 +231,8 @@ class WarmShards:
         try:
             found = await self._weights.find(request, meter)
             try:
-                self._check_room(shard, found, request)
+                if not self._leaving:  # else it is known in its turn what is free
+                    self._check_room(shard, found, request)
             except PacelineError:
                 found.stop()  # before its layers come
                 raise
@@ -271,6 +283,8 @@ class WarmShards:
         spec = found.source.spec
         fixed, a_block = self._fixed_bytes(found, request), block_bytes(spec, request, BLOCK_TOKENS)
         device = running(self._devices, request.weights)
+        while self._leaving:
+            await asyncio.wait(self._leaving)
         # Nothing makes way for a load that no caller waits for.
         while shard.claims and fixed + request.n_blocks * a_block > self.left_bytes(device) and await self._evict_one(device):
             pass
@@ -309,6 +323,7 @@ class WarmShards:
             assert shard.loading is not None
             self._forget(shard)
             shard.loading.cancel()
+            self._leave(shard.loading)
         return bool(unclaimed)
 
     async def _evict(self, shard: Shard, *, count: bool = True) -> None:
@@ -319,12 +334,16 @@ class WarmShards:
             return
         self._meter.evictions += count
         logger.info("%s:%s is evicted", loaded.name, shard.layers)
-        loaded_runner = loaded.runner
+        runners = [loaded.runner]
         del loaded
-        await asyncio.shield(asyncio.to_thread(loaded_runner.close))
-        del loaded_runner
-        give_memory_back()
+        freeing = asyncio.create_task(asyncio.to_thread(free_runners, runners))
+        self._leave(freeing)
+        await asyncio.shield(freeing)
         self._on_change()
+
+    def _leave(self, task: asyncio.Task[None]) -> None:
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     def _forget(self, shard: Shard) -> None:
         """It is found no more."""

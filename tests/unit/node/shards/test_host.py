@@ -9,12 +9,12 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.unit.node.fleet.nodes import in_loop, until
+from tests.unit.node.fleet.nodes import BOUND_S, in_loop, until
 from tests.unit.node.shards.hosts import (
     SPEC,
     CountingLoads,
@@ -44,6 +44,8 @@ from paceline.core.errors import (
 from paceline.core.ids import BatchId, NodeId
 from paceline.core.model import BLOCK_TOKENS, WeightsFormat
 from paceline.core.weights import WeightSource
+from paceline.engine.local import LayerRunner
+from paceline.node.shards import loading
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.loading import kernels_for
 from paceline.node.shards.offers import ShardOffers
@@ -66,6 +68,12 @@ async def until_free(at: Hosting) -> None:
     for shard in at.warm.shards:
         assert not shard.claims
         assert shard.leases.free == shard.leases.n_blocks
+
+
+async def as_far_as_it_goes() -> None:
+    """Let what waits for no thread run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def warmed(a: Hosting, request: StageRequest | None = None) -> bool:
@@ -290,6 +298,77 @@ async def test_a_load_that_no_caller_waits_for_makes_way_for_one_that_a_caller_w
         await (await waiting).close()
         assert [shard.layers.start for shard in a.warm.shards] == [3]
         assert [runner.layers.start for runner in a.loads.runners] == [3]
+
+
+@in_loop
+async def test_what_is_claimed_while_other_layers_are_evicted_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, clock, gate = Net(), FakeClock(), threading.Event()
+    async with hosting(net, "a", clock=clock) as a:
+        for layers in ((0, 2), (3, 6)):
+            a.warm.prepare(wanted(*layers))
+            await until(lambda: all(shard.is_idle for shard in a.warm.shards))
+        monkeypatch.setattr(a.loads.runners[0], "close", lambda: gate.wait(BOUND_S))
+        clock.advance(1e4)
+        reap = asyncio.create_task(a.warm.evict_idle())
+        await until(lambda: len(a.warm.shards) == 1)
+        shard, claim = await a.warm.claim(wanted(3, 6))
+        gate.set()
+        await reap
+        assert shard.loaded
+        a.warm.release(shard, claim)
+
+
+@in_loop
+async def test_layers_wait_for_the_memory_of_a_load_that_made_way() -> None:
+    net, free, let_go = Net(), [1 << 30], threading.Event()
+    loads = CountingLoads()
+
+    def load(source: WeightSource, options: LoadOptions, progress: LoadProgress) -> LayerRunner[Any]:
+        if options.layers.start == 0:
+            free[0] = 0
+            assert let_go.wait(BOUND_S)
+            free[0] = 1 << 30
+            progress(1, 2)
+        return loads(source, options, progress)
+
+    async with hosting(net, "a", load=load, free_bytes=lambda: free[0]) as a:
+        a.warm.prepare(wanted(0, 3))
+        await until(lambda: free[0] == 0)
+        shard, claim = await a.warm.claim(wanted(3, 6))
+        assert shard.loading
+        await as_far_as_it_goes()
+        let_go.set()
+        await shard.loading
+        a.warm.release(shard, claim)
+
+
+@in_loop
+async def test_layers_wait_for_the_memory_of_others_that_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, free, clock, let_go = Net(), [1 << 30], FakeClock(), threading.Event()
+    freed_by: list[threading.Thread] = []
+
+    def close() -> None:
+        assert let_go.wait(BOUND_S)
+        free[0] = 1 << 30
+
+    monkeypatch.setattr(loading, "give_memory_back", lambda: freed_by.append(threading.current_thread()))
+    async with hosting(net, "a", free_bytes=lambda: free[0], clock=clock) as a:
+        a.warm.prepare(wanted(0, 3))
+        await until(lambda: any(shard.is_idle for shard in a.warm.shards))
+        free[0] = 0
+        a.runner.close = close
+        weakref.finalize(a.loads.runners.pop(), lambda: freed_by.append(threading.current_thread()))
+        clock.advance(1e4)
+        reap = asyncio.create_task(a.warm.evict_idle())
+        await until(lambda: not a.warm.shards)
+        shard, claim = await a.warm.claim(wanted(3, 6))
+        assert shard.loading
+        await as_far_as_it_goes()
+        let_go.set()
+        await asyncio.gather(reap, shard.loading)
+        assert len(freed_by) == 2
+        assert threading.main_thread() not in freed_by, "the event loop stands still meanwhile"
+        a.warm.release(shard, claim)
 
 
 @in_loop
