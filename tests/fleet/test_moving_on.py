@@ -8,12 +8,12 @@ from typing import Any
 
 import openai
 import pytest
-from tests.fleet.machines import EMPTY, Machine, free_port, machines, token_in, until
+from tests.fleet.machines import BOUND_S, EMPTY, Machine, free_port, machines, token_in, until
 from tests.fleet.test_forwarding import ASK, MODEL, client_of, metric
 
 from paceline.store.home import Home
 
-SMALL = ("--fleet-port", "0", "--context", "2048", "--kv-tokens", "4096", "--threads", "1")
+SMALL = ("--fleet-port", "0", "--context", "2048", "--kv-tokens", "4096", "--threads", "1", "--drain-s", "1")
 LONG: dict[str, Any] = {**ASK, "max_tokens": 160, "extra_body": {"ignore_eos": True}}
 
 
@@ -100,6 +100,31 @@ def test_one_answer_moves_as_often_as_machines_are_lost(trio: Trio) -> None:
         trio.heal()
 
     assert collect(trio.client.chat.completions.create(**asked), {20: swap, 21: swap}) == whole
+
+
+def test_equal_machines_share_what_is_under_way(trio: Trio) -> None:
+    streams = [trio.client.chat.completions.create(**{**LONG, "max_tokens": 1000}, stream=True) for _ in range(4)]
+    for stream in streams:
+        next(iter(stream))
+    assert [metric(machine, "paceline_requests_running") for machine in trio.runs] == [2, 2]
+    for stream in streams:
+        stream.close()
+
+
+def test_an_orderly_stop_in_mid_answer_costs_no_byte(trio: Trio) -> None:
+    asked = {**LONG, "stream": True, "max_tokens": 1500}
+    whole = collect(trio.client.chat.completions.create(**asked), {})
+    stopped: list[Machine] = []
+
+    def stop() -> None:
+        stopped.append(trio.serving())
+        stopped[0].node.process.send_signal(signal.SIGTERM)
+
+    # It is live for longer than the drain lasts, so it moves; what is asked meanwhile goes elsewhere.
+    asked_meanwhile = {30: lambda: trio.client.chat.completions.create(**ASK, max_tokens=4)}
+    assert collect(trio.client.chat.completions.create(**asked), {20: stop, **asked_meanwhile}) == whole
+    assert stopped[0].node.process.wait(BOUND_S) == 0
+    assert metric(trio.door, "paceline_fleet_retried_total") > 0
 
 
 def test_what_is_drawn_without_a_seed_goes_on_as_it_began_and_counts_once(trio: Trio) -> None:

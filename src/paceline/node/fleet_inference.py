@@ -28,6 +28,7 @@ from paceline.node.fleet_local import LocalModels
 from paceline.node.fleet_routes import Route, Stop, Weights, routes
 from paceline.node.fleet_tokenizers import Described, TokenizerStore
 from paceline.node.forwarded import Forwarded, Leg
+from paceline.node.sharing import Sharing
 from paceline.server.inference import ChunkStream, Progress, ServedModel, fingerprint_of
 from paceline.transport.generate_client import RemoteStream
 from paceline.transport.generate_service import LoadedModel
@@ -54,6 +55,7 @@ class FleetInference:
 
     def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
+        self._sharing = Sharing(fleet.node_id, self._own_load, self._heard_s, clock)
         self._routes: dict[str, Route] = {}
         self._described: OrderedDict[Key, Described] = OrderedDict()
         """That used last at the end."""
@@ -173,13 +175,26 @@ class FleetInference:
         route = self._routes.get(name)
         if route is None or route.weights != same[0]:
             return None
-        stop = next((stop for stop in route.stops if stop.numerics_id == same[1] and stop.node_id not in left), None)
-        return None if stop is None else Leg(stop.node_id, self._stream(name, route, stop, request))
+        stop = self._sharing.choose([stop for stop in route.stops if stop.numerics_id == same[1]], request.prompt_ids, left)
+        if stop is None:
+            return None
+        self._sharing.began(stop.node_id, request.prompt_ids)
+        return Leg(stop, self._stream(name, route, stop, request))
 
-    def moved(self, error: PacelineError) -> None:
-        """See `Nodes.moved`."""
-        self._fleet.meter.retried += 1
-        logger.info("a request moves on to another node: %s", error)
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        """See `Nodes.ended`."""
+        self._sharing.ended(leg.stop, error)
+        if error is not None:
+            self._fleet.meter.retried += 1
+            logger.info("a request leaves %s: %s", leg.node_id, error)
+
+    def _own_load(self) -> int:
+        stats = self.stats()
+        return stats.running + stats.waiting
+
+    def _heard_s(self, node_id: NodeId) -> float | None:
+        live = self._fleet.view().get(node_id)
+        return None if live is None else self._clock.monotonic() - live.age_s
 
     def _stream(self, name: str, route: Route, stop: Stop, request: GenerationRequest) -> ChunkStream:
         if stop.node_id == self._fleet.node_id and self._local.inference is not None:
@@ -238,5 +253,5 @@ class _Nodes:
     def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         return None if self._same is None else self._fleet.leg(self._name, self._same, request, left)
 
-    def moved(self, error: PacelineError) -> None:
-        self._fleet.moved(error)
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        self._fleet.ended(leg, error)

@@ -33,7 +33,7 @@ class FleetMeter:
     served: int = 0
     """Requests run for another node."""
     retried: int = 0
-    """Requests that left a node for another one, before their first token or behind it."""
+    """How often requests left a node before their end, before their first token or behind it."""
 
 
 logger = logging.getLogger(__name__)

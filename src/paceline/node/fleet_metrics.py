@@ -39,7 +39,7 @@ class FleetMetrics(Collector):
         yield CounterMetricFamily("paceline_gossip_received_bytes", "Of messages, after TLS.", value=meter.received_bytes)
         yield CounterMetricFamily("paceline_fleet_refusals", "Parties turned away, logged or not.", value=fleet.refusals.total)
         yield CounterMetricFamily("paceline_fleet_forwarded", "Requests sent to another node.", value=meter.forwarded)
-        yield CounterMetricFamily("paceline_fleet_retried", "Of these, those that moved on to yet another.", value=meter.retried)
+        yield CounterMetricFamily("paceline_fleet_retried", "How often one left a node that could not go on with it.", value=meter.retried)
         yield CounterMetricFamily("paceline_fleet_served", "Requests run for another node.", value=meter.served)
         yield from self._links()
         yield from self._rpcs()

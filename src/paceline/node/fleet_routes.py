@@ -41,6 +41,10 @@ class Stop:
     instance: bytes
     numerics_id: str
     addresses: tuple[str, ...]
+    expected_s: float | None = None
+    """What a typical request takes there while nothing else does, by the plan; None: not known."""
+    under_way: int = 0
+    """Sequences that run and wait there, as it said last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +74,12 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
     found: dict[str, Route] = {}
     for name in sorted(offered):
         weights = _meaning(name, offered[name], cards, loaded, meanings)
+        holders = offered[name][weights]
+        order, times = _order(own, cards, weights, any(card.node_id == own for card, _ in holders))
         stops = {
-            card.node_id: Stop(card.node_id, card.instance, offer.numerics_id, card.addresses) for card, offer in offered[name][weights]
+            card.node_id: Stop(card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id))
+            for card, offer in holders
         }
-        order = _order(own, cards, weights, own in stops)
         ranked = [stops.pop(node_id) for node_id in order if node_id in stops]
         # Nodes of which nothing is known but that they have it: this one first, then by id.
         rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
@@ -100,15 +106,15 @@ def _meaning(
     return next(iter(offered))
 
 
-def _order(own: NodeId, cards: tuple[NodeCard, ...], weights: Weights, own_has_it: bool) -> list[NodeId]:
+def _order(own: NodeId, cards: tuple[NodeCard, ...], weights: Weights, own_has_it: bool) -> tuple[list[NodeId], dict[NodeId, float]]:
+    """Those that have the model loaded, the best first, and what a typical request takes there."""
     ranked = _choices(cards, PlanRequest(weights.digest, weights.format, ways=frozenset({Way.ALONE})))
     order = [choice.stages[0].node_id for choice in ranked if choice.stages[0].warm]
-    if own_has_it and own in order and order[0] != own:
-        times = {choice.stages[0].node_id: choice.estimate.total_s for choice in ranked}
-        if times[own] < WORTH_A_HOP * times[order[0]]:
-            order.remove(own)
-            order.insert(0, own)
-    return order
+    times = {choice.stages[0].node_id: choice.estimate.total_s for choice in ranked if choice.stages[0].warm}
+    if own_has_it and own in order and times[own] < WORTH_A_HOP * times[order[0]]:
+        order.remove(own)
+        order.insert(0, own)
+    return order, times
 
 
 def _choices(cards: tuple[NodeCard, ...], request: PlanRequest) -> tuple[Choice, ...]:

@@ -26,6 +26,7 @@ from paceline.core.errors import (
 )
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import NodeId
+from paceline.node.fleet_routes import Stop
 from paceline.server.inference import ChunkStream
 
 MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow)
@@ -40,8 +41,12 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 class Leg:
     """A part of an answer's way: one node runs it. Its stream is not opened yet."""
 
-    node_id: NodeId
+    stop: Stop
     stream: ChunkStream
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.stop.node_id
 
 
 class Nodes(Protocol):
@@ -51,8 +56,8 @@ class Nodes(Protocol):
         """At the best node now that is not among those left; None where there is none."""
         ...
 
-    def moved(self, error: PacelineError) -> None:
-        """Hear why a request left the node before."""
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        """Hear that a request is over at a node, and why it left before its end."""
         ...
 
 
@@ -123,8 +128,6 @@ class Forwarded:
                 request = replace(request, so_far={index: tuple(tokens) for index, tokens in self._so_far.items()})
             self._leg = self._nodes.leg(request, self._left)
             if self._leg is not None:
-                if self._trouble is not None:
-                    self._nodes.moved(self._trouble)
                 return True
             if not self._begun:
                 raise self._refusal or NodeUnreachable(
@@ -177,11 +180,12 @@ class Forwarded:
         if self._refusal is None or isinstance(self._refusal, FleetError):
             self._refusal = error
         self._until_s = min(self._until_s, self._clock.monotonic() + PATIENCE_S)
-        await self._hang_up()
+        await self._hang_up(error)
 
-    async def _hang_up(self) -> None:
+    async def _hang_up(self, error: PacelineError | None = None) -> None:
         leg, self._leg = self._leg, None
         if leg is not None:
+            self._nodes.ended(leg, error)
             await leg.stream.aclose()
 
     def _ended(self) -> Sequence[GenerationChunk]:

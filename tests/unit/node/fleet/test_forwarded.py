@@ -22,6 +22,7 @@ from paceline.core.errors import (
 )
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.ids import NodeId, RequestId
+from paceline.node.fleet_routes import Stop
 from paceline.node.forwarded import Forwarded, Leg
 from paceline.testing.clock import FakeClock
 
@@ -67,16 +68,18 @@ class Scripted:
         self._scripts = [[script] if isinstance(script, Script) else list(script) for script in scripts]
         self.asked: list[GenerationRequest] = []
         self.told: list[PacelineError] = []
+        self.over: list[NodeId] = []
 
     def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         for place, scripts in enumerate(self._scripts):
             if scripts and NodeId(str(place)) not in left:
                 self.asked.append(request)
-                return Leg(NodeId(str(place)), scripts.pop(0))
+                return Leg(Stop(NodeId(str(place)), b"", "", ()), scripts.pop(0))
         return None
 
-    def moved(self, error: PacelineError) -> None:
-        self.told.append(error)
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        self.over.append(leg.node_id)
+        self.told += [] if error is None else [error]
 
 
 def forwarded(*scripts: Script | Sequence[Script], nodes: Scripted | None = None) -> Forwarded:
@@ -181,6 +184,7 @@ async def test_an_answer_that_broke_off_goes_on_elsewhere_from_its_tokens() -> N
     ]
     assert [request.so_far for request in nodes.asked] == [{}, {0: (7, 7), 1: (7,)}, {1: (7, 7)}]
     assert nodes.told == [gone, gone]
+    assert nodes.over == ["0", "1", "2"]
     assert first.closed == second.closed == third.closed == 1
 
 
