@@ -67,11 +67,12 @@ unit: install-dev  ## Tests; narrow them with PYTEST="-k sampling"
 	$(BIN)/python tools/run_tests.py $(PYTEST)
 
 KILLS ?= 200
+FAULTS ?= 200
 PAIRS ?= 2000
 
-soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...), draft for 2,000 answers (PAIRS=...): no byte differs, nothing leaks
+soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...), strike those behind a door as often (FAULTS=...), draft for 2,000 answers (PAIRS=...): no byte differs, nothing leaks
 	PACELINE_SOAK_PAIRS=$(PAIRS) $(BIN)/python -m pytest tests/identity/test_drafts.py
-	PACELINE_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -s tests/soak
+	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) $(BIN)/python -m pytest -s tests/soak
 
 format: install-dev  ## Rewrite to style
 	$(BIN)/ruff check --fix src tests bench tools

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ from paceline.transport.trust.requests import make_request
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
 SEARCH_S = 10
 """Also on a busy machine more than a node that is known takes for its first word."""
+ASLEEP_S = 3.2
+"""Of a machine: longer than the silence of a stage is borne, and shorter than others keep its card."""
 CONFIG = f"""[pipeline]
 search_seconds = {SEARCH_S}
 spot_check_every = 1
@@ -171,6 +175,20 @@ def test_stages_die_and_come_back_and_the_answer_is_the_same(fleet: Fleet) -> No
     fleet.tell("stop good")
     assert text + "".join(chunks) == fleet.alone
     assert fleet.route == {"bad"}
+
+
+def test_an_orchestrator_that_slept_blames_no_stage(fleet: Fleet) -> None:
+    fleet.over("h")
+    process = fleet.o.node.process
+    said = len(fleet.o.node.said)
+    for pieces_before in (1, 8, None):  # None: idle
+        stream = fleet.stream()
+        text = "" if pieces_before is None else "".join(next(stream) for _ in range(pieces_before))
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(ASLEEP_S)
+        process.send_signal(signal.SIGCONT)
+        assert text + "".join(stream) == fleet.alone
+    assert not [line for line in fleet.o.node.said[said:] if "goes on over" in line], fleet.o.node.said[said:]
 
 
 def test_where_nobody_is_left_an_answer_ends_and_a_later_one_is_served(fleet: Fleet) -> None:

@@ -26,3 +26,27 @@ class SystemClock:
 
     def wall(self) -> float:
         return time.time()
+
+
+class SteadyClock:
+    """A clock by which a machine that slept has lost no time: what others did not say meanwhile is not held against them. For one thread.
+
+    Law: between two looks at most `most_s` pass, so it must be looked at more often than that.
+
+    Args:
+        most_s: raising it: more of a sleep counts; lowering it: time counts less while the thread is held up.
+    """
+
+    def __init__(self, clock: Clock, most_s: float = 3.0) -> None:
+        self._clock, self._most_s = clock, most_s
+        self._looked_s = clock.monotonic()
+        self._slept_s = 0.0
+
+    def monotonic(self) -> float:
+        now_s = self._clock.monotonic()
+        self._slept_s += max(0.0, now_s - self._looked_s - self._most_s)
+        self._looked_s = now_s
+        return now_s - self._slept_s
+
+    def wall(self) -> float:
+        return self._clock.wall()

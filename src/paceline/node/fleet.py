@@ -16,7 +16,7 @@ from typing import IO
 import grpc.aio
 
 from paceline.core.background import Background
-from paceline.core.clock import Clock
+from paceline.core.clock import Clock, SteadyClock
 from paceline.core.errors import MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
@@ -86,6 +86,7 @@ class FleetNode:
         """What this node drafts with. A model that was loaded for it is added."""
         self.book = AddressBook()
         self.refusals = Refusals(clock)
+        steady = SteadyClock(clock)  # upkeep looks at it every second
         self.gossip = GossipDriver(
             self.identity,
             folder,
@@ -93,7 +94,7 @@ class FleetNode:
             self,
             self.refusals,
             self.meter,
-            clock,
+            steady,
             self.background,
             seeds=(*settings.peers, *folder.peers()),
             revocations=revocations,
@@ -111,7 +112,7 @@ class FleetNode:
         self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused)
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self.background, self._measured)
         self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
-        self._upkeep = Upkeep(settings.host, folder, portrait, self.gossip, self.refusals, clock, self.background, self._discovery.moved)
+        self._upkeep = Upkeep(settings.host, folder, portrait, self.gossip, self.refusals, steady, self.background, self._discovery.moved)
         self._server: NodeServer | None = None
         self._tensors: TensorListener | None = None
         self._lock: IO[bytes] | None = None

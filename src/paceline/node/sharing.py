@@ -19,6 +19,8 @@ from paceline.node.fleet_routes import WORTH_A_HOP, Stop
 
 BUSY = 0.5
 """By what part of itself an answer takes longer for each other one under way. Raising it: requests spread sooner, to slower machines too."""
+ALIKE = 1.25
+"""Machines whose speeds differ by less are taken for equal: estimates are rough."""
 FAVOUR = 0.5
 """Of an answer's time, what a prompt that is in memory as a whole saves. Raising it: conversations stay longer where they are, though others idle."""
 PREFIX_TOKENS = 64
@@ -63,12 +65,15 @@ class Sharing:
         if len(open_stops) < 2:
             return open_stops[0] if open_stops else None
         known = self._known(prompt_ids)
-        slowest_s = max((stop.expected_s for stop in stops if stop.expected_s is not None), default=0.5)
+        times = [stop.expected_s for stop in stops if stop.expected_s is not None]
+        quickest_s, slowest_s = min(times, default=0.5), max(times, default=0.5)
         has_own = any(stop.node_id == self._own for stop in stops)
 
         def cost(stop: Stop) -> tuple[bool, float]:
             node_id = stop.node_id
             seconds = 2 * slowest_s if stop.expected_s is None else stop.expected_s
+            if seconds < ALIKE * quickest_s:
+                seconds = quickest_s
             if has_own and node_id != self._own:
                 seconds *= WORTH_A_HOP
             load = max(self._under_way[node_id], stop.under_way, self._own_load() if node_id == self._own else 0)

@@ -38,7 +38,7 @@ class Door:
 
 def test_equal_machines_share_requests() -> None:
     door = Door()
-    sent = [door.send() for _ in range(8)]
+    sent = [door.send([stop(B), stop(C, 1.2)]) for _ in range(8)]
     assert [one.node_id for one in sent].count(B) == 4
     for one in sent:
         if one.node_id == C:

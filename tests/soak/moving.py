@@ -1,0 +1,203 @@
+"""A door and two machines that have the model, each in a network namespace of its own where there are such: one of the two is struck again and again.
+
+Struck is whatever a machine may suffer: its process is killed, or stopped for a while, its cable is pulled, or a person presses Ctrl-C. At most one is
+down at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+from urllib.error import HTTPError
+
+from tests.fleet.machines import BOUND_S, EMPTY, Machine, free_port, machines, until
+from tests.fleet.network import Network, network, why_not
+from tests.soak.soak import BEGINNINGS, LONGEST_S, MODEL, Tally, answer, metrics
+
+from paceline.store.home import Home
+
+MODEL_OPTIONS = ("--threads", "1", "--context", "1024", "--kv-tokens", "8192", "--drain-s", "1", "--fleet-port", "0")
+DOWN_S = (4.5, 5.5)
+"""How long a machine is stopped, or cut off: until it was left."""
+MOST_BETWEEN = 60
+"""Tokens between two faults, of all streams together, at most."""
+CLONE_NEWNET = 0x40000000
+
+Right = Sequence[tuple[dict[str, Any], tuple[str, str]]]
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class Seen(Tally):
+    """What clients saw, and for how long each of them saw nothing."""
+
+    longest_s: float = 0.0
+    last_s: dict[int, float] = field(default_factory=dict[int, float])
+
+    def begins(self) -> None:
+        """A client asks."""
+        with self.lock:
+            self.last_s[threading.get_ident()] = time.monotonic()
+
+    def token(self) -> None:
+        now_s, client = time.monotonic(), threading.get_ident()
+        with self.lock:
+            self.tokens += 1
+            self.longest_s = max(self.longest_s, now_s - self.last_s[client])
+            self.last_s[client] = now_s
+
+
+class Places:
+    """Where each machine's API can be reached: on loopback, of its own namespace where it has one."""
+
+    def __init__(self, net: Network | None) -> None:
+        self._net = net
+
+    def enter(self, name: str) -> None:
+        """Have this thread be where a machine is, for good."""
+        if self._net is not None:
+            with Path(f"/run/netns/{self._net.namespace(name)}").open() as space:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(space.fileno(), CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+
+    def at(self, name: str, work: Callable[[], Value]) -> Value:
+        """Do something there."""
+        with ThreadPoolExecutor(1, initializer=self.enter, initargs=(name,)) as there:
+            return there.submit(work).result()
+
+
+class Trio:
+    """The door, which has no model, and two machines that have."""
+
+    def __init__(self, door: Machine, runs: Sequence[Machine], net: Network | None) -> None:
+        self.door, self.runs, self._net = door, tuple(runs), net
+        self.places = Places(net)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What a machine may suffer here."""
+        return ("kill", "stop", "sleep", "kill", "stop", "sleep" if self._net is None else "cut")
+
+    def strike(self, fault: str, victim: Machine, for_s: float) -> None:
+        """Have a machine suffer something, and get over it."""
+        process = victim.node.process
+        match fault:
+            case "kill":
+                victim.node.kill()
+            case "stop":
+                victim.node.stop()
+            case "sleep":
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(for_s)
+                process.send_signal(signal.SIGCONT)
+            case _:
+                assert self._net is not None
+                self._net.sides = (frozenset({victim.name}), frozenset({self.door.name, *(one.name for one in self.runs)} - {victim.name}))
+                time.sleep(for_s)
+                self._net.sides = ()
+        if not victim.is_up:
+            victim.up(*MODEL_OPTIONS)
+        until(self.sees_all)
+
+    def sees_all(self) -> bool:
+        """Whether the door sees both. A machine that is ready was seen: its start waits for that."""
+        return self.metric(self.door, "paceline_fleet_nodes") == 1 + len(self.runs)
+
+    def metric(self, machine: Machine, name: str) -> float:
+        return self.places.at(machine.name, lambda: metrics(machine.node.url))[name]
+
+
+class Clients:
+    """Ask at a door until they are told to stop.
+
+    Args:
+        right: bodies, and what must come of them.
+    """
+
+    def __init__(self, whole: Trio, right: Right, clients: int, seed: int) -> None:
+        self.seen = Seen()
+        self._whole, self._right = whole, right
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(random.Random(seed + place),)) for place in range(clients)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(LONGEST_S)
+        assert not any(thread.is_alive() for thread in self._threads), "an answer never ended"
+
+    def wait_for_tokens(self, count: int) -> None:
+        end, target = time.monotonic() + BOUND_S, self.seen.tokens + count
+        while self.seen.tokens < target and not self.seen.wrong:
+            assert time.monotonic() < end, "nothing streams any more"
+            time.sleep(0.005)
+
+    def _ask(self, rng: random.Random) -> None:
+        door = self._whole.door
+        self._whole.places.enter(door.name)
+        while not self._stop.is_set() and not self.seen.wrong:
+            body, expected = rng.choice(self._right)
+            self.seen.begins()
+            try:
+                got = answer(door.node.url, body, self.seen)
+            except HTTPError as error:
+                got = ("", f"{error.code}: {error.read().decode()}")
+            except OSError as error:
+                got = ("", f"{type(error).__name__}: {error}")
+            with self.seen.lock:
+                self.seen.answers += 1
+                if got != expected:
+                    self.seen.wrong.append(f"{body}: {got!r} where {expected!r} was due")
+
+
+def asked(seed: int, count: int) -> list[dict[str, Any]]:
+    """Bodies of requests: greedy and drawn, short prompts and long ones."""
+    rng = random.Random(seed)
+    return [
+        {
+            "model": MODEL,
+            "prompt": " ".join(rng.choices(BEGINNINGS, k=rng.choice((1, 1, 3, 12)))),
+            "max_tokens": rng.randint(32, 160),
+            "temperature": rng.choice((0.0, 0.8)),
+            "seed": number,
+            "stream": True,
+        }
+        for number in range(count)
+    ]
+
+
+@contextmanager
+def trio(root: Path) -> Iterator[Trio]:
+    """Three machines that run."""
+    names = ("door", "b", "c")
+    with ExitStack() as stack:
+        net = stack.enter_context(network(*names)) if not why_not() else None
+        made = stack.enter_context(machines(root, Home.from_environment().kernels, *names))
+        for machine in made if net is not None else ():
+            machine.prefix = net.inside(machine.name)
+            machine.options = ("--fleet-host", net.address(machine.name), "--no-mdns")
+        door, *runs = made
+        address = "127.0.0.1" if net is None else net.address("door")
+        token = door.init("--join-port", str(free_port()), "--address", address)
+        door.up(*EMPTY)
+        for machine in runs:
+            machine.run("join", token, "--name", machine.name)
+            machine.up(*MODEL_OPTIONS)
+        whole = Trio(door, runs, net)
+        until(whole.sees_all)
+        yield whole
