@@ -26,7 +26,7 @@ from tests.soak.soak import BEGINNINGS, LONGEST_S, MODEL, Tally, answer, metrics
 from paceline.store.home import Home
 
 MODEL_OPTIONS = ("--threads", "1", "--context", "1024", "--kv-tokens", "8192", "--drain-s", "1", "--fleet-port", "0")
-DOWN_S = (4.5, 5.5)
+DOWN_S = (4.2, 4.8)
 """How long a machine is stopped, or cut off: until it was left."""
 MOST_BETWEEN = 60
 """Tokens between two faults, of all streams together, at most."""
@@ -86,7 +86,7 @@ class Trio:
     @property
     def faults(self) -> tuple[str, ...]:
         """What a machine may suffer here."""
-        return ("kill", "stop", "sleep", "kill", "stop", "sleep" if self._net is None else "cut")
+        return ("kill", "stop", "sleep", *(("cut",) if self._net is not None else ()))
 
     def strike(self, fault: str, victim: Machine, for_s: float) -> None:
         """Have a machine suffer something, and get over it."""

@@ -9,6 +9,8 @@ Laws:
   collected, and enter the prefix cache only when their rows are known to be right.
 - With a pipeline (depth > 1), running sequences are spread over `depth` batches, and so is a chunk of prompts: each stage has a part of it, and what
   comes behind waits for no more than one. What room is left there is filled with guesses on guesses.
+- Where KV is lost again before all that the loss before took was computed anew, the oldest goes first and alone: however often that happens, an answer
+  gets ahead.
 - A draft takes no block from anybody: where none is free it is cut short.
 """
 
@@ -71,6 +73,10 @@ class Scheduler:
         self._most_blocks = 0
         """That a sequence may come to need."""
         self._released: list[SequenceId] = []
+        self._replaying: set[SequenceState] = set()
+        """What ran when KV was lost, and is not yet where it was."""
+        self._piling = False
+        """KV was lost while such were left."""
         self._draining: list[SequenceState] = []
         """Ended or due to be preempted, with blocks held until their batch is collected."""
 
@@ -160,6 +166,8 @@ class Scheduler:
             if seq.phase is Phase.ENDED:
                 self._release(seq)
         self._draining.clear()
+        self._piling = self._is_replaying()
+        self._replaying.update(self.running)
         for seq in reversed(tuple(self.running)):
             self._requeue(seq)
         self.pool.forget_cached()
@@ -219,6 +227,8 @@ class Scheduler:
         """Prompts to run, and sequences that are run again, and how many rows of each, beside so many rows of answers."""
         prompts = [seq for seq in self.running if seq.left > 1 and seq.flights < self._depth and not seq.preempt_when_collected]
         most = min(most, -(-self._chunk // self._depth))
+        if self._piling and self._is_replaying():
+            prompts = _first(prompts, most)
         if all(seq.left > most for seq in prompts):  # else what ends bounds the step
             most = min(most, self._most)
         # Where nothing waits for its next token, a step may take its time.
@@ -229,6 +239,11 @@ class Scheduler:
         for seq, rows in zip(prompts, shares, strict=True):
             if rows:
                 yield seq, rows
+
+    def _is_replaying(self) -> bool:
+        """Whether something that was lost is still to be computed anew."""
+        self._replaying = {seq for seq in self._replaying if seq.is_live and (seq.phase is Phase.WAITING or seq.left > 1)}
+        return bool(self._replaying)
 
     def _ahead(self) -> Iterator[tuple[SequenceState, int, Sequence[int]]]:
         """Guesses on guesses, for a pipeline that has nothing else to do."""
@@ -375,6 +390,15 @@ class Scheduler:
         self.prefixes.check_invariants({*self.running, *self._draining})
         if not self.running and not self._draining:
             assert self.pool.used == 0, "blocks are held with nothing running"
+
+
+def _first(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceState]:
+    """The oldest, and those behind it that a step of so many rows has room for."""
+    for place, seq in enumerate(prompts):
+        most -= seq.left
+        if most <= 0:
+            return prompts[: place + 1]
+    return prompts
 
 
 def _arrival(seq: SequenceState) -> SequenceId:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -102,6 +103,22 @@ class TestPenalties:
         sampling = SamplingParams(temperature=0, repetition_penalty=10)
         (answer,) = EngineBench().run(request(n_prompt=5, max_tokens=20, sampling=sampling)).values()
         assert len({*answer.token_ids, *request(n_prompt=5).prompt_ids}) == 20 + len(set(request(n_prompt=5).prompt_ids))
+
+
+class TestLossesThatPileUp:
+    @pytest.mark.parametrize(("depth", "steps"), [(1, 10), (3, 28)])
+    def test_the_oldest_gets_ahead_though_others_keep_coming(self, depth: int, steps: int) -> None:
+        """KV is lost every so many steps, and computing its prompt takes almost as many; shorter ones come all the time."""
+        bench = EngineBench(n_blocks=96, max_running=8, lose=range(steps, 9000, steps), max_losses=1000, depth=depth, prefix_cache=False)
+        bench.add(request("long", 56, 6))
+        for number in range(300):
+            for place in range(3):
+                with suppress(Overloaded):
+                    bench.add(request(f"{number}.{place}", 24, 2, salt=number))
+            bench.step()
+            if bench.answers.get((RequestId("long"), 0), Answer()).finish is not None:
+                break
+        assert bench.answers[RequestId("long"), 0].token_ids == answer_alone(request("long", 56, 6)).token_ids
 
 
 class TestGoingOn:
