@@ -92,6 +92,8 @@ class ModelOffer:
     """Of a `SHARD` that is loaded: which layers. None: any range may be asked for."""
     tokenizer: str = ""
     """SHA-256 of its packed tokenizer and chat template, hex. Empty where it is not loaded."""
+    under_way: int = 0
+    """Sequences that run and wait, where it is loaded: a power of four, 0 below four."""
 
 
 @dataclass(frozen=True, slots=True)

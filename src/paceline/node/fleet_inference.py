@@ -55,7 +55,7 @@ class FleetInference:
 
     def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
-        self._sharing = Sharing(fleet.node_id, self._own_load, self._heard_s, clock)
+        self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
         self._routes: dict[str, Route] = {}
         self._described: OrderedDict[Key, Described] = OrderedDict()
         """That used last at the end."""
@@ -188,7 +188,8 @@ class FleetInference:
             self._fleet.meter.retried += 1
             logger.info("a request leaves %s: %s", leg.node_id, error)
 
-    def _own_load(self) -> int:
+    def own_load(self) -> int:
+        """Sequences that run and wait here."""
         stats = self.stats()
         return stats.running + stats.waiting
 

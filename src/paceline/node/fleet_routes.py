@@ -77,7 +77,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
         holders = offered[name][weights]
         order, times = _order(own, cards, weights, any(card.node_id == own for card, _ in holders))
         stops = {
-            card.node_id: Stop(card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id))
+            card.node_id: Stop(card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), offer.under_way)
             for card, offer in holders
         }
         ranked = [stops.pop(node_id) for node_id in order if node_id in stops]

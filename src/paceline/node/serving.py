@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import grpc.aio
@@ -17,7 +18,7 @@ from prometheus_client.registry import Collector
 from paceline.backends.options import LoadProgress
 from paceline.core.background import in_background
 from paceline.core.clock import Clock
-from paceline.fleet.card import Link, ModelOffer, NodeCard
+from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.node.build import BuiltNode
 from paceline.node.capability import LOOKUP, SelfPortrait
 from paceline.node.drafts.proposing import LoadedProposer, lookup
@@ -57,6 +58,8 @@ class Portrait:
     ) -> None:
         self._portrait, self._warm, self._drafts, self._beside = portrait, warm, drafts, beside
         self._offers_warm = True
+        self.load: Callable[[], int] = lambda: 0
+        """Sequences that run and wait."""
 
     def add(self, warm: WarmModel) -> None:
         """A model was loaded; the next look says so."""
@@ -76,7 +79,20 @@ class Portrait:
 
     def card(self, addresses: tuple[str, ...], links: tuple[Link, ...]) -> NodeCard:
         """As of the last look."""
-        return self._portrait.card(addresses, links)
+        card, load = self._portrait.card(addresses, links), shown_load(self.load())
+        if not load:
+            return card
+        return replace(card, models=tuple(replace(offer, under_way=load) if is_whole(offer) else offer for offer in card.models))
+
+
+def is_whole(offer: ModelOffer) -> bool:
+    """Whether a model answers here."""
+    return offer.role is Role.VERIFIER and offer.warm
+
+
+def shown_load(sequences: int) -> int:
+    """As a card says it: roughly, so that requests which come and go make no new card."""
+    return 4 ** ((sequences.bit_length() - 1) // 2) if sequences >= 4 else 0
 
 
 class FleetServing:
@@ -114,6 +130,7 @@ class FleetServing:
         loaded = () if node is None else tuple(_loaded(node, model) for model in warm)
         self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)
+        portrait.load = self.inference.own_load
         self.metrics = FleetMetrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
         self.pipelines = PipelineMeter()

@@ -92,6 +92,7 @@ def _check_offer(who: str, offer: ModelOffer) -> None:
     _texts(who, (offer.model_id, offer.weights, offer.digest, offer.numerics_id, offer.vocabulary, offer.tokenizer))
     _rates(who, (offer.tokens_per_second, offer.prefill_tokens_per_second))
     _within(who, "model's size", offer.size_bytes, 0, MOST)
+    _within(who, "load", offer.under_way, 0, 1 << 31)
     shape = offer.shape
     if offer.shard is not None:
         _check_shard(who, offer.shard, MAX_LAYERS if shape is None else shape.n_layers)

@@ -132,6 +132,7 @@ def _write_offer(offer: ModelOffer) -> wire.ModelCapability:
         size_bytes=offer.size_bytes,
         vocabulary=offer.vocabulary,
         tokenizer_sha256=offer.tokenizer,
+        under_way=offer.under_way,
         shape=None
         if shape is None
         else wire.ModelShape(
@@ -185,6 +186,7 @@ def _read_offer(offer: wire.ModelCapability, role: Role) -> ModelOffer:
         else None,
         vocabulary=offer.vocabulary,
         tokenizer=offer.tokenizer_sha256,
+        under_way=offer.under_way,
         shard=_read_shard(offer.shard) if offer.HasField("shard") else None,
     )
 

@@ -36,6 +36,8 @@ offers = st.builds(
     st.none() | shapes,
     names,
     st.none() | shards,
+    names,
+    small,
 )
 links = st.builds(Link, names.map(NodeId), names, rates, rates)
 cards = st.builds(

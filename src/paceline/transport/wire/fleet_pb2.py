@@ -24,57 +24,57 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/fleet.proto\x12\x0bpaceline.v1\"\x84\x03\n\x0fModelCapability\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.paceline.v1.CapabilityRole\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x01\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x0c\n\x04warm\x18\x07 \x01(\x08\x12\x13\n\x0bnumerics_id\x18\x08 \x01(\t\x12\x16\n\x0eholds_identity\x18\t \x01(\x08\x12\x12\n\nsize_bytes\x18\n \x01(\x04\x12&\n\x05shape\x18\x0b \x01(\x0b\x32\x17.paceline.v1.ModelShape\x12\x12\n\nvocabulary\x18\x0c \x01(\t\x12+\n\x05shard\x18\r \x01(\x0b\x32\x1c.paceline.v1.ShardCapability\x12\x18\n\x10tokenizer_sha256\x18\x0e \x01(\t\"\xb5\x01\n\x0fShardCapability\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nstop_layer\x18\x02 \x01(\r\x12\x1e\n\x16max_concurrent_streams\x18\x03 \x01(\r\x12\x16\n\x0estreams_in_use\x18\x04 \x01(\r\x12\x13\n\x0bqueue_depth\x18\x05 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eloaded_percent\x18\x07 \x01(\r\"\xa5\x01\n\nModelShape\x12\x10\n\x08n_layers\x18\x01 \x01(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\r\x12\x13\n\x0blayer_bytes\x18\x03 \x01(\x04\x12\x12\n\nedge_bytes\x18\x04 \x01(\x04\x12$\n\x1ckv_bytes_per_token_per_layer\x18\x05 \x01(\x04\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x11\n\trow_bytes\x18\x07 \x01(\x04\"\xbc\x04\n\x0eNodeCapability\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x16\n\x0egrpc_addresses\x18\x02 \x03(\t\x12\x14\n\x0cring_address\x18\x03 \x01(\t\x12\x10\n\x08platform\x18\x04 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x05 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x06 \x01(\x04\x12)\n!memory_bandwidth_bytes_per_second\x18\x07 \x01(\x04\x12\x13\n\x0bmlx_version\x18\x08 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12,\n\x06models\x18\x0b \x03(\x0b\x32\x1c.paceline.v1.ModelCapability\x12\x0f\n\x07version\x18\x0c \x01(\x04\x12\x19\n\x11\x61nnounced_at_unix\x18\r \x01(\x03\x12\x13\n\x0bttl_seconds\x18\x0e \x01(\r\x12\x16\n\x0einstance_nonce\x18\x0f \x01(\x0c\x12\x0f\n\x07leaving\x18\x10 \x01(\x08\x12\x18\n\x10software_version\x18\x11 \x01(\t\x12 \n\x05links\x18\x12 \x03(\x0b\x32\x11.paceline.v1.Link\x12\x14\n\x0cstamp_anchor\x18\x13 \x01(\x0c\x12\x15\n\rserves_shards\x18\x14 \x01(\x08\x12\x1a\n\x12shard_memory_bytes\x18\x15 \x01(\x04\x12$\n\x07\x64\x65vices\x18\x16 \x03(\x0b\x32\x13.paceline.v1.Device\"\xb8\x01\n\x06\x44\x65vice\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x03 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x04 \x01(\x04\x12)\n!memory_bandwidth_bytes_per_second\x18\x05 \x01(\x04\x12\x1a\n\x12shard_memory_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07weights\x18\x07 \x03(\t\"Z\n\x04Link\x12\x12\n\nto_node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0brtt_seconds\x18\x03 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x04 \x01(\x01\"B\n\nSignedCard\x12\x0c\n\x04\x63\x61rd\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x03 \x01(\x0c\"`\n\nPassedCard\x12%\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x17.paceline.v1.SignedCard\x12\x0c\n\x04\x62\x65\x61t\x18\x02 \x01(\r\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\r\"]\n\x06Stamps\x12\x11\n\tnode_keys\x18\x01 \x03(\x06\x12\x10\n\x08versions\x18\x02 \x03(\x06\x12\r\n\x05\x62\x65\x61ts\x18\x03 \x03(\r\x12\x0f\n\x07\x61ges_ms\x18\x04 \x03(\r\x12\x0e\n\x06proofs\x18\x05 \x01(\x0c\"N\n\nRevocation\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0frevoked_at_unix\x18\x02 \x01(\x03\x12\x16\n\x0enot_after_unix\x18\x03 \x01(\x03\"9\n\x10SignedRevocation\x12\x12\n\nrevocation\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"A\n\x0b\x43\x61rdDigests\x12\x11\n\tnode_keys\x18\x01 \x03(\x06\x12\x10\n\x08versions\x18\x02 \x03(\x06\x12\r\n\x05\x62\x65\x61ts\x18\x03 \x03(\r\"\xe5\x01\n\x1b\x45xchangeCapabilitiesRequest\x12\x32\n\x0brevocations\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation\x12\x1a\n\x12revocations_digest\x18\x02 \x01(\x0c\x12)\n\x07\x64igests\x18\x03 \x01(\x0b\x32\x18.paceline.v1.CardDigests\x12#\n\x06stamps\x18\x04 \x01(\x0b\x32\x13.paceline.v1.Stamps\x12&\n\x05\x63\x61rds\x18\x05 \x03(\x0b\x32\x17.paceline.v1.PassedCard\"\xf3\x01\n\x1c\x45xchangeCapabilitiesResponse\x12\x32\n\x0brevocations\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation\x12\x1a\n\x12revocations_digest\x18\x02 \x01(\x0c\x12#\n\x06stamps\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Stamps\x12&\n\x05\x63\x61rds\x18\x04 \x03(\x0b\x32\x17.paceline.v1.PassedCard\x12(\n\x06wanted\x18\x05 \x01(\x0b\x32\x18.paceline.v1.CardDigests\x12\x0c\n\x04more\x18\x06 \x01(\x08\"\x1a\n\x18GetNodeCapabilityRequest\"B\n\x19GetNodeCapabilityResponse\x12%\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x17.paceline.v1.PassedCard\"=\n\x12MeasureLinkRequest\x12\x16\n\x0eresponse_bytes\x18\x01 \x01(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"&\n\x13MeasureLinkResponse\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"Z\n\x0bJoinRequest\x12\x1b\n\x13\x63\x65rtificate_request\x18\x01 \x01(\x0c\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"\x87\x01\n\x0cJoinResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x16\n\x0e\x63\x61_certificate\x18\x02 \x01(\x0c\x12\x16\n\x0epeer_addresses\x18\x03 \x03(\t\x12\x32\n\x0brevocations\x18\x04 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation*\xdd\x01\n\x0e\x43\x61pabilityRole\x12\x1f\n\x1b\x43\x41PABILITY_ROLE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43\x41PABILITY_ROLE_VERIFIER\x10\x01\x12\x1c\n\x18\x43\x41PABILITY_ROLE_PROPOSER\x10\x02\x12\x1c\n\x18\x43\x41PABILITY_ROLE_EMBEDDER\x10\x03\x12\x18\n\x14\x43\x41PABILITY_ROLE_TOOL\x10\x04\x12\x19\n\x15\x43\x41PABILITY_ROLE_SHARD\x10\x05\x12\x1b\n\x17\x43\x41PABILITY_ROLE_PREFILL\x10\x06\x32\xb6\x02\n\x11\x43\x61pabilityService\x12k\n\x14\x45xchangeCapabilities\x12(.paceline.v1.ExchangeCapabilitiesRequest\x1a).paceline.v1.ExchangeCapabilitiesResponse\x12\x62\n\x11GetNodeCapability\x12%.paceline.v1.GetNodeCapabilityRequest\x1a&.paceline.v1.GetNodeCapabilityResponse\x12P\n\x0bMeasureLink\x12\x1f.paceline.v1.MeasureLinkRequest\x1a .paceline.v1.MeasureLinkResponse2J\n\x0bJoinService\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/fleet.proto\x12\x0bpaceline.v1\"\x97\x03\n\x0fModelCapability\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.paceline.v1.CapabilityRole\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x01\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x0c\n\x04warm\x18\x07 \x01(\x08\x12\x13\n\x0bnumerics_id\x18\x08 \x01(\t\x12\x16\n\x0eholds_identity\x18\t \x01(\x08\x12\x12\n\nsize_bytes\x18\n \x01(\x04\x12&\n\x05shape\x18\x0b \x01(\x0b\x32\x17.paceline.v1.ModelShape\x12\x12\n\nvocabulary\x18\x0c \x01(\t\x12+\n\x05shard\x18\r \x01(\x0b\x32\x1c.paceline.v1.ShardCapability\x12\x18\n\x10tokenizer_sha256\x18\x0e \x01(\t\x12\x11\n\tunder_way\x18\x0f \x01(\r\"\xb5\x01\n\x0fShardCapability\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nstop_layer\x18\x02 \x01(\r\x12\x1e\n\x16max_concurrent_streams\x18\x03 \x01(\r\x12\x16\n\x0estreams_in_use\x18\x04 \x01(\r\x12\x13\n\x0bqueue_depth\x18\x05 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eloaded_percent\x18\x07 \x01(\r\"\xa5\x01\n\nModelShape\x12\x10\n\x08n_layers\x18\x01 \x01(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\r\x12\x13\n\x0blayer_bytes\x18\x03 \x01(\x04\x12\x12\n\nedge_bytes\x18\x04 \x01(\x04\x12$\n\x1ckv_bytes_per_token_per_layer\x18\x05 \x01(\x04\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x11\n\trow_bytes\x18\x07 \x01(\x04\"\xbc\x04\n\x0eNodeCapability\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x16\n\x0egrpc_addresses\x18\x02 \x03(\t\x12\x14\n\x0cring_address\x18\x03 \x01(\t\x12\x10\n\x08platform\x18\x04 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x05 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x06 \x01(\x04\x12)\n!memory_bandwidth_bytes_per_second\x18\x07 \x01(\x04\x12\x13\n\x0bmlx_version\x18\x08 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12,\n\x06models\x18\x0b \x03(\x0b\x32\x1c.paceline.v1.ModelCapability\x12\x0f\n\x07version\x18\x0c \x01(\x04\x12\x19\n\x11\x61nnounced_at_unix\x18\r \x01(\x03\x12\x13\n\x0bttl_seconds\x18\x0e \x01(\r\x12\x16\n\x0einstance_nonce\x18\x0f \x01(\x0c\x12\x0f\n\x07leaving\x18\x10 \x01(\x08\x12\x18\n\x10software_version\x18\x11 \x01(\t\x12 \n\x05links\x18\x12 \x03(\x0b\x32\x11.paceline.v1.Link\x12\x14\n\x0cstamp_anchor\x18\x13 \x01(\x0c\x12\x15\n\rserves_shards\x18\x14 \x01(\x08\x12\x1a\n\x12shard_memory_bytes\x18\x15 \x01(\x04\x12$\n\x07\x64\x65vices\x18\x16 \x03(\x0b\x32\x13.paceline.v1.Device\"\xb8\x01\n\x06\x44\x65vice\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x03 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x04 \x01(\x04\x12)\n!memory_bandwidth_bytes_per_second\x18\x05 \x01(\x04\x12\x1a\n\x12shard_memory_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07weights\x18\x07 \x03(\t\"Z\n\x04Link\x12\x12\n\nto_node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0brtt_seconds\x18\x03 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x04 \x01(\x01\"B\n\nSignedCard\x12\x0c\n\x04\x63\x61rd\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x03 \x01(\x0c\"`\n\nPassedCard\x12%\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x17.paceline.v1.SignedCard\x12\x0c\n\x04\x62\x65\x61t\x18\x02 \x01(\r\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\r\"]\n\x06Stamps\x12\x11\n\tnode_keys\x18\x01 \x03(\x06\x12\x10\n\x08versions\x18\x02 \x03(\x06\x12\r\n\x05\x62\x65\x61ts\x18\x03 \x03(\r\x12\x0f\n\x07\x61ges_ms\x18\x04 \x03(\r\x12\x0e\n\x06proofs\x18\x05 \x01(\x0c\"N\n\nRevocation\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0frevoked_at_unix\x18\x02 \x01(\x03\x12\x16\n\x0enot_after_unix\x18\x03 \x01(\x03\"9\n\x10SignedRevocation\x12\x12\n\nrevocation\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"A\n\x0b\x43\x61rdDigests\x12\x11\n\tnode_keys\x18\x01 \x03(\x06\x12\x10\n\x08versions\x18\x02 \x03(\x06\x12\r\n\x05\x62\x65\x61ts\x18\x03 \x03(\r\"\xe5\x01\n\x1b\x45xchangeCapabilitiesRequest\x12\x32\n\x0brevocations\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation\x12\x1a\n\x12revocations_digest\x18\x02 \x01(\x0c\x12)\n\x07\x64igests\x18\x03 \x01(\x0b\x32\x18.paceline.v1.CardDigests\x12#\n\x06stamps\x18\x04 \x01(\x0b\x32\x13.paceline.v1.Stamps\x12&\n\x05\x63\x61rds\x18\x05 \x03(\x0b\x32\x17.paceline.v1.PassedCard\"\xf3\x01\n\x1c\x45xchangeCapabilitiesResponse\x12\x32\n\x0brevocations\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation\x12\x1a\n\x12revocations_digest\x18\x02 \x01(\x0c\x12#\n\x06stamps\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Stamps\x12&\n\x05\x63\x61rds\x18\x04 \x03(\x0b\x32\x17.paceline.v1.PassedCard\x12(\n\x06wanted\x18\x05 \x01(\x0b\x32\x18.paceline.v1.CardDigests\x12\x0c\n\x04more\x18\x06 \x01(\x08\"\x1a\n\x18GetNodeCapabilityRequest\"B\n\x19GetNodeCapabilityResponse\x12%\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x17.paceline.v1.PassedCard\"=\n\x12MeasureLinkRequest\x12\x16\n\x0eresponse_bytes\x18\x01 \x01(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"&\n\x13MeasureLinkResponse\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"Z\n\x0bJoinRequest\x12\x1b\n\x13\x63\x65rtificate_request\x18\x01 \x01(\x0c\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"\x87\x01\n\x0cJoinResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x16\n\x0e\x63\x61_certificate\x18\x02 \x01(\x0c\x12\x16\n\x0epeer_addresses\x18\x03 \x03(\t\x12\x32\n\x0brevocations\x18\x04 \x03(\x0b\x32\x1d.paceline.v1.SignedRevocation*\xdd\x01\n\x0e\x43\x61pabilityRole\x12\x1f\n\x1b\x43\x41PABILITY_ROLE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43\x41PABILITY_ROLE_VERIFIER\x10\x01\x12\x1c\n\x18\x43\x41PABILITY_ROLE_PROPOSER\x10\x02\x12\x1c\n\x18\x43\x41PABILITY_ROLE_EMBEDDER\x10\x03\x12\x18\n\x14\x43\x41PABILITY_ROLE_TOOL\x10\x04\x12\x19\n\x15\x43\x41PABILITY_ROLE_SHARD\x10\x05\x12\x1b\n\x17\x43\x41PABILITY_ROLE_PREFILL\x10\x06\x32\xb6\x02\n\x11\x43\x61pabilityService\x12k\n\x14\x45xchangeCapabilities\x12(.paceline.v1.ExchangeCapabilitiesRequest\x1a).paceline.v1.ExchangeCapabilitiesResponse\x12\x62\n\x11GetNodeCapability\x12%.paceline.v1.GetNodeCapabilityRequest\x1a&.paceline.v1.GetNodeCapabilityResponse\x12P\n\x0bMeasureLink\x12\x1f.paceline.v1.MeasureLinkRequest\x1a .paceline.v1.MeasureLinkResponse2J\n\x0bJoinService\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CAPABILITYROLE']._serialized_start=3012
-  _globals['_CAPABILITYROLE']._serialized_end=3233
+  _globals['_CAPABILITYROLE']._serialized_start=3031
+  _globals['_CAPABILITYROLE']._serialized_end=3252
   _globals['_MODELCAPABILITY']._serialized_start=41
-  _globals['_MODELCAPABILITY']._serialized_end=429
-  _globals['_SHARDCAPABILITY']._serialized_start=432
-  _globals['_SHARDCAPABILITY']._serialized_end=613
-  _globals['_MODELSHAPE']._serialized_start=616
-  _globals['_MODELSHAPE']._serialized_end=781
-  _globals['_NODECAPABILITY']._serialized_start=784
-  _globals['_NODECAPABILITY']._serialized_end=1356
-  _globals['_DEVICE']._serialized_start=1359
-  _globals['_DEVICE']._serialized_end=1543
-  _globals['_LINK']._serialized_start=1545
-  _globals['_LINK']._serialized_end=1635
-  _globals['_SIGNEDCARD']._serialized_start=1637
-  _globals['_SIGNEDCARD']._serialized_end=1703
-  _globals['_PASSEDCARD']._serialized_start=1705
-  _globals['_PASSEDCARD']._serialized_end=1801
-  _globals['_STAMPS']._serialized_start=1803
-  _globals['_STAMPS']._serialized_end=1896
-  _globals['_REVOCATION']._serialized_start=1898
-  _globals['_REVOCATION']._serialized_end=1976
-  _globals['_SIGNEDREVOCATION']._serialized_start=1978
-  _globals['_SIGNEDREVOCATION']._serialized_end=2035
-  _globals['_CARDDIGESTS']._serialized_start=2037
-  _globals['_CARDDIGESTS']._serialized_end=2102
-  _globals['_EXCHANGECAPABILITIESREQUEST']._serialized_start=2105
-  _globals['_EXCHANGECAPABILITIESREQUEST']._serialized_end=2334
-  _globals['_EXCHANGECAPABILITIESRESPONSE']._serialized_start=2337
-  _globals['_EXCHANGECAPABILITIESRESPONSE']._serialized_end=2580
-  _globals['_GETNODECAPABILITYREQUEST']._serialized_start=2582
-  _globals['_GETNODECAPABILITYREQUEST']._serialized_end=2608
-  _globals['_GETNODECAPABILITYRESPONSE']._serialized_start=2610
-  _globals['_GETNODECAPABILITYRESPONSE']._serialized_end=2676
-  _globals['_MEASURELINKREQUEST']._serialized_start=2678
-  _globals['_MEASURELINKREQUEST']._serialized_end=2739
-  _globals['_MEASURELINKRESPONSE']._serialized_start=2741
-  _globals['_MEASURELINKRESPONSE']._serialized_end=2779
-  _globals['_JOINREQUEST']._serialized_start=2781
-  _globals['_JOINREQUEST']._serialized_end=2871
-  _globals['_JOINRESPONSE']._serialized_start=2874
-  _globals['_JOINRESPONSE']._serialized_end=3009
-  _globals['_CAPABILITYSERVICE']._serialized_start=3236
-  _globals['_CAPABILITYSERVICE']._serialized_end=3546
-  _globals['_JOINSERVICE']._serialized_start=3548
-  _globals['_JOINSERVICE']._serialized_end=3622
+  _globals['_MODELCAPABILITY']._serialized_end=448
+  _globals['_SHARDCAPABILITY']._serialized_start=451
+  _globals['_SHARDCAPABILITY']._serialized_end=632
+  _globals['_MODELSHAPE']._serialized_start=635
+  _globals['_MODELSHAPE']._serialized_end=800
+  _globals['_NODECAPABILITY']._serialized_start=803
+  _globals['_NODECAPABILITY']._serialized_end=1375
+  _globals['_DEVICE']._serialized_start=1378
+  _globals['_DEVICE']._serialized_end=1562
+  _globals['_LINK']._serialized_start=1564
+  _globals['_LINK']._serialized_end=1654
+  _globals['_SIGNEDCARD']._serialized_start=1656
+  _globals['_SIGNEDCARD']._serialized_end=1722
+  _globals['_PASSEDCARD']._serialized_start=1724
+  _globals['_PASSEDCARD']._serialized_end=1820
+  _globals['_STAMPS']._serialized_start=1822
+  _globals['_STAMPS']._serialized_end=1915
+  _globals['_REVOCATION']._serialized_start=1917
+  _globals['_REVOCATION']._serialized_end=1995
+  _globals['_SIGNEDREVOCATION']._serialized_start=1997
+  _globals['_SIGNEDREVOCATION']._serialized_end=2054
+  _globals['_CARDDIGESTS']._serialized_start=2056
+  _globals['_CARDDIGESTS']._serialized_end=2121
+  _globals['_EXCHANGECAPABILITIESREQUEST']._serialized_start=2124
+  _globals['_EXCHANGECAPABILITIESREQUEST']._serialized_end=2353
+  _globals['_EXCHANGECAPABILITIESRESPONSE']._serialized_start=2356
+  _globals['_EXCHANGECAPABILITIESRESPONSE']._serialized_end=2599
+  _globals['_GETNODECAPABILITYREQUEST']._serialized_start=2601
+  _globals['_GETNODECAPABILITYREQUEST']._serialized_end=2627
+  _globals['_GETNODECAPABILITYRESPONSE']._serialized_start=2629
+  _globals['_GETNODECAPABILITYRESPONSE']._serialized_end=2695
+  _globals['_MEASURELINKREQUEST']._serialized_start=2697
+  _globals['_MEASURELINKREQUEST']._serialized_end=2758
+  _globals['_MEASURELINKRESPONSE']._serialized_start=2760
+  _globals['_MEASURELINKRESPONSE']._serialized_end=2798
+  _globals['_JOINREQUEST']._serialized_start=2800
+  _globals['_JOINREQUEST']._serialized_end=2890
+  _globals['_JOINRESPONSE']._serialized_start=2893
+  _globals['_JOINRESPONSE']._serialized_end=3028
+  _globals['_CAPABILITYSERVICE']._serialized_start=3255
+  _globals['_CAPABILITYSERVICE']._serialized_end=3565
+  _globals['_JOINSERVICE']._serialized_start=3567
+  _globals['_JOINSERVICE']._serialized_end=3641
 # @@protoc_insertion_point(module_scope)

@@ -77,3 +77,11 @@ def test_nodes_of_unknown_speed_come_last_and_alone_they_do() -> None:
 def test_the_order_of_cards_is_nobody_s_business(cards: list[NodeCard], own: NodeId) -> None:
     ordered = sorted(cards, key=lambda c: c.node_id)
     assert routes(Eligible(Use.ANSWER, own, tuple(cards)), {}, {}) == routes(Eligible(Use.ANSWER, own, tuple(ordered)), {}, {})
+
+
+def test_a_stop_says_what_the_plan_expects_and_what_the_card_says_is_under_way() -> None:
+    cards = (card(B, offer(100, under_way=4)), card(C, offer(0, prefill_tokens_per_second=0)))
+    stops = {stop.node_id: stop for stop in routes(Eligible(Use.ANSWER, A, cards), {}, {})["m"].stops}
+    assert (stops[B].under_way, stops[C].under_way) == (4, 0)
+    assert stops[B].expected_s is not None
+    assert stops[C].expected_s is None

@@ -9,6 +9,7 @@ import pytest
 from paceline.core.errors import NodeStopping, NodeUnreachable, Overloaded, PacelineError
 from paceline.core.ids import NodeId
 from paceline.node.fleet_routes import Stop
+from paceline.node.serving import shown_load
 from paceline.node.sharing import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Sharing, prefix_keys
 from paceline.testing.clock import FakeClock
 
@@ -56,6 +57,10 @@ def test_a_slower_machine_has_its_share_once_the_faster_one_is_busy() -> None:
 def test_what_a_card_says_counts_where_it_is_more_than_was_sent_from_here() -> None:
     door = Door()
     assert door.send([replace(STOPS[0], under_way=3), STOPS[1]]).node_id == C
+
+
+def test_a_card_says_roughly_how_much_is_under_way() -> None:
+    assert [shown_load(sequences) for sequences in (0, 3, 4, 15, 16, 63, 64)] == [0, 0, 4, 4, 16, 16, 64]
 
 
 def test_a_machine_with_the_model_keeps_requests_until_it_is_busy() -> None:
