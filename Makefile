@@ -72,7 +72,7 @@ PAIRS ?= 2000
 
 soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=...), strike those behind a door as often (FAULTS=...), draft for 2,000 answers (PAIRS=...): no byte differs, nothing leaks
 	PACELINE_SOAK_PAIRS=$(PAIRS) $(BIN)/python -m pytest tests/identity/test_drafts.py
-	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) $(BIN)/python -m pytest -s tests/soak
+	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 $(BIN)/python -m pytest -s tests/soak
 
 format: install-dev  ## Rewrite to style
 	$(BIN)/ruff check --fix src tests bench tools

@@ -135,6 +135,25 @@ class Soak:
                 thread.join(LONGEST_S)
         assert not any(thread.is_alive() for thread in self._threads), "an answer never ended"
 
+    def run_for(self, minutes: int, every_s: float) -> list[int]:
+        """Stream for some minutes, and kill at a fixed pace. Returns how many answers ended in each minute, and then once every answer has ended."""
+        ended: list[int] = []
+        for thread in self._threads:
+            thread.start()
+        try:
+            for _ in range(minutes):
+                before, until_s = self.tally.answers, time.monotonic() + 60
+                while time.monotonic() < until_s and not self.tally.wrong:
+                    time.sleep(every_s)
+                    self._kill(everybody=False)
+                ended.append(self.tally.answers - before)
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join(LONGEST_S)
+        assert not any(thread.is_alive() for thread in self._threads), "an answer never ended"
+        return ended
+
     @property
     def growth(self) -> float:
         """Memory at the end over memory near the beginning."""

@@ -20,6 +20,8 @@ from tests.soak.soak import Soak, answer, asked, settle
 from paceline.node.local_fleet import LocalFleet
 
 KILLS = int(os.environ.get("PACELINE_SOAK_KILLS", "10"))
+MINUTES = int(os.environ.get("PACELINE_SOAK_MINUTES", "0"))
+PACE_S = 5.0
 SEED = int(os.environ.get("PACELINE_SOAK_SEED", "4"))
 CLIENTS = 8
 ENOUGH_TO_SEE = 50
@@ -27,7 +29,7 @@ ENOUGH_TO_SEE = 50
 MOST_GROWTH = 1.05
 SMALL = ("--threads", "1", "--context", "512", "--kv-tokens", "6144")
 
-pytestmark = pytest.mark.timeout(180 + 30 * KILLS)
+pytestmark = pytest.mark.timeout(180 + 30 * KILLS + 120 * MINUTES)
 
 Right = list[tuple[dict[str, Any], tuple[str, str]]]
 
@@ -90,3 +92,12 @@ def test_answers_survive_whoever_dies_and_nothing_is_left_behind(right: Right, o
         assert soak.growth < MOST_GROWTH
     orchestrator.node.stop()
     until(lambda: soak.sessions() == 0)
+
+
+@pytest.mark.skipif(not MINUTES, reason="takes minutes: make soak")
+def test_under_a_fault_every_few_seconds_answers_end_in_every_minute(right: Right, orchestrator: Machine, fleet: LocalFleet) -> None:
+    soak = Soak(fleet, orchestrator, right, CLIENTS, SEED)
+    ended = soak.run_for(MINUTES, PACE_S)
+    sys.stdout.write(f"\na kill every {PACE_S:g} s: answers in each minute: {ended}\n")  # seen with -s
+    assert not soak.tally.wrong, "\n".join([*soak.tally.wrong, *orchestrator.node.said[-20:]])
+    assert all(ended)
