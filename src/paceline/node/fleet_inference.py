@@ -65,7 +65,9 @@ class FleetInference:
         self._gone: dict[str, float] = {}
         """Models that were served lately, and until when."""
         self._stale = True
-        self._settled = self._closed = False
+        self._closed = False
+        self._unsettled_until = clock.monotonic() + SETTLE_S
+        """The fleet may have more than was seen yet."""
         fleet.listen(self._on_news)
 
     # -------------------------------------------------------------------------------------------------------------- for the server
@@ -86,7 +88,8 @@ class FleetInference:
         """See `Inference.expects`: its tokenizer may be on its way, or a machine may start anew; and at a start, the first look is still to come."""
         self._refresh()
         gone_s = self._gone.get(model)
-        return not self._settled or model in self._routes or (gone_s is not None and self._clock.monotonic() - gone_s < LATELY_S)
+        now = self._clock.monotonic()
+        return now < self._unsettled_until or model in self._routes or (gone_s is not None and now - gone_s < LATELY_S)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
         """See `Inference.generate`."""
@@ -122,7 +125,7 @@ class FleetInference:
                 self._refresh()
                 if self._fetching:
                     await asyncio.wait(self._fetching.values())
-        self._settled = True
+        self._unsettled_until = self._clock.monotonic()
 
     async def close(self) -> None:
         """Stop asking others for tokenizers. Idempotent."""

@@ -125,7 +125,8 @@ class Forwarded:
         while True:
             request = self._request
             if self._begun:
-                request = replace(request, so_far={index: tuple(tokens) for index, tokens in self._so_far.items()})
+                so_far = {index: tuple(tokens) for index, tokens in self._so_far.items()}
+                request = replace(request, so_far=so_far, draft=None)  # another node may not draft with the same
             self._leg = self._nodes.leg(request, self._left)
             if self._leg is not None:
                 return True

@@ -27,7 +27,7 @@ from paceline.node.forwarded import Forwarded, Leg
 from paceline.testing.clock import FakeClock
 
 ID = RequestId("r")
-REQUEST = GenerationRequest(ID, (1, 2), 8, n=2)
+REQUEST = GenerationRequest(ID, (1, 2), 8, n=2, draft="d")
 
 
 def chunk(index: int, finish: FinishReason | None = None) -> GenerationChunk:
@@ -183,6 +183,7 @@ async def test_an_answer_that_broke_off_goes_on_elsewhere_from_its_tokens() -> N
         (1, FinishReason.LENGTH),
     ]
     assert [request.so_far for request in nodes.asked] == [{}, {0: (7, 7), 1: (7,)}, {1: (7, 7)}]
+    assert [request.draft for request in nodes.asked] == ["d", None, None]
     assert nodes.told == [gone, gone]
     assert nodes.over == ["0", "1", "2"]
     assert first.closed == second.closed == third.closed == 1
