@@ -31,7 +31,7 @@ from paceline.server.inference import ChunkStream
 
 MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow)
 """Refusals that the next node may not share: gone, no longer loaded, busy, with less memory."""
-PATIENCE_S = 15.0
+PATIENCE_S = 30.0
 """How long an answer that has begun waits for a node that goes on with it. Raising it: one whose last node is gone for good ends later."""
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Before all nodes are asked again; doubled each time."""
