@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import paceline  # noqa: F401 - before grpc  # isort: skip
 import grpc.aio
 import numpy as np
 

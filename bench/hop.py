@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import paceline  # noqa: F401 - before grpc  # isort: skip
 import grpc
 import grpc.aio
 import numpy as np

@@ -184,7 +184,7 @@ def free_port() -> int:
 
 def token_in(text: str) -> str:
     """The join token in what a command printed."""
-    found = re.search(r"paceline1\.\S+", text)
+    found = re.search(r"paceline2\.\S+", text)
     assert found is not None, text
     return found[0]
 

@@ -111,4 +111,4 @@ def test_a_revoked_node_is_refused_now_and_at_its_next_start(fleet: tuple[Machin
 def test_a_machine_in_no_fleet_is_told_what_to_do(tmp_path: Path) -> None:
     with machines(tmp_path, Home.from_environment().kernels, "alone") as (alone,):
         for command in (("status",), ("up", "--no-model"), ("up", "--peer", "127.0.0.1:1")):
-            assert "paceline join TOKEN" in alone.run(*command, code=2)
+            assert "paceline join" in alone.run(*command, code=2)

@@ -102,7 +102,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             machine.prefix = net.inside(name)
             machine.options = ("--no-model", "--fleet-host", net.address(name), *(() if name in BY_MDNS else ("--no-mdns",)))
         first, *others = made
-        token = first.init("--address", net.address("n1"))
+        token = first.init("--uses", "16", "--address", net.address("n1"))
         first.up()
         with ThreadPoolExecutor(len(others)) as together:
             list(together.map(lambda machine: machine.run("join", token, "--name", machine.name), others))

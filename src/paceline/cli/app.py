@@ -49,6 +49,10 @@ def up(
     fleet_host: Annotated[str, typer.Option("--fleet-host", help="Address for the fleet's machines. Default: all of this one's.")] = "",
     peer: Annotated[list[str] | None, typer.Option("--peer", help="host:port of a machine of the fleet. May be repeated.")] = None,
     no_mdns: Annotated[bool, typer.Option("--no-mdns", help="Neither look for others on this network, nor be found there.")] = False,
+    max_revocation_age: Annotated[
+        str | None,
+        typer.Option("--max-revocation-age", help="Refuse other machines while it is longer since this one heard who was revoked: 30d."),
+    ] = None,
     fleet_preset: Annotated[
         str, typer.Option("--fleet-preset", envvar="PACELINE_FLEET_PRESET", help=f"{', '.join(PRESETS)}: the same on all machines.")
     ] = DEFAULT_PRESET,
@@ -94,7 +98,7 @@ def up(
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
-        *(tuple(beside or ()), drain_s),
+        *(tuple(beside or ()), drain_s, max_revocation_age),
     )
     run_shared(settings, sharing, host=host, port=port, api_key=api_key, greet=greet)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from paceline.cli.terminal import counted
 from paceline.core.errors import ConfigError
 from paceline.core.trust import Trust
 from paceline.node import enrolment
@@ -31,7 +32,12 @@ def run_init(*, name: str | None, join_port: int | None, ttl: str, uses: int, ad
     identity = enrolment.start_fleet(folder, name, join_port)
     token = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=addresses)
     _say(console, f"Started a fleet; this machine is {identity.node_id}.")
-    _say(console, f"\nNow, here:\n  paceline up\nAnd on each other machine, {_until(ttl_s)}:\n  paceline join {token.text}\n")
+    _say(
+        console,
+        f"\nNow, here:\n  paceline up\nAnd on {_machines(uses)}, {_until(ttl_s)}:\n  paceline join\nwhich asks for this token:\n\n{token.text}\n",
+    )
+    if uses == 1:
+        _say(console, "For further machines: paceline token --uses N")
     _say(console, "The fleet's CA is on this machine alone. Keep a copy elsewhere: paceline ca export FILE")
 
 
@@ -45,9 +51,8 @@ def run_token(*, ttl: str, uses: int, addresses: Sequence[str], trust: Trust, jo
     ttl_s = seconds(ttl)
     folder = enrolment.open_folder()
     token = enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=addresses, trust=trust, join_port=join_port)
-    many = "one machine" if uses == 1 else f"up to {uses} machines"
     kind = "" if trust is Trust.MEMBER else f" ({trust})"
-    _say(console, f"On {many}{kind}, {_until(ttl_s)}:\n  paceline join {token.text}\n")
+    _say(console, f"On {_machines(uses)}{kind}, {_until(ttl_s)}: paceline join, which asks for this token:\n{token.text}\n")
 
     if not wait:
         _say(console, "It is good while paceline up runs here.")
@@ -106,46 +111,95 @@ def _token(given: str | None) -> str:
         text = text or line.strip()
     if not text:
         raise ConfigError(
-            "There is no token", "paceline token prints one, where the fleet began: paceline join TOKEN, or pipe it to paceline join -"
+            "There is no token",
+            "paceline token prints one, where the fleet began: paceline join asks for it, and paceline join - reads it from a pipe",
         )
     return text
 
 
-def run_revoke(node: str, *, anyway: bool) -> None:
+def run_token_list() -> None:
+    """Show the tokens that machines may still join by. Their secrets are not shown again.
+
+    Raises:
+        UserError: it can't be done here.
+    """
+    console = Console(highlight=False)
+    tokens = enrolment.list_tokens(enrolment.open_folder())
+    for token in tokens:
+        until = time.strftime("%a %d %b %H:%M", time.localtime(token.expires_at))
+        came = f"; joined by it: {', '.join(token.joined)}" if token.joined else ""
+        _say(console, f"{token.token_id}  {token.trust}, for {_machines(token.uses_left)} until {until}{came}")
+    if not tokens:
+        _say(console, "There is no token that a machine could join by.")
+
+
+def run_token_void(which: str) -> None:
+    """Void a token, or all of them.
+
+    Raises:
+        UserError: it can't be done here, or there is no such token.
+    """
+    voided = enrolment.void_tokens(enrolment.open_folder(), which)
+    _say(Console(highlight=False), f"Voided {counted(voided, 'token')}: no machine joins by {'it' if voided == 1 else 'them'} any more.")
+
+
+def run_revoke(node: str, *, anyway: bool, keep_tokens: bool) -> None:
     """Put a node out of the fleet.
 
     Raises:
         UserError: it can't be done here, or there is no such node.
     """
     console = Console(highlight=False)
-    if enrolment.revoke(enrolment.open_folder(), node, anyway=anyway):
+    done = enrolment.revoke(enrolment.open_folder(), node, anyway=anyway, keep_tokens=keep_tokens)
+    if done.is_news:
         _say(console, f"Revoked {node}. The others hear of it from paceline up on this machine, or as soon as that runs.")
+        if done.voided_tokens:
+            _say(console, f"{counted(done.voided_tokens, 'open token')} voided with it, by which it could have come again.")
+        elif keep_tokens:
+            _say(console, "Open tokens were kept: who has one may join, that machine too. See paceline token --list")
     else:
         _say(console, f"{node} was revoked before, and has not joined since.")
 
 
-def run_ca_export(file: Path) -> None:
+def run_ca_export(file: Path, *, passphrase_file: Path | None, encrypt: bool) -> None:
     """Back up the CA.
 
     Raises:
         UserError: it can't be done here.
     """
-    enrolment.export_authority(enrolment.open_folder(), file)
-    _say(Console(highlight=False), f"Wrote {file}. Who has it can let anybody into the fleet: keep it where nobody else can read it.")
+    passphrase = _passphrase(passphrase_file, twice=True) if encrypt else None
+    enrolment.export_authority(enrolment.open_folder(), file, passphrase)
+    having = "it" if passphrase is None else "it and the passphrase"
+    _say(Console(highlight=False), f"Wrote {file}. Who has {having} can let any machine into the fleet.")
 
 
-def run_ca_import(file: Path) -> None:
+def run_ca_import(file: Path, *, passphrase_file: Path | None) -> None:
     """Take over the CA from a backup.
 
     Raises:
         UserError: it can't be done here.
     """
-    enrolment.import_authority(enrolment.open_folder(), file)
+    enrolment.import_authority(enrolment.open_folder(), file, lambda: _passphrase(passphrase_file, twice=False))
     _say(Console(highlight=False), "The fleet's CA is on this machine now: paceline token and paceline revoke work here.")
     _say(
         Console(highlight=False),
         "Which names are taken it knows from the members that paceline up here sees: let somebody in while all of them run.",
     )
+
+
+def _passphrase(file: Path | None, *, twice: bool) -> str:
+    """Of a copy of the CA. It is never an argument: other users of this machine see those."""
+    if file is not None:
+        try:
+            return file.read_text().rstrip("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} can't be read", "It holds the passphrase, on one line") from error
+    if not sys.stdin.isatty():
+        raise ConfigError("There is no terminal to ask for a passphrase at", "--passphrase-file FILE, or to leave it out: --no-passphrase")
+    text = getpass.getpass("Passphrase for the copy of the fleet's CA (it is not shown): ")
+    if twice and text != getpass.getpass("The same again: "):
+        raise ConfigError("The two differ", "Run it again")
+    return text
 
 
 def seconds(text: str) -> float:
@@ -157,6 +211,10 @@ def seconds(text: str) -> float:
     if not re.fullmatch(r"(\d{1,6}[smhd])+", text):
         raise ConfigError(f"{text!r} is no span of time", "Such as 30m, 1h or 2d")
     return float(sum(int(number) * UNITS_S[unit] for number, unit in re.findall(r"(\d+)([smhd])", text)))
+
+
+def _machines(uses: int) -> str:
+    return "one machine" if uses == 1 else f"up to {uses} machines"
 
 
 def _until(ttl_s: float) -> str:

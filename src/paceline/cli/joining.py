@@ -22,6 +22,9 @@ Addresses = Annotated[
     list[str] | None,
     typer.Option("--address", help="Where others reach this machine: host or host:port. May be repeated. Default: its interfaces."),
 ]
+PassphraseFile = Annotated[
+    Path | None, typer.Option("--passphrase-file", help="Where its passphrase is. Default: the terminal is asked, if it has one.")
+]
 Name = Annotated[str | None, typer.Option("--name", help="What this machine is called. Default: its host's name and four random letters.")]
 
 
@@ -30,7 +33,7 @@ def init(
     name: Name = None,
     join_port: JoinPort = None,
     ttl: Ttl = "1h",
-    uses: Uses = 16,
+    uses: Uses = 1,
     address: Addresses = None,
 ) -> None:
     """Start a fleet: this machine is its first, and lets others in."""
@@ -42,17 +45,25 @@ def init(
 @app.command()
 def token(
     ttl: Ttl = "1h",
-    uses: Uses = 16,
+    uses: Uses = 1,
     address: Addresses = None,
     trust: Annotated[
         Trust, typer.Option("--trust", help="How far those who join are trusted: with shards of a model, for one.")
     ] = Trust.MEMBER,
     join_port: JoinPort = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Where no node runs here: end, instead of letting them in from here.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show the tokens that machines may still join by, and make none.")] = False,
+    void: Annotated[str | None, typer.Option("--void", metavar="ID|all", help="Void a token, by the id that --list shows.")] = None,
 ) -> None:
     """Print what other machines join by, and let them in: from the node that runs here, or else from here until Ctrl-C."""
-    from paceline.cli.enrolment import run_token
+    from paceline.cli.enrolment import run_token, run_token_list, run_token_void
 
+    if void is not None:
+        run_token_void(void)
+        return
+    if list_:
+        run_token_list()
+        return
     run_token(ttl=ttl, uses=uses, addresses=address or [], trust=trust, join_port=join_port, wait=not no_wait)
 
 
@@ -78,27 +89,39 @@ def join(
 def revoke(
     node: Annotated[str, typer.Argument(help="The node's id, as paceline status shows it.")],
     anyway: Annotated[bool, typer.Option("--anyway", help="Even if this machine never let such a node in.")] = False,
+    keep_tokens: Annotated[
+        bool, typer.Option("--keep-tokens", help="Leave open tokens as they are: who has one may join, that machine too.")
+    ] = False,
 ) -> None:
-    """Put a machine out of the fleet, at once and for good."""
+    """Put a machine out of the fleet, at once and for good: its certificate and all open tokens are void."""
     from paceline.cli.enrolment import run_revoke
 
-    run_revoke(node, anyway=anyway)
+    run_revoke(node, anyway=anyway, keep_tokens=keep_tokens)
 
 
 @ca.command("export")
-def ca_export(file: Annotated[Path, typer.Argument(help="A new file. A secret.")]) -> None:
-    """Back up the fleet's CA."""
+def ca_export(
+    file: Annotated[Path, typer.Argument(help="A new file. A secret.")],
+    passphrase_file: PassphraseFile = None,
+    no_passphrase: Annotated[
+        bool, typer.Option("--no-passphrase", help="Do not encrypt it: who can read the file can let any machine in.")
+    ] = False,
+) -> None:
+    """Back up the fleet's CA, encrypted with a passphrase."""
     from paceline.cli.enrolment import run_ca_export
 
-    run_ca_export(file)
+    run_ca_export(file, passphrase_file=passphrase_file, encrypt=not no_passphrase)
 
 
 @ca.command("import")
-def ca_import(file: Annotated[Path, typer.Argument(help="What paceline ca export wrote.")]) -> None:
+def ca_import(
+    file: Annotated[Path, typer.Argument(help="What paceline ca export wrote.")],
+    passphrase_file: PassphraseFile = None,
+) -> None:
     """Let this machine, a member, take over from the one that ran paceline init."""
     from paceline.cli.enrolment import run_ca_import
 
-    run_ca_import(file)
+    run_ca_import(file, passphrase_file=passphrase_file)
 
 
 app.add_typer(ca, name="ca")

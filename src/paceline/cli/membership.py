@@ -52,7 +52,7 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
     settings = FleetSettings(port, host, peers=tuple(peers), mdns=mdns, preset=parse_preset(preset))
     if not is_member():
         if needed or peers:
-            raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join TOKEN.")
+            raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join.")
         return None
     from paceline.transport.trust.addresses import is_address
 

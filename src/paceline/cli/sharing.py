@@ -35,6 +35,7 @@ class Sharing:
     beside: tuple[str, ...] = ()
     drain_s: float = 30.0
     """Of any `paceline up`: how long live answers may go on at an orderly stop."""
+    max_revocation_age: str | None = None
 
 
 def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, port: int, api_key: str | None, greet: bool) -> NoReturn:
@@ -92,6 +93,10 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     needed = settings is None or bool(asked) or bool(sharing.serve_shards)
     configured = read_pipeline_settings(Home.from_environment())
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
+    if fleet is not None and sharing.max_revocation_age is not None:
+        from paceline.cli.enrolment import seconds
+
+        fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
     if fleet is None:
         _check_alone(settings, sharing.propose)
         run_up(settings, host=host, port=port, api_key=api_key, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -23,8 +24,10 @@ from paceline.fleet.plan import PlanRequest
 from paceline.fleet.view import FleetView
 from paceline.node.drafts.sources import FLEET
 from paceline.node.fleet_look import Looked, look
+from paceline.node.fleet_trust import ENDS_SOON_S, OLD_S
 from paceline.node.pipeline_settings import read_trust_policy
 from paceline.store.home import Home
+from paceline.transport.control_service import Sight
 
 WATCH_S = 1.0
 
@@ -82,6 +85,8 @@ def _said(looked: Looked) -> dict[str, Any]:
         "drafts": [asdict(use) for use in looked.sight.drafts],
         "clashes": [asdict(clash) for clash in view.clashes],
         "revoked": list(view.revoked),
+        "revocations_as_of": looked.sight.revocations_as_of,
+        "certificate_ends": looked.sight.certificate_ends,
         "failing_peers": [
             {"address": failure.address, "error": failure.error, "since_s": round(-failure.since, 3)} for failure in looked.sight.failures
         ],
@@ -134,8 +139,26 @@ def _show(looked: Looked, console: Console) -> None:
         console.print(Text.assemble(("two running nodes claim the id", "red"), where))
     if view.revoked:
         console.print(f"revoked: {', '.join(view.revoked)}", markup=False)
+    for text, is_bad in _trust(looked.sight, time.time()):
+        console.print(Text(text, "yellow" if is_bad else "dim"))
     for failure in looked.sight.failures:
         console.print(Text(f"no answer at {failure.address} for {-failure.since:.0f} s: {failure.error}", "yellow"))
+
+
+def _trust(sight: Sight, now: float) -> list[tuple[str, bool]]:
+    """How fresh this node's trust is, and whether a person should do something about it."""
+    lines: list[tuple[str, bool]] = []
+    if sight.revocations_as_of:
+        age_s = max(0.0, now - sight.revocations_as_of)
+        ago = f"{age_s / 86400:.0f} days" if age_s >= 2 * 86400 else f"{age_s / 3600:.0f} h"
+        is_old = age_s > OLD_S
+        todo = ": start paceline up on the machine with the fleet's CA" if is_old else ""
+        lines.append((f"who is revoked is known here as of {ago} ago{todo}", is_old))
+    left_s = sight.certificate_ends - now
+    if sight.certificate_ends and left_s < ENDS_SOON_S:
+        todo = "start paceline up on the machine with the fleet's CA, which renews it"
+        lines.append((f"this machine's certificate ends in {left_s // 86400:.0f} days: {todo}", True))
+    return lines
 
 
 def _models(card: NodeCard) -> list[str]:

@@ -204,6 +204,26 @@ class Revocation:
 
 
 @dataclass(frozen=True, slots=True)
+class RevocationList:
+    """The CA's word that at a time a set of revocations was all there is."""
+
+    signed_at: int
+    """Unix seconds."""
+    digest: bytes
+    """`Revocations.digest` of the set."""
+    issuer: NodeId
+    """Where the CA was."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedList:
+    """A list whose signature was checked, and the bytes that prove it to others."""
+
+    said: RevocationList
+    sealed: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SealedRevocation:
     """A revocation whose signature was checked, and the bytes that prove it to others."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
-from paceline.fleet.card import SealedCard, SealedRevocation
+from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 from paceline.fleet.effects import Call, Effect, Reseal
 from paceline.fleet.intake import ClashWatch, Intake, Shares
 from paceline.fleet.messages import PassedCard, Reply, Request
@@ -103,6 +103,11 @@ class Gossip:
             self._next_round = now
         return effects
 
+    def complete(self, said: SealedList, now: float) -> None:
+        """Take the CA's word (checked) that the revocations known here are all."""
+        if self._revocations.complete(said) and self._next_round is not None:
+            self._next_round = now
+
     # -------------------------------------------------------------------------------------------------------------------- time
 
     @property
@@ -139,12 +144,14 @@ class Gossip:
         """Answer a peer; its request was admitted and its signatures hold."""
         effects = self._intake.sweep(now)
         effects += self._intake.take(request.revocations, request.cards, request.stamps, peer, now)
+        self._revocations.complete(request.revocation_list)
         effects += self._rise(now)
         revocations = () if request.revocations_digest == self._revocations.digest else self._revocations.all()
         if request.digests is None:
-            return Answered(Reply(revocations=revocations, revocations_digest=self._revocations.digest), effects)
+            reply = Reply(revocations=revocations, revocations_digest=self._revocations.digest, revocation_list=self.revocation_list)
+            return Answered(reply, effects)
         apart = self._registry.compare(request.digests, now, complete=True, bounds=self._preset.bounds)
-        reply = Reply(apart.stamps, apart.cards, apart.wanted, revocations, self._revocations.digest, apart.more)
+        reply = Reply(apart.stamps, apart.cards, apart.wanted, revocations, self._revocations.digest, apart.more, self.revocation_list)
         return Answered(reply, effects)
 
     def on_reply(self, call: int, reply: Reply, peer: NodeId, now: float) -> tuple[Effect, ...]:
@@ -158,6 +165,7 @@ class Gossip:
             return ()
         effects = self._intake.sweep(now)
         effects += self._intake.take(reply.revocations, reply.cards, reply.stamps, peer, now)
+        self._revocations.complete(reply.revocation_list)
         effects += self._rise(now)
         apart = self._registry.compare(reply.wanted, now, complete=False, bounds=self._preset.bounds)
         again = reply.more or apart.more
@@ -169,6 +177,7 @@ class Gossip:
                 cards=apart.cards,
                 revocations=self._revocations.all() if behind else (),
                 revocations_digest=self._revocations.digest,
+                revocation_list=self.revocation_list,
             )
             effects += (self._call(exchange.peer, exchange.calls + 1, request, now),)
         return effects
@@ -215,6 +224,15 @@ class Gossip:
         """All that are known, to be kept on disk and handed to those who join."""
         return self._revocations.all()
 
+    @property
+    def revocation_list(self) -> SealedList | None:
+        """The CA's newest word that nothing was missing; None before any came."""
+        return self._revocations.completed
+
+    @property
+    def revocations_digest(self) -> bytes:
+        return self._revocations.digest
+
     # ------------------------------------------------------------------------------------------------------------------ private
 
     def _fanout(self) -> int:
@@ -225,10 +243,11 @@ class Gossip:
 
     def _opening(self, now: float) -> Request:
         revocations, digest = self._revocations.all() if self._intake.revocation_news else (), self._revocations.digest
+        said = self.revocation_list
         own = self._registry.own_passed(now)
         if own is not None and own.sealed.card.leaving:
-            return Request(cards=(own,), revocations=revocations, revocations_digest=digest)
-        return Request(self._registry.digests(), revocations=revocations, revocations_digest=digest)
+            return Request(cards=(own,), revocations=revocations, revocations_digest=digest, revocation_list=said)
+        return Request(self._registry.digests(), revocations=revocations, revocations_digest=digest, revocation_list=said)
 
     def _call(self, peer: Peer, calls: int, request: Request, now: float) -> Call:
         self._last_call += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.fleet.card import SealedCard, SealedRevocation
+from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 
 
 class Digest(NamedTuple):
@@ -60,6 +60,7 @@ class Request:
     cards: tuple[PassedCard, ...] = ()
     revocations: tuple[SealedRevocation, ...] = ()
     revocations_digest: bytes = b""
+    revocation_list: SealedList | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +75,4 @@ class Reply:
     revocations_digest: bytes = b""
     more: bool = False
     """There was more than a message may carry."""
+    revocation_list: SealedList | None = None

@@ -18,6 +18,9 @@ from paceline.fleet.revocations import Revocations
 from paceline.fleet.stamps import StampChain, holds, node_key, salt
 from paceline.fleet.view import LiveCard
 
+CLOCKS_APART_S = 86400
+"""Between a node's clock, by which it numbers its cards, and the CA's, by which its certificate begins."""
+
 
 class CardRegistry:
     """Cards by id, merged.
@@ -190,7 +193,9 @@ class CardRegistry:
             elif held.digest.version == digest.version:
                 stamps.append(held.stamp(now))
             else:
-                cards.append(held.passed(now, with_certificate=digest.version == 0))
+                # Versions are microseconds: a card from before its certificate, or nearly, was signed by an earlier one.
+                renewed = digest.version < (held.sealed.issued_at + CLOCKS_APART_S) * 1_000_000
+                cards.append(held.passed(now, with_certificate=digest.version == 0 or renewed))
         if complete:
             unknown = sorted(digest.key for digest in self._digests - theirs if digest.key not in differing)
             cards.extend(self._entries[key].passed(now, with_certificate=True) for key in unknown)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable
 
 from paceline.core.ids import NodeId
-from paceline.fleet.card import SealedRevocation
+from paceline.fleet.card import SealedList, SealedRevocation
 
 
 class Revocations:
@@ -18,6 +18,7 @@ class Revocations:
     def __init__(self, known: Iterable[SealedRevocation] = ()) -> None:
         self._by_id: dict[NodeId, SealedRevocation] = {}
         self._digest = b""
+        self._complete: SealedList | None = None
         self.merge(known)
 
     def merge(self, revocations: Iterable[SealedRevocation]) -> tuple[SealedRevocation, ...]:
@@ -34,6 +35,18 @@ class Revocations:
                 digest.update(len(sealed.sealed).to_bytes(4, "big") + sealed.sealed)
             self._digest = digest.digest()[:16]
         return tuple(new)
+
+    def complete(self, said: SealedList | None) -> bool:
+        """Take the CA's word that this very set is all there is, if that is newer than what is held; returns whether it was."""
+        if said is None or said.said.digest != self._digest or (self._complete and said.said.signed_at <= self._complete.said.signed_at):
+            return False
+        self._complete = said
+        return True
+
+    @property
+    def completed(self) -> SealedList | None:
+        """The newest such word: since then nothing is known to be missing. It holds for what was added later too."""
+        return self._complete
 
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
         """Whether a certificate of `node_id`, issued at `issued_at` (Unix seconds), is void."""

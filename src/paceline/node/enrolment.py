@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import os
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ConfigError, MembershipError
+from paceline.core.errors import ConfigError, MembershipError, NotTrusted
 from paceline.core.files import write_file
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
@@ -26,19 +26,21 @@ from paceline.transport.address_book import own_hosts
 from paceline.transport.join_client import join
 from paceline.transport.join_host import JoinHost
 from paceline.transport.trust.addresses import is_address, is_node_id, join_host
-from paceline.transport.trust.authority import Authority
-from paceline.transport.trust.certificates import make_key
-from paceline.transport.trust.folder import FleetFolder, read_secret
+from paceline.transport.trust.authority import Authority, is_encrypted
+from paceline.transport.trust.certificates import make_key, read_join_certificate
+from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.identity import Identity, choose_node_id
-from paceline.transport.trust.issuer import Issuer, check_id
+from paceline.transport.trust.issuer import Issuer, OpenToken, check_id
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.requests import make_request
 from paceline.transport.trust.seals import open_revocations
+from paceline.transport.trust.secrets_on_disk import read_secret
 from paceline.transport.trust.tokens import JoinToken
 
 MAX_TTL_S = 30 * 86400.0
 MAX_USES = 1000
 MAX_TOKEN_ADDRESSES = 8
+MIN_PASSPHRASE = 12
 JOIN_PORTS = 16
 """Looked through for a free one."""
 LOCAL_S = 1.0
@@ -97,9 +99,8 @@ def invite(
     if not 1 <= ttl_s <= MAX_TTL_S:
         raise ConfigError("A token lives from a second to 30 days", "Such as --ttl 1h")
     if not 1 <= uses <= MAX_USES:
-        raise ConfigError(f"A token is good for 1 to {MAX_USES} machines", "Such as --uses 16")
-    folder.identity()  # a machine in no fleet is told that, not where the CA is
-    issuer = Issuer(folder.authority(), folder, SystemClock())
+        raise ConfigError(f"A token is good for 1 to {MAX_USES} machines", "Such as --uses 4")
+    issuer = _issuer(folder)
     port = usable_join_port(issuer, join_port)
     named = tuple(one if is_address(one) else join_host(one.strip("[]"), port) for one in addresses or own_hosts()[:MAX_TOKEN_ADDRESSES])
     for one in named:
@@ -151,21 +152,59 @@ async def enrol(folder: FleetFolder, text: str, name: str | None) -> Identity:
     return joined.identity
 
 
-def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False) -> bool:
-    """Void a node's certificates.
+def list_tokens(folder: FleetFolder) -> tuple[OpenToken, ...]:
+    """Tokens that machines may still join by.
+
+    Raises:
+        MembershipError: the CA is on another machine.
+    """
+    return _issuer(folder).open_tokens()
+
+
+def void_tokens(folder: FleetFolder, which: str) -> int:
+    """Void tokens; returns how many.
+
+    Args:
+        which: the beginning of a token's id, or `all`.
+
+    Raises:
+        MembershipError: the CA is on another machine.
+        ConfigError: no token's id begins so, or several do.
+    """
+    issuer = _issuer(folder)
+    tokens = issuer.open_tokens()
+    found = [one.token_id for one in tokens if which == "all" or (which and one.token_id.startswith(which))]
+    if which != "all" and len(found) != 1:
+        raise ConfigError(f"{which!r} is {'the beginning of several tokens' if found else 'no open token'}", "See paceline token --list")
+    issuer.void_tokens(found)
+    return len(found)
+
+
+def _issuer(folder: FleetFolder) -> Issuer:
+    return Issuer(folder.served_authority(), folder, SystemClock())
+
+
+@dataclass(frozen=True, slots=True)
+class Revoking:
+    """What came of a `revoke`."""
+
+    is_news: bool
+    """False: the node was revoked before and has not joined since, so nothing was done."""
+    voided_tokens: int
+
+
+def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False, keep_tokens: bool = False) -> Revoking:
+    """Void a node's certificates, and the tokens by which its owner could come again.
 
     Args:
         folder: of the machine with the CA.
         anyway: even where no certificate was issued to it by this machine.
-
-    Returns:
-        Whether that is news: False where it was revoked before and has not joined since.
+        keep_tokens: leave tokens as they are: who has one may come again.
 
     Raises:
         MembershipError: the CA is on another machine, no such node is known, or it is this machine.
     """
-    own = folder.identity().node_id
-    issuer = Issuer(folder.authority(), folder, SystemClock())
+    own, issuer = folder.identity().node_id, _issuer(folder)
     known = issuer.issued()
     if anyway and is_node_id(node_id):
         known = (*known, NodeId(node_id))
@@ -173,19 +212,25 @@ def revoke(folder: FleetFolder, node_id: str, *, anyway: bool = False) -> bool:
     before = Revocations(open_revocations(folder.sealed_revocations(), issuer.authority.root))
     issued_at = issuer.issued_at(checked)
     if issued_at is not None and before.voids(checked, issued_at):
-        return False
-    issuer.revoke(checked)
-    return True
+        return Revoking(is_news=False, voided_tokens=0)
+    voided = 0 if keep_tokens else len(issuer.open_tokens())
+    issuer.revoke(checked, keep_tokens=keep_tokens)
+    return Revoking(is_news=True, voided_tokens=voided)
 
 
-def export_authority(folder: FleetFolder, file: Path) -> None:
+def export_authority(folder: FleetFolder, file: Path, passphrase: str | None = None) -> None:
     """Write a backup of the CA.
+
+    Args:
+        passphrase: encrypts it; None: whoever reads the file has the CA.
 
     Raises:
         MembershipError: the CA is on another machine, or the file is there or can't be written.
     """
     folder.identity()
-    data = folder.authority().to_pem()
+    if passphrase is not None and len(passphrase) < MIN_PASSPHRASE:
+        raise ConfigError(f"A passphrase has at least {MIN_PASSPHRASE} characters", "Such as five words")
+    data = folder.authority().to_pem(passphrase)
     if file.exists():
         raise MembershipError(f"{file} is there already, and a backup overwrites nothing", "Choose another name")
     try:
@@ -194,8 +239,11 @@ def export_authority(folder: FleetFolder, file: Path) -> None:
         raise MembershipError(f"{file} can't be written: {error.strerror}", "Choose another place") from error
 
 
-def import_authority(folder: FleetFolder, file: Path) -> None:
+def import_authority(folder: FleetFolder, file: Path, ask: Callable[[], str | None] = lambda: None) -> None:
     """Make this machine, a member, the one that holds its fleet's CA.
+
+    Args:
+        ask: for the passphrase of a backup that has one.
 
     Raises:
         MembershipError: the CA is here already, this machine is in no fleet, or the backup is another fleet's.
@@ -204,7 +252,8 @@ def import_authority(folder: FleetFolder, file: Path) -> None:
     identity = folder.identity()
     if folder.has_authority:
         raise MembershipError("The fleet's CA is on this machine already", "Nothing needs to be done")
-    authority = Authority.from_pem(read_secret(file))
+    data = read_secret(file)
+    authority = Authority.from_pem(data, ask() if is_encrypted(data) else None)
     if authority.root.fingerprint != identity.root.fingerprint:
         raise MembershipError(f"{file} is the CA of another fleet than this machine's", "Use the backup of this fleet")
     folder.write_secret(folder.authority_file, authority.to_pem())
@@ -252,7 +301,11 @@ def _is_ours(port: int, issuer: Issuer) -> bool:
             pem = ssl.get_server_certificate((host, port), timeout=LOCAL_S)
         except (OSError, ValueError):
             continue
-        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).digest() == issuer.authority.root.fingerprint
+        try:
+            read_join_certificate(ssl.PEM_cert_to_DER_cert(pem), issuer.authority.root.pin)
+        except NotTrusted:
+            return False
+        return True
     return False
 
 

@@ -17,7 +17,7 @@ import grpc.aio
 
 from paceline.core.background import Background
 from paceline.core.clock import Clock, SteadyClock
-from paceline.core.errors import MembershipError, StreamClosed, UserError
+from paceline.core.errors import FleetError, MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.engine.drafts import NGRAM
@@ -31,6 +31,7 @@ from paceline.node.fleet_links import LinkDriver
 from paceline.node.fleet_meter import FleetMeter, log_news
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.fleet_state import Running, claim_running, forget_running, keep_running
+from paceline.node.fleet_trust import TrustKeeper
 from paceline.node.fleet_upkeep import Portrait, Upkeep
 from paceline.transport.address_book import AddressBook
 from paceline.transport.channels import ChannelPool, Purpose
@@ -39,22 +40,22 @@ from paceline.transport.discovery import Discovery
 from paceline.transport.exchange import CapabilityServicer, Exchanger
 from paceline.transport.proposer_desk import ProposerDesk
 from paceline.transport.proposer_service import proposer_service
+from paceline.transport.renewal import RenewalServicer
 from paceline.transport.server import NodeServer, RpcMeter
 from paceline.transport.tensor.listener import TensorListener
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.certificates import Member
+from paceline.transport.trust.connections import ConnectionWatch
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.guard import PeerGuard
+from paceline.transport.trust.issuer import Issuer
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.seals import open_revocations, revocation_told
-from paceline.transport.trust.strangers import StrangerWatch
 from paceline.transport.wire.control_pb2_grpc import add_ControlServiceServicer_to_server
-from paceline.transport.wire.fleet_pb2_grpc import add_CapabilityServiceServicer_to_server
+from paceline.transport.wire.fleet_pb2_grpc import add_CapabilityServiceServicer_to_server, add_RenewalServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
-EXPIRY_NEAR_S = 90 * 86400.0
-"""A certificate that ends sooner is told at every start: nothing renews it."""
 GOODBYE_S = 0.4
 DRAIN_S = 0.8
 """A stop's bounds: for peers to hear of it, and for their calls to finish. Together they stay under what Ctrl-C may take."""
@@ -104,15 +105,23 @@ class FleetNode:
                 f"This machine ({self.identity.node_id}) was revoked from its fleet",
                 self._anew,
             )
-        left_s = self.identity.member.expires_at - clock.wall()
-        if left_s < EXPIRY_NEAR_S:
-            logger.warning(
-                "this node's certificate ends in %d days: revoke it then, remove %s, and join again", left_s // 86400, folder.root
-            )
-        self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused)
+        self.trust_keeper = TrustKeeper(
+            self.identity, folder, self.gossip, clock, self._issuer, self._at_issuer, settings.max_revocation_age_s
+        )
+        self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused, self.trust_keeper.check_age)
         self._links = LinkDriver(self.pool, self.gossip.opener, clock, self.background, self._measured)
         self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
-        self._upkeep = Upkeep(settings.host, folder, portrait, self.gossip, self.refusals, steady, self.background, self._discovery.moved)
+        self._upkeep = Upkeep(
+            settings.host,
+            folder,
+            portrait,
+            self.gossip,
+            self.refusals,
+            steady,
+            self.background,
+            self._discovery.moved,
+            self.trust_keeper.look,
+        )
         self._server: NodeServer | None = None
         self._tensors: TensorListener | None = None
         self._lock: IO[bytes] | None = None
@@ -136,16 +145,19 @@ class FleetNode:
             raise
 
     async def _start(self, services: tuple[Callable[[PeerGuard], Service], ...]) -> None:
-        strangers = StrangerWatch(self.refusals)
+        watch = ConnectionWatch(self.refusals, self._clock)
         guard = self._guard = PeerGuard(
-            self.identity.root, self.gossip.voids, self._clock, self.refusals, strangers.caller, self.gossip.revocation_of
+            *(self.identity.root, self.gossip.voids, self._clock, self.refusals, watch),
+            *(self.gossip.revocation_of, self.trust_keeper.check_age),
         )
-        server = NodeServer(self.identity, guard, strangers, self.rpcs)
+        server = NodeServer(self.identity, guard, watch, self.rpcs)
         capability = CapabilityServicer(self.gossip, guard)
+        renewal = RenewalServicer(self._issuer, guard)
         control = ControlServicer(self.identity, guard, self.sight)
         server.add(
             lambda grpc_server: add_CapabilityServiceServicer_to_server(capability, grpc_server),
             lambda grpc_server: add_ControlServiceServicer_to_server(control, grpc_server),
+            lambda grpc_server: add_RenewalServiceServicer_to_server(renewal, grpc_server),
             proposer_service(self.desk, guard.peer),
             *(service(guard) for service in services),
         )
@@ -227,7 +239,8 @@ class FleetNode:
         # Where a node was that left or moved is no trouble any more.
         self.book.keep_to(self.gossip.addresses)
         failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
-        return Sight(self.view(), failures, self.meter.rounds, self._draft_use())
+        trust = self.trust_keeper.revocations_as_of, self.identity.member.expires_at
+        return Sight(self.view(), failures, self.meter.rounds, self._draft_use(), *trust)
 
     def listen(self, listener: Callable[[Effect], None]) -> None:
         """Tell `listener` of the fleet's news from now on. It must not wait."""
@@ -303,9 +316,25 @@ class FleetNode:
 
     # ------------------------------------------------------------------------------------------------------------------ inside
 
+    def _issuer(self) -> Issuer | None:
+        """The CA at work, where it is on this machine."""
+        return Issuer(self._folder.served_authority(), self._folder, self._clock) if self._folder.has_authority else None
+
+    def _at_issuer(self, node_id: NodeId) -> grpc.aio.Channel:
+        """To the node with the CA, by the channel of exchanges: what renews trust does not wait for it."""
+        live = self.view().get(node_id)
+        if live is None:
+            raise FleetError(f"{node_id}, which has the fleet's CA, is not here")
+        return self.pool.get(Purpose.EXCHANGE, self.book.order(live.card.addresses)[0], self.gossip.opener.proven(node_id))
+
     @property
     def _anew(self) -> str:
         """What a revoked machine's owner can do."""
+        if self._folder.has_authority:
+            return (
+                "It holds the fleet's CA, whose only key may be here: first paceline ca export FILE, and paceline ca import FILE on another "
+                f"member. Then stop paceline up, remove {self._folder.root}, and paceline join with a new token"
+            )
         return f"To join anew: stop paceline up, remove {self._folder.root}, then paceline join with a new token"
 
     def _refused(self, failed: grpc.aio.AioRpcError) -> None:

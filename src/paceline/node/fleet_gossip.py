@@ -18,7 +18,7 @@ from paceline.core.background import Background, in_background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, PacelineError
 from paceline.core.ids import NodeId
-from paceline.fleet.card import NodeCard, SealedRevocation
+from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 from paceline.fleet.effects import Appeared, Call, Changed, Clashed, Effect, Expired, Ignored, Left, Reseal, Restarted, Revoked
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
@@ -137,6 +137,15 @@ class GossipDriver:
         self._do(self._gossip.learn(revocations, self._clock.monotonic()))
         self._wake.set()
 
+    def complete(self, said: SealedList) -> None:
+        """Take the CA's word, from here or from disk, that nothing is missing."""
+        self._gossip.complete(said, self._clock.monotonic())
+        self._wake.set()
+
+    async def reseal(self) -> None:
+        """Announce this node's card anew, by the certificate that it has now."""
+        await self._seal(0)
+
     def voids(self, node_id: NodeId, issued_at: int) -> bool:
         """Whether a certificate is void."""
         return self._gossip.voids(node_id, issued_at)
@@ -159,6 +168,15 @@ class GossipDriver:
     @property
     def revocations(self) -> tuple[SealedRevocation, ...]:
         return self._gossip.revocations
+
+    @property
+    def revocation_list(self) -> SealedList | None:
+        """The CA's newest word that nothing was missing of them."""
+        return self._gossip.revocation_list
+
+    @property
+    def revocations_digest(self) -> bytes:
+        return self._gossip.revocations_digest
 
     # -------------------------------------------------------------------------------------------------------------- its server
 

@@ -28,6 +28,8 @@ class FleetSettings:
     """host:port of other nodes, beside those found by mDNS and those remembered."""
     mdns: bool = True
     preset: Preset = presets.lan()  # noqa: RUF009 - frozen
+    max_revocation_age_s: float | None = None
+    """Other nodes are refused where what this one knows of revocations is older; None: never."""
     tensor_port: int = 0
     """Of activations between machines that share a model; 0: any free one. On `host` too."""
     trust: TrustPolicy = TrustPolicy()  # noqa: RUF009 - frozen

@@ -51,6 +51,7 @@ class Upkeep:
     Args:
         host: the address it listens at; empty: all of this machine's.
         moved: told its addresses when they change.
+        look_at_trust: called as often as the rest (`TrustKeeper.look`).
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Upkeep:
         clock: Clock,
         background: Background,
         moved: Callable[[tuple[str, ...]], None],
+        look_at_trust: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._host, self._folder, self._portrait, self._gossip = host, folder, portrait, gossip
         self._refusals, self._clock, self._background, self._moved = refusals, clock, background, moved
+        self._look_at_trust = look_at_trust
         self.addresses: tuple[str, ...] = ()
         """Where this node can be reached."""
         self._port = 0
@@ -121,7 +124,7 @@ class Upkeep:
                     await self._news.wait()
             self._news.clear()
             troubles: set[str] = set()
-            for step in (self.keep, self._keep_join_port, self._look_around, self._gossip.refresh):
+            for step in (self.keep, self._keep_join_port, self._look_at_trust, self._look_around, self._gossip.refresh):
                 try:
                     await step()
                 except (UserError, FleetError, OSError) as error:

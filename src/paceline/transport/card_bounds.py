@@ -25,7 +25,7 @@ MAX_TEXT = 300
 MAX_TTL_S = 86400
 """No card that is to live for longer is believed."""
 MAX_NONCE_BYTES = 64
-LATEST = 1 << 40
+LATEST = 1 << 33
 """Seconds since 1970 that no clock shows."""
 MOST = 1 << 62
 """Bytes that no machine has, versions that no clock reaches."""

@@ -78,6 +78,9 @@ def read_card(data: bytes) -> NodeCard:
         message = wire.NodeCapability.FromString(data)
     except DecodeError as error:
         raise MalformedMessage("A card's bytes are not a NodeCapability") from error
+    # Fields that a later version added stay where they are: a fleet is updated one machine at a time.
+    if message.SerializeToString(deterministic=True) != data:
+        raise MalformedMessage("A card is not written as any version writes it")
     if not message.node_id or not message.version:
         raise MalformedMessage("A card names no node or has no version")
     return NodeCard(

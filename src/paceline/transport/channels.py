@@ -87,14 +87,20 @@ class ChannelPool:
     Args:
         clock: for certificates' ends.
         refused: told of every meeting and exchange that failed.
+        check_age: raises NotTrusted where what is known of revocations is too old for anything but hearing of newer ones.
     """
 
     def __init__(
-        self, identity: Identity, voids: Voids, clock: Clock, refused: Callable[[grpc.aio.AioRpcError], None] = lambda _: None
+        self,
+        identity: Identity,
+        voids: Voids,
+        clock: Clock,
+        refused: Callable[[grpc.aio.AioRpcError], None] = lambda _: None,
+        check_age: Callable[[], None] = lambda: None,
     ) -> None:
-        self.refused = refused
+        self.refused, self._check_age = refused, check_age
         self._identity, self._voids, self._clock = identity, voids, clock
-        self._credentials = channel_credentials(identity)
+        self._credentials = identity.member, channel_credentials(identity)
         self._open: OrderedDict[tuple[Purpose, str, int], _Open] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -103,8 +109,11 @@ class ChannelPool:
 
         Raises:
             RevokedNode: the member was revoked.
+            NotTrusted: too little is known of revocations.
         """
         check_callable(member, self._voids)
+        if purpose is not Purpose.EXCHANGE:
+            self._check_age()
         key = (purpose, address, member.serial)
         found = self._open.get(key)
         if found is None:
@@ -167,7 +176,9 @@ class ChannelPool:
         """A channel that takes messages of so many bytes."""
         options = [option for option in CHANNEL_OPTIONS if option[0] != RECEIVE]
         options += [(RECEIVE, most_bytes), ("grpc.ssl_target_name_override", tls_name)]
-        return grpc.aio.secure_channel(address, self._credentials, options)
+        if self._credentials[0] is not self._identity.member:
+            self._credentials = self._identity.member, channel_credentials(self._identity)
+        return grpc.aio.secure_channel(address, self._credentials[1], options)
 
     def _end(self, found: _Open) -> None:
         task = asyncio.get_running_loop().create_task(found.channel.close(None))

@@ -37,6 +37,9 @@ class Sight:
     """Of exchanges, begun by this node."""
     drafts: tuple[DraftUse, ...] = ()
     """For the model that this node runs."""
+    revocations_as_of: int = 0
+    """Unix seconds: revocations from before then are known here; 0 where that was not told."""
+    certificate_ends: int = 0
 
 
 Look = Callable[[], Sight]
@@ -80,6 +83,8 @@ class ControlServicer(ControlServiceServicer):
                 for failure in sight.failures
             ],
             rounds=sight.rounds,
+            revocations_as_of_unix=sight.revocations_as_of,
+            certificate_ends_unix=sight.certificate_ends,
             drafts=[
                 wire.SeenDrafts(
                     by=use.by,
@@ -140,4 +145,4 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
         )
         for seen in message.drafts
     )
-    return Sight(view, failures, message.rounds, drafts)
+    return Sight(view, failures, message.rounds, drafts, message.revocations_as_of_unix, message.certificate_ends_unix)

@@ -67,6 +67,8 @@ class Exchanger:
         self._given = frozenset(given)
         self._own, self._pool, self._opener = own, pool, opener
         self._book, self._bounds, self._clock = book, bounds, clock
+        self._doubted: set[str] = set()
+        """Where a call failed: the certificate that is known may not be the one that is shown any more."""
         self._met: dict[str, Member] = {}
         """Who was met at an address of which no card told."""
 
@@ -95,8 +97,10 @@ class Exchanger:
                 if address in self._given and not self._book.is_failing(address):
                     logger.warning("no member answers at %s, which is tried again: %s", address, error.message)
                 self._book.failed(address, str(error), self._clock.monotonic())
+                self._doubt(address)
                 continue
             self._book.worked(address)
+            self._doubted.discard(address)
             return answer
         raise failure
 
@@ -127,13 +131,19 @@ class Exchanger:
 
     async def _whom(self, address: str, node_id: NodeId | None, timeout_s: float) -> Member:
         known = self._opener.member(node_id) if node_id is not None else self._met.get(address)
-        if known is not None:
+        if known is not None and address not in self._doubted:
             return known
-        member = await self._pool.meet(address, timeout_s)
+        sealed = await self._pool.card_at(address, timeout_s)
+        member = self._opener.met(sealed)
         if len(self._met) >= 256:
             self._met.clear()
         self._met[address] = member
         return member
+
+    def _doubt(self, address: str) -> None:
+        if len(self._doubted) >= 256:
+            self._doubted.clear()
+        self._doubted.add(address)
 
 
 MAX_MEASURE_BYTES = 4 << 20

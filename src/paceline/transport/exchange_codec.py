@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import FleetError, MalformedMessage
 from paceline.core.ids import NodeId
-from paceline.fleet.card import SealedCard, SealedRevocation
+from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
 from paceline.fleet.presets import Measures
 from paceline.transport.trust.handlers import check_parts
@@ -58,6 +58,10 @@ class Opener(Protocol):
         """
         ...
 
+    def revocation_list(self, signed: wire.SignedRevocationList) -> SealedList:
+        """The same of a list of them."""
+        ...
+
 
 Refuse = Callable[[FleetError], None]
 """Told of each thing that was left out."""
@@ -97,6 +101,7 @@ def write_request(request: Request) -> wire.ExchangeCapabilitiesRequest:
         digests=None if request.digests is None else _write_digests(request.digests),
         stamps=_write_stamps(request.stamps),
         cards=[write_passed(passed) for passed in request.cards],
+        revocation_list=_write_list(request.revocation_list),
     )
 
 
@@ -126,6 +131,7 @@ async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: Opener
         stamps=_read_stamps(message.stamps),
         cards=await _read_cards(message.cards, opener, refuse),
         revocations_digest=message.revocations_digest,
+        revocation_list=_read_list(message, opener, refuse),
     )
 
 
@@ -137,6 +143,7 @@ def write_reply(reply: Reply) -> wire.ExchangeCapabilitiesResponse:
         cards=[write_passed(passed) for passed in reply.cards],
         wanted=_write_digests(reply.wanted),
         more=reply.more,
+        revocation_list=_write_list(reply.revocation_list),
     )
 
 
@@ -153,6 +160,7 @@ async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: Opener,
         cards=await _read_cards(message.cards, opener, refuse),
         revocations_digest=message.revocations_digest,
         more=message.more,
+        revocation_list=_read_list(message, opener, refuse),
     )
 
 
@@ -194,6 +202,22 @@ async def _read(messages: Iterable[Message], read: Callable[[Message], Held], re
 
 def _write_revocations(revocations: Iterable[SealedRevocation]) -> list[wire.SignedRevocation]:
     return [wire.SignedRevocation.FromString(one.sealed) for one in revocations]
+
+
+def _write_list(said: SealedList | None) -> wire.SignedRevocationList | None:
+    return None if said is None else wire.SignedRevocationList.FromString(said.sealed)
+
+
+def _read_list(
+    message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse, opener: Opener, refuse: Refuse
+) -> SealedList | None:
+    if not message.HasField("revocation_list"):
+        return None
+    try:
+        return opener.revocation_list(message.revocation_list)
+    except FleetError as error:
+        refuse(error)
+        return None
 
 
 def _write_digests(digests: Iterable[Digest]) -> wire.CardDigests:

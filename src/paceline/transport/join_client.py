@@ -1,14 +1,13 @@
 """Joining: from a token to an identity.
 
-Nothing is sent before the other side has shown the certificate whose fingerprint the token holds, and proved in TLS that it has its key.
+Nothing is sent before the other side has shown a certificate for join ports that the CA whose key the token holds has signed, and proved in
+TLS that it has its key.
 All of the token's addresses are tried at once, because some of them may lead nowhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ from typing import cast
 import grpc
 import grpc.aio
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, JoinRefused, NotTrusted, Unreachable
@@ -30,7 +30,7 @@ from paceline.core.shown import printable
 from paceline.fleet.card import SealedRevocation
 from paceline.transport.join_service import HINT_KEY, MAX_PEERS
 from paceline.transport.trust.addresses import is_address
-from paceline.transport.trust.certificates import JOIN_NAME, FleetRoot, make_key
+from paceline.transport.trust.certificates import JOIN_NAME, FleetRoot, make_key, read_join_certificate
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.requests import make_request
 from paceline.transport.trust.seals import open_revocation
@@ -56,10 +56,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """What came of an address: the CA's certificate, or why not."""
+    """What came of an address: the join port's certificate, or why not."""
 
     address: str
-    root: FleetRoot | None
+    shown: x509.Certificate | None
     problem: str = ""
     impostor: bool = False
 
@@ -72,13 +72,13 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
         Unreachable: no machine answers at any of the token's addresses.
     """
     tried: list[_Tried] = []
-    asking = [asyncio.ensure_future(_ask(address, token.fingerprint)) for address in token.addresses]
+    asking = [asyncio.ensure_future(_ask(address, token.pin)) for address in token.addresses]
     try:
         for next_answer in asyncio.as_completed(asking):
             found = await next_answer
-            if found.root is not None:
+            if found.shown is not None:
                 try:
-                    return await _join_at(found.address, found.root, token, node_id, clock)
+                    return await _join_at(found.address, found.shown, token, node_id, clock)
                 except grpc.aio.AioRpcError as error:
                     found = _Tried(found.address, None, f"{error.code().name.lower()}: {printable(error.details() or '')}")
             tried.append(found)
@@ -89,7 +89,7 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
     impostors = [one.address for one in tried if one.impostor]
     if impostors:
         raise JoinRefused(
-            f"Who answers at {', '.join(impostors)} is not the machine that the token is from: it shows another certificate",
+            f"Who answers at {', '.join(impostors)} is not the machine that the token is from: it shows a certificate of another CA",
             "Somebody may be in between, or that machine is in another fleet by now. Nothing was sent. Ask for another token: paceline token",
         )
     raise Unreachable(
@@ -98,13 +98,13 @@ async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
     )
 
 
-async def _ask(address: str, fingerprint: bytes) -> _Tried:
+async def _ask(address: str, pin: bytes) -> _Tried:
     """Who is at an address: its certificate, which TLS shows before anything is said."""
     host, _, port = address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the fingerprint is checked instead
+    context.verify_mode = ssl.CERT_NONE  # the CA's key is checked instead
     context.set_alpn_protocols(["h2"])
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -117,23 +117,21 @@ async def _ask(address: str, fingerprint: bytes) -> _Tried:
         certificate: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
     finally:
         writer.transport.abort()
-    if not hmac.compare_digest(hashlib.sha256(certificate).digest(), fingerprint):
-        logger.warning("refused %s: it shows another certificate than the token's", address)
-        return _Tried(address, None, "another certificate than the token's", impostor=True)
     try:
-        return _Tried(address, FleetRoot.from_der(certificate))
+        return _Tried(address, read_join_certificate(certificate, pin))
     except NotTrusted as error:
-        return _Tried(address, None, error.message)
+        logger.warning("refused %s: %s", address, error.message)
+        return _Tried(address, None, error.message, impostor=True)
 
 
-async def _join_at(address: str, root: FleetRoot, token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
+async def _join_at(address: str, shown: x509.Certificate, token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
     """One join request, and what came of it.
 
     Raises:
         grpc.aio.AioRpcError: it did not come through.
         JoinRefused: the issuer says no.
     """
-    _check_clock(root.certificate, clock)
+    _check_clock(shown, clock)
     key = make_key()
     request, nonce = make_request(key, node_id), secrets.token_bytes(NONCE_BYTES)
     options = (
@@ -142,7 +140,8 @@ async def _join_at(address: str, root: FleetRoot, token: JoinToken, node_id: Nod
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),  # a request sent twice would be a replay
     )
-    async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(root.pem), options) as channel:
+    credentials = grpc.ssl_channel_credentials(shown.public_bytes(Encoding.PEM))  # that certificate and no other
+    async with grpc.aio.secure_channel(address, credentials, options) as channel:
         try:
             answer = await JoinServiceStub(channel).Join(
                 wire.JoinRequest(
@@ -155,6 +154,9 @@ async def _join_at(address: str, root: FleetRoot, token: JoinToken, node_id: Nod
                 raise JoinRefused(printable(error.details() or "The join was refused"), printable(_hint(error))) from error
             raise
     try:
+        root = FleetRoot.from_der(answer.ca_certificate)
+        if root.pin != token.pin:
+            raise NotTrusted("its CA is another than the token's", who=address)
         identity = Identity.assemble(key, answer.certificate, root, clock.wall())
         _check_clock(x509.load_der_x509_certificate(answer.certificate), clock)
         revocations = tuple(open_revocation(one, root) for one in answer.revocations)

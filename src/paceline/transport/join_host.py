@@ -13,6 +13,8 @@ from typing import IO
 
 import grpc
 import grpc.aio
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, MembershipError, UserError
@@ -20,11 +22,14 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedRevocation
 from paceline.transport.join_service import JoinServicer
 from paceline.transport.trust.addresses import join_host
-from paceline.transport.trust.authority import Authority
+from paceline.transport.trust.certificates import key_pem, make_key
+from paceline.transport.trust.connections import ConnectionWatch
+from paceline.transport.trust.credentials import join_port_credentials
 from paceline.transport.trust.folder import FleetFolder, Stamp
 from paceline.transport.trust.handlers import WellFormed
 from paceline.transport.trust.issuer import Issuer
 from paceline.transport.trust.refusals import Refusals
+from paceline.transport.trust.requests import make_request
 from paceline.transport.trust.seals import open_revocations
 from paceline.transport.wire.fleet_pb2_grpc import add_JoinServiceServicer_to_server
 
@@ -38,9 +43,10 @@ MAX_CONNECTIONS = 512
 MAX_STREAMS = 2
 """Calls on one connection; a joiner makes one."""
 CONNECTION_S = 30
-"""No machine has business here for longer."""
+"""No machine has business here for longer. One that makes no whole call is hung up sooner (`connections.SILENT_S`)."""
 LAST_CALLS_S = 5
-"""A call that was begun and never sent ends so long after its connection's time."""
+NEW_KEY_S = 86400.0
+"""So long the port shows one certificate; then it is opened anew."""
 GRACE_S = 2.0
 """What a join under way is given when the port closes."""
 
@@ -76,14 +82,14 @@ class JoinHost:
         on_revocations: Callable[[tuple[SealedRevocation, ...]], None] | None = None,
         look_s: float = LOOK_S,
     ) -> None:
-        authority: Authority = folder.authority()
-        self.issuer = Issuer(authority, folder, clock)
+        self.issuer = Issuer(folder.served_authority(), folder, clock)
         self._folder, self._clock, self._refusals, self._host, self._look_s = folder, clock, refusals, host, look_s
-        own = (folder.identity().node_id,) if folder.is_member else ()
-        self._service = JoinServicer(self.issuer, folder, peers or folder.peers, refusals, on_joined, lambda: {*own, *here()})
+        own = folder.identity().node_id
+        self._service = JoinServicer(self.issuer, folder, peers or folder.peers, refusals, on_joined, lambda: {own, *here()})
         self._on_revocations = on_revocations
         self._server: grpc.aio.Server | None = None
         self._port = 0
+        self._opened_at = 0.0
         self._lock: IO[bytes] | None = None
         self._seen: Stamp | None = None
         self._trouble = ""
@@ -131,6 +137,8 @@ class JoinHost:
         if self._server is not None and until is not None and port != self._port:
             logger.info("join port %d closed: from now on it is %d", self._port, port)
             await self._shut()
+        if self._server is not None and abs(self._clock.wall() - self._opened_at) >= NEW_KEY_S:
+            await self._shut()
         if until is not None and self._server is None:
             await self._open(port)
         elif until is None and self._server is not None:
@@ -163,8 +171,12 @@ class JoinHost:
             # No bound on calls at once: a machine that begins some and never sends them would keep all others out.
         )
         add_JoinServiceServicer_to_server(self._service, server)
-        authority = self.issuer.authority
-        credentials = grpc.ssl_server_credentials([(authority.key_pem, authority.root.pem)])
+        key = make_key()
+        request = make_request(key, NodeId("join"))
+        shown = await asyncio.to_thread(self.issuer.authority.issue_to_join_port, request, self._clock.wall())
+        pem = x509.load_der_x509_certificate(shown).public_bytes(Encoding.PEM)
+        watch = self._service.watch = ConnectionWatch(self._refusals, self._clock, names_those_who_leave=False)
+        credentials = join_port_credentials(key_pem(key), pem, watch.connection)
         if not any(_bound(server, where, credentials) for where in _listen(self._host, port)):
             await server.stop(None)
             raise MembershipError(
@@ -172,13 +184,16 @@ class JoinHost:
                 "End that (another fleet's node?), or take another port: paceline token --join-port PORT",
             )
         await server.start()
-        self._server, self._port = server, port
+        watch.watch(port)
+        self._server, self._port, self._opened_at = server, port, self._clock.wall()
         logger.info("join port %d open", port)
 
     async def _shut(self) -> None:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(GRACE_S)
+            if self._service.watch is not None:
+                self._service.watch.close()
 
     def _pass_on_revocations(self) -> None:
         seen = self._folder.stamp()

@@ -11,6 +11,7 @@ import grpc.aio
 
 from paceline.core.errors import FleetError, JoinRefused, NotTrusted, UserError
 from paceline.core.ids import NodeId
+from paceline.transport.trust.connections import ConnectionWatch
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.issuer import Issuer, JoinAttempt
 from paceline.transport.trust.refusals import Refusals
@@ -50,8 +51,20 @@ class JoinServicer(JoinServiceServicer):
         self._issuer, self._folder, self._peers, self._refusals = issuer, folder, peers, refusals
         self._on_joined, self._here = on_joined, here
         self._deciding = asyncio.Semaphore(MAX_AT_ONCE)
+        self.watch: ConnectionWatch | None = None
+        """Told of calls; as long as the port is open."""
 
     async def Join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
+        watch, peer = self.watch, context.peer()
+        if watch is None:
+            return await self._join(request, context)
+        watch.began(peer)
+        try:
+            return await self._join(request, context)
+        finally:
+            watch.ended(peer)
+
+    async def _join(self, request: wire.JoinRequest, context: Context) -> wire.JoinResponse:
         attempt = JoinAttempt(request.certificate_request, request.token_id, request.proof, request.nonce)
         try:
             # Signing and waiting for the disk are not for the event loop.

@@ -10,10 +10,10 @@ from typing import TypeVar
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError
 from paceline.core.ids import NodeId
-from paceline.fleet.card import SealedCard, SealedRevocation
+from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 from paceline.transport.exchange_codec import node_id_of
 from paceline.transport.trust.certificates import FleetRoot, Member
-from paceline.transport.trust.seals import Voids, open_card, open_revocation
+from paceline.transport.trust.seals import Voids, open_card, open_list, open_revocation
 from paceline.transport.wire import fleet_pb2 as wire
 
 REVOCATIONS_REMEMBERED = 4096
@@ -33,8 +33,9 @@ class MemberOpener:
 
     def __init__(self, root: FleetRoot, voids: Voids, lacks: Callable[[NodeId], None], clock: Clock, remembered: int = 1024) -> None:
         self._root, self._voids, self._lacks, self._clock, self._remembered = root, voids, lacks, clock, remembered
-        self._certificates: OrderedDict[NodeId, bytes] = OrderedDict()
+        self._certificates: OrderedDict[NodeId, SealedCard] = OrderedDict()
         self._revocations: OrderedDict[bytes, SealedRevocation] = OrderedDict()
+        self._list: tuple[bytes, SealedList] | None = None
         self._opened: OrderedDict[bytes, SealedCard] = OrderedDict()
         """By hash: what comes by several ways, or again and again, costs one check."""
 
@@ -50,7 +51,8 @@ class MemberOpener:
             self._opened.move_to_end(key)
             return known
         claimed = node_id_of(signed)
-        held = b"" if signed.certificate or claimed is None else self._certificates.get(claimed, b"")
+        by = self._certificates.get(claimed) if claimed is not None else None
+        held = b"" if signed.certificate or by is None else by.certificate
         try:
             sealed = open_card(signed, root=self._root, voids=self._voids, now=self._clock.wall(), held=held)
         except FleetError:
@@ -74,9 +76,31 @@ class MemberOpener:
             _keep(self._revocations, key, known, REVOCATIONS_REMEMBERED)
         return known
 
+    def revocation_list(self, signed: wire.SignedRevocationList) -> SealedList:
+        """The same of a list of them, which comes with every exchange.
+
+        Raises:
+            FleetError: it proves nothing.
+        """
+        key = signed.SerializeToString(deterministic=True)
+        if self._list is None or self._list[0] != key:
+            self._list = key, open_list(signed, self._root)
+        return self._list[1]
+
     def know(self, sealed: SealedCard) -> None:
-        """Remember a card's certificate."""
-        _keep(self._certificates, sealed.card.node_id, sealed.certificate, self._remembered)
+        """Remember a card's certificate, unless a newer one is known: an old card with the old one may come at any time."""
+        known = self._certificates.get(sealed.card.node_id)
+        if known is None or known.issued_at <= sealed.issued_at:
+            _keep(self._certificates, sealed.card.node_id, sealed, self._remembered)
+
+    def met(self, sealed: SealedCard) -> Member:
+        """The node that showed its own card, by a certificate that may be newer than the one that is known.
+
+        Raises:
+            NotTrusted: it has expired.
+        """
+        self.know(sealed)
+        return self._root.member(sealed.certificate, self._clock.wall())
 
     def member(self, node_id: NodeId) -> Member | None:
         """Whom to meet where a node is; None where its certificate is not known.
@@ -84,8 +108,8 @@ class MemberOpener:
         Raises:
             NotTrusted: it has expired.
         """
-        certificate = self._certificates.get(node_id)
-        return None if certificate is None else self._root.member(certificate, self._clock.wall())
+        known = self._certificates.get(node_id)
+        return None if known is None else self._root.member(known.certificate, self._clock.wall())
 
     def proven(self, node_id: NodeId) -> Member:
         """The same, of a node that is to be called.

@@ -13,11 +13,11 @@ from paceline.core.errors import ConfigError
 from paceline.transport.channels import COMMON, Options
 from paceline.transport.exchange_codec import MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS
 from paceline.transport.trust.addresses import join_host
+from paceline.transport.trust.connections import ConnectionWatch
 from paceline.transport.trust.credentials import server_credentials
 from paceline.transport.trust.guard import PeerGuard
 from paceline.transport.trust.handlers import Behaviour, Context, Limit, Request, Response, WellFormed, rewrap
 from paceline.transport.trust.identity import Identity
-from paceline.transport.trust.strangers import StrangerWatch
 
 
 class RpcMeter(grpc.aio.ServerInterceptor):
@@ -56,6 +56,10 @@ class RpcMeter(grpc.aio.ServerInterceptor):
 
 MAX_CONNECTIONS = 1024
 """Open at once, of members and of strangers whose handshake is under way. Raising it: files that strangers can make a node hold open."""
+IDLE_S = 300
+"""Without any call, until the server takes leave; the next call dials anew."""
+AGE_S = 3600
+"""Until calls go by a new connection, whose certificate is looked at again."""
 SERVER_OPTIONS: Options = [
     *COMMON,
     ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
@@ -65,6 +69,8 @@ SERVER_OPTIONS: Options = [
     ("grpc.max_concurrent_streams", 256),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+    ("grpc.max_connection_age_ms", AGE_S * 1000),  # calls under way go on
 ]
 
 REQUESTS = {
@@ -80,13 +86,13 @@ class NodeServer:
     """A server that was not started yet, or runs.
 
     Args:
-        strangers: names those whom TLS turned away.
+        watch: of its connections.
     """
 
     def __init__(
-        self, identity: Identity, guard: PeerGuard, strangers: StrangerWatch, meter: RpcMeter, options: Options = SERVER_OPTIONS
+        self, identity: Identity, guard: PeerGuard, watch: ConnectionWatch, meter: RpcMeter, options: Options = SERVER_OPTIONS
     ) -> None:
-        self._identity, self._strangers = identity, strangers
+        self._identity, self._watch = identity, watch
         self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, REQUESTS)], options=options)
 
     def add(self, *services: Register) -> None:
@@ -104,7 +110,7 @@ class NodeServer:
         Raises:
             ConfigError: the address can't be used.
         """
-        credentials = server_credentials(self._identity, self._strangers.connection)
+        credentials = server_credentials(self._identity, self._watch.connection)
         tried = [join_host(host, port)] if host else [f"[::]:{port}", f"0.0.0.0:{port}"]  # the second where there is no IPv6
         bound = 0
         for address in tried:
@@ -119,10 +125,10 @@ class NodeServer:
                 f"Cannot listen on {tried[0]} for the fleet", "Stop what listens there, or choose another --fleet-port or --fleet-host."
             )
         await self._server.start()
-        self._strangers.watch(bound)
+        self._watch.watch(bound)
         return bound
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, and end those under way after `grace_s` at the latest."""
-        self._strangers.close()
+        self._watch.close()
         await self._server.stop(grace_s)

@@ -13,7 +13,7 @@ from paceline.fleet.effects import Appeared, Call, Changed, Effect, Expired, Lef
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request
 from paceline.fleet.presets import Bounds, Preset, desk, lan, simulation
-from paceline.fleet.registry import next_version
+from paceline.fleet.registry import CLOCKS_APART_S, next_version
 from paceline.fleet.stamps import CHAIN_LENGTH, node_key
 
 OWN, PEER = NodeId("own"), NodeId("peer")
@@ -106,9 +106,12 @@ def test_a_reply_to_a_call_that_was_given_up_changes_nothing() -> None:
     assert node.view(0.0).ids == (OWN,)
 
 
-def test_a_certificate_goes_only_to_those_who_hold_no_card_of_its_node() -> None:
-    node = gossip()
-    for version, with_certificate in ((0, True), (9, False)):
+def test_a_certificate_goes_only_to_those_who_hold_no_card_that_was_signed_by_it() -> None:
+    renewed_at = 2_000_000
+    clear = (renewed_at + CLOCKS_APART_S) * 1_000_000
+    node = Gossip(OWN, lan(), random.Random(0))
+    node.announce(sealed(card("own", clear + 9), renewed_at), chain("own", clear + 9), 0.0)
+    for version, with_certificate in ((0, True), (renewed_at, True), (clear - 1, True), (clear, False)):
         theirs = frozenset([Digest(node_key(OWN), version)]) if version else frozenset[Digest]()
         (handed,) = node.on_request(Request(digests=theirs), PEER, 0.0).reply.cards
         assert handed.with_certificate is with_certificate

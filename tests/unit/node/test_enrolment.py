@@ -93,9 +93,9 @@ def test_revoking_is_done_once_and_by_name(first: FleetFolder, second: FleetFold
     assert "second-1" in caught.value.hint
     with pytest.raises(MembershipError, match="first-1 is this machine"):
         enrolment.revoke(first, "first-1")
-    assert enrolment.revoke(first, "second-1")
-    assert not enrolment.revoke(first, "second-1")
-    assert enrolment.revoke(first, "never-seen-1", anyway=True)
+    assert enrolment.revoke(first, "second-1").is_news
+    assert not enrolment.revoke(first, "second-1").is_news
+    assert enrolment.revoke(first, "never-seen-1", anyway=True).is_news
     assert len(first.sealed_revocations()) == 2
 
 
@@ -120,10 +120,24 @@ def test_the_ca_moves_with_its_backup(first: FleetFolder, second: FleetFolder, t
         enrolment.import_authority(second, backup)
     backup.chmod(0o600)
     enrolment.import_authority(second, backup)
-    assert enrolment.revoke(second, "first-1", anyway=True)
+    assert enrolment.revoke(second, "first-1", anyway=True).is_news
     # What it issued before it came here is not known here, but who this machine is.
     with pytest.raises(JoinRefused, match="second-1 is another machine's"):
         asyncio.run(let_in(second, invite(second), FleetFolder(tmp_path / "third"), "second-1"))
+
+
+def test_a_backup_with_a_passphrase_wants_that_one(first: FleetFolder, tmp_path: Path) -> None:
+    backup = tmp_path / "ca.backup"
+    with pytest.raises(ConfigError, match="at least 12"):
+        enrolment.export_authority(first, backup, "short")
+    enrolment.export_authority(first, backup, "five words on a line")
+    first.authority_file.unlink()
+    with pytest.raises(IdentityError, match="no passphrase was given"):
+        enrolment.import_authority(first, backup)
+    with pytest.raises(IdentityError, match="the passphrase is another"):
+        enrolment.import_authority(first, backup, lambda: "six words on a line then")
+    enrolment.import_authority(first, backup, lambda: "five words on a line")
+    assert first.authority().root.pin == first.identity().root.pin
 
 
 def test_two_fleets_on_one_machine_join_at_two_ports(first: FleetFolder, second: FleetFolder) -> None:

@@ -13,11 +13,11 @@ from paceline.testing.fleets import TestFleet
 from paceline.transport.channels import CHANNEL_OPTIONS
 from paceline.transport.server import SERVER_OPTIONS, NodeServer, RpcMeter
 from paceline.transport.trust.certificates import NODE_NAME
+from paceline.transport.trust.connections import ConnectionWatch
 from paceline.transport.trust.credentials import channel_credentials
 from paceline.transport.trust.guard import PeerGuard
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.sockets import connections
-from paceline.transport.trust.strangers import StrangerWatch
 
 IMPATIENT = {"grpc.keepalive_time_ms": 100, "grpc.http2.ping_timeout_ms": 500}
 
@@ -63,8 +63,8 @@ async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 async def test_a_machine_that_vanished_keeps_no_connection() -> None:
     fleet, refusals = TestFleet(), Refusals()
     identity, caller = fleet.member("server-1"), fleet.member("alice-1")
-    watch = StrangerWatch(refusals)
-    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch.caller)
+    watch = ConnectionWatch(refusals, fleet.clock)
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
     server = NodeServer(identity, guard, watch, RpcMeter(), [(name, IMPATIENT.get(name, value)) for name, value in SERVER_OPTIONS])
     port = await server.start("127.0.0.1", 0)
     try:

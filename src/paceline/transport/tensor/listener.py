@@ -100,6 +100,7 @@ class TensorListener:
     """
 
     def __init__(self, identity: Identity, voids: Voids, clock: Clock, refusals: Refusals) -> None:
+        self._identity, self._shown = identity, identity.member
         self._context = server_context(identity)
         # One of its own, as another thread uses the identity's.
         self._root = FleetRoot(identity.root.certificate)
@@ -240,6 +241,8 @@ class TensorListener:
         try:
             sock.setblocking(False)
             tune(sock)
+            if self._shown is not self._identity.member:  # renewed
+                self._shown, self._context = self._identity.member, server_context(self._identity)
             tls = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError:
             sock.close()

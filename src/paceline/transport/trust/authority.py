@@ -1,4 +1,5 @@
-"""The fleet's CA: issues certificates to nodes and voids them. Its key stays on the node that ran `paceline init`.
+"""The fleet's CA: issues certificates to nodes and join ports, and signs revocations. Its key stays on the node that ran `paceline init`,
+and no TLS ever has it.
 
 One file holds key and certificate, so a copy of it (`paceline ca export`) is a whole backup.
 """
@@ -6,12 +7,13 @@ One file holds key and certificate, so a copy of it (`paceline ca export`) is a 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime, timedelta
+from datetime import timedelta
+from typing import Protocol
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.core.errors import IdentityError, NotTrusted
@@ -19,13 +21,11 @@ from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.transport.trust.certificates import (
     BACKDATED,
+    FORMAT,
     JOIN_NAME,
     NODE_NAME,
-    SIGNING,
     URI_PREFIX,
     FleetRoot,
-    PrivateKey,
-    PublicKey,
     draw_serial,
     key_pem,
     make_key,
@@ -33,27 +33,54 @@ from paceline.transport.trust.certificates import (
     whole_second,
 )
 from paceline.transport.trust.requests import open_request
+from paceline.transport.trust.signing import Kind, PrivateKey, PublicKey, sign_as
 
 CA_YEARS = timedelta(days=20 * 365)
-NODE_YEARS = timedelta(days=10 * 365)
-"""A node's certificate is not renewed (ADR 5): a node that should not belong any more is revoked."""
+NODE_HOLDS = timedelta(days=365)
+"""A node renews its certificate long before (`renewal`). Raising it: a stolen key of which no node heard is good for longer."""
+JOIN_PORT_HOLDS = timedelta(days=7)
+"""A port draws a new key each day that it is open; the rest is for clocks that are wrong."""
+
+
+class CertificateAuthority(Protocol):
+    """The CA at work: with its key in this process, or in another (`authority_process`)."""
+
+    @property
+    def root(self) -> FleetRoot:
+        """What every member trusts."""
+        ...
+
+    def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes:
+        """A certificate for a node."""
+        ...
+
+    def issue_to_join_port(self, request: bytes, now: float) -> bytes:
+        """A certificate for a join port."""
+        ...
+
+    def sign(self, kind: Kind, data: bytes) -> bytes:
+        """A signature by the CA on a thing of that kind."""
+        ...
 
 
 class Authority:
-    """The CA with its key."""
+    """The CA with its key. A `CertificateAuthority`."""
 
     def __init__(self, key: PrivateKey, root: FleetRoot) -> None:
         if key.public_key() != root.public_key:
             raise IdentityError("The CA's key is not the one in its certificate")
-        self._key = key
-        self.root = root
+        self._key, self._root = key, root
+
+    @property
+    def root(self) -> FleetRoot:
+        return self._root
 
     @classmethod
     def create(cls, now: float) -> Authority:
         """A new fleet's. `now` is in Unix seconds."""
         key = make_key()
         serial = draw_serial()
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"paceline fleet {serial & 0xFFFFFFFF:08x}")])
+        name = _name(f"paceline fleet {serial & 0xFFFFFFFF:08x}", FORMAT)
         identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         start = whole_second(now)
         certificate = (
@@ -67,31 +94,36 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs_certificates=True), critical=True)
             .add_extension(identifier, critical=False)
-            # The join port shows this very certificate.
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(JOIN_NAME)]), critical=False)
             .sign(key, hashes.SHA256())
         )
         return cls(key, FleetRoot(certificate))
 
     @classmethod
-    def from_pem(cls, data: bytes) -> Authority:
+    def from_pem(cls, data: bytes, passphrase: str | None = None) -> Authority:
         """What `to_pem` wrote.
 
         Raises:
-            IdentityError: it is damaged.
+            IdentityError: it is damaged, or the passphrase is wrong.
         """
+        if (passphrase is not None) != is_encrypted(data):
+            what = "is encrypted, and no passphrase was given" if passphrase is None else "is not encrypted, and a passphrase was given"
+            raise IdentityError(f"The file of the fleet's CA {what}", "paceline ca import asks for it where it is needed")
         try:
-            key = load_pem_private_key(data, None)
+            key = load_pem_private_key(data, None if passphrase is None else passphrase.encode())
             root = FleetRoot(x509.load_pem_x509_certificate(data))
         except (ValueError, TypeError, NotTrusted) as error:
-            raise IdentityError("The file of the fleet's CA is damaged", "Restore it: paceline ca import FILE") from error
+            what = "is damaged" if passphrase is None else "is damaged, or the passphrase is another"
+            raise IdentityError(f"The file of the fleet's CA {what}", "Restore it: paceline ca import FILE") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise IdentityError("The file of the fleet's CA holds a key of another kind", "Restore it: paceline ca import FILE")
         return cls(key, root)
 
-    def to_pem(self) -> bytes:
-        """Key and certificate. A secret: who has it can let anybody in."""
-        return self.key_pem + self.root.pem
+    def to_pem(self, passphrase: str | None = None) -> bytes:
+        """Key, encrypted where there is a passphrase, and certificate. A secret: who has it can let anybody in."""
+        if passphrase is None:
+            return self.key_pem + self.root.pem
+        encryption = BestAvailableEncryption(passphrase.encode())
+        return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption) + self.root.pem
 
     @property
     def key_pem(self) -> bytes:
@@ -112,45 +144,78 @@ class Authority:
 
         Raises:
             NotTrusted: the request is damaged, is not signed by its key, asks for another name, or holds a key of another kind.
+            IdentityError: no certificate can begin then.
         """
         asked, key = open_request(request)
         if asked != node_id:
             raise NotTrusted(f"A certificate request asks for {asked}, not {node_id}", who=asked)
-        start = whole_second(max(now, after + 1))
-        return self._certificate(key, node_id, start, trust).public_bytes(Encoding.DER)
-
-    def sign(self, data: bytes) -> bytes:
-        """A signature by the CA. What is signed says what it is in its first bytes."""
-        return self._key.sign(data, SIGNING)
-
-    def _certificate(self, key: PublicKey, node_id: NodeId, start: datetime, trust: Trust) -> x509.Certificate:
         serial = draw_serial()
-        names: Iterable[x509.GeneralName] = (
-            x509.UniformResourceIdentifier(URI_PREFIX + node_id),
-            x509.DNSName(NODE_NAME),
-            x509.DNSName(tls_name(serial)),
-        )
+        names = (x509.UniformResourceIdentifier(URI_PREFIX + node_id), x509.DNSName(NODE_NAME), x509.DNSName(tls_name(serial)))
+        return self._certificate(key, _name(node_id, str(trust)), names, serial, max(now, after + 1), NODE_HOLDS)
+
+    def issue_to_join_port(self, request: bytes, now: float) -> bytes:
+        """A certificate for a join port's key, and for no node.
+
+        Returns:
+            DER.
+
+        Raises:
+            NotTrusted: the request is damaged.
+            IdentityError: no certificate can begin now.
+        """
+        _, key = open_request(request)
+        return self._certificate(key, _name("paceline join"), (x509.DNSName(JOIN_NAME),), draw_serial(), now, JOIN_PORT_HOLDS)
+
+    def sign(self, kind: Kind, data: bytes) -> bytes:
+        """A signature by the CA on a thing of that kind."""
+        return sign_as(self._key, kind, data)
+
+    def _certificate(
+        self, key: PublicKey, name: x509.Name, names: Iterable[x509.GeneralName], serial: int, at: float, holds: timedelta
+    ) -> bytes:
         root = self.root.certificate
+        if not root.not_valid_before_utc.timestamp() <= at < root.not_valid_after_utc.timestamp():
+            raise IdentityError(
+                f"A certificate that begins {_shown(at)} is outside of what the fleet's CA holds for: "
+                f"{root.not_valid_before_utc:%Y-%m-%d} to {root.not_valid_after_utc:%Y-%m-%d}",
+                "Set this machine's clock. Where it is right, the node was revoked while the clock was wrong: join under another --name",
+            )
+        start = whole_second(at)
         issuer_key = root.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         return (
             x509.CertificateBuilder()
-            .subject_name(
-                x509.Name(
-                    [x509.NameAttribute(NameOID.COMMON_NAME, node_id), x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, str(trust))]
-                )
-            )
+            .subject_name(name)
             .issuer_name(root.subject)
             .public_key(key)
             .serial_number(serial)
             .not_valid_before(start - BACKDATED)
-            .not_valid_after(min(start + NODE_YEARS, root.not_valid_after_utc))
+            .not_valid_after(min(start + holds, root.not_valid_after_utc))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_key), critical=False)
             .sign(self._key, hashes.SHA256())
+            .public_bytes(Encoding.DER)
         )
+
+
+def is_encrypted(data: bytes) -> bool:
+    """Whether a file of a CA needs a passphrase."""
+    return b"-----BEGIN ENCRYPTED PRIVATE KEY-----" in data
+
+
+def _name(common: str, *units: str) -> x509.Name:
+    attributes = [x509.NameAttribute(NameOID.COMMON_NAME, common)]
+    return x509.Name([*attributes, *(x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit) for unit in units)])
+
+
+def _shown(at: float) -> str:
+    """A time that may be beyond what a calendar has."""
+    try:
+        return f"on {whole_second(at):%Y-%m-%d}"
+    except (OverflowError, OSError, ValueError):
+        return f"{at:.0f} seconds after 1970"
 
 
 def _usage(*, signs_certificates: bool) -> x509.KeyUsage:

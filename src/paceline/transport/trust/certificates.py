@@ -17,23 +17,24 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from paceline.core.errors import NotTrusted
+from paceline.core.errors import IdentityError, MalformedMessage, NotTrusted
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.transport.trust.addresses import is_node_id
+from paceline.transport.trust.signing import SIGNING, Kind, PrivateKey, PublicKey, verifies
 
 BACKDATED = timedelta(hours=24)
 JOIN_NAME = "join.paceline.internal"
-"""What the join port is called in TLS. It shows the CA's own certificate, which the token pins."""
+"""What the join port is called in TLS. It shows a certificate of its own, which the CA signed; the token pins the CA's key."""
 NODE_NAME = "node.paceline.internal"
 """What every node may be called in TLS."""
 MAX_CERTIFICATE_BYTES = 4096
 URI_PREFIX = "paceline://node/"
-SIGNING = ec.ECDSA(hashes.SHA256())
-"""How everything is signed: certificates, cards, revocations."""
+FORMAT = "2"
+"""Of a fleet's files and signatures, in its CA's certificate: fleets of another format are told so, and not believed."""
 UNREADABLE = (
     ValueError,
     TypeError,
@@ -44,9 +45,6 @@ UNREADABLE = (
     x509.UnsupportedGeneralNameType,
 )
 """What `cryptography` raises on bytes that are not what they should be."""
-
-PublicKey = ec.EllipticCurvePublicKey
-PrivateKey = ec.EllipticCurvePrivateKey
 
 
 def make_key() -> PrivateKey:
@@ -76,20 +74,12 @@ class Member:
         """What to ask TLS for to meet this certificate and no other."""
         return tls_name(self.serial)
 
-    def signed(self, signature: bytes, data: bytes) -> bool:
-        return verifies(self.public_key, signature, data)
+    def signed(self, signature: bytes, kind: Kind, data: bytes) -> bool:
+        return verifies(self.public_key, signature, kind, data)
 
 
 def tls_name(serial: int) -> str:
     return f"{serial:x}.{NODE_NAME}"
-
-
-def verifies(key: PublicKey, signature: bytes, data: bytes) -> bool:
-    try:
-        key.verify(signature, data, SIGNING)
-    except InvalidSignature:
-        return False
-    return True
 
 
 def draw_serial() -> int:
@@ -102,14 +92,24 @@ class FleetRoot:
 
     Args:
         certificate: the CA's own.
+
+    Raises:
+        NotTrusted: it is no certificate of a CA.
+        IdentityError: the fleet was made by a version with another format.
     """
 
     REMEMBERED = 1024
 
     def __init__(self, certificate: x509.Certificate) -> None:
-        key = certificate.public_key()
-        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        key = _p256(certificate)
+        if key is None:
             raise NotTrusted("A CA's certificate holds a key of another kind than P-256", who="CA")
+        if [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATIONAL_UNIT_NAME)] != [FORMAT]:
+            raise IdentityError(
+                "This fleet was made by another version of Paceline, whose signatures this one does not take",
+                "Update all machines and start the fleet anew: on each, remove the folder `fleet` in PACELINE_HOME (~/.paceline); "
+                "then paceline init on one, and paceline join on the others. Models stay",
+            )
         self.certificate = certificate
         self.public_key = key
         self._good: OrderedDict[bytes, Member] = OrderedDict()
@@ -122,8 +122,10 @@ class FleetRoot:
             NotTrusted: it is no certificate of a CA.
         """
         try:
-            return cls(x509.load_der_x509_certificate(data))
-        except UNREADABLE as error:
+            certificate = x509.load_der_x509_certificate(data)
+            certificate.verify_directly_issued_by(certificate)
+            return cls(certificate)
+        except (*UNREADABLE, InvalidSignature) as error:
             raise NotTrusted("What should be a CA's certificate is none", who="CA") from error
 
     @property
@@ -136,8 +138,23 @@ class FleetRoot:
 
     @property
     def fingerprint(self) -> bytes:
-        """SHA-256 of the certificate: what a token pins."""
+        """SHA-256 of the certificate: what the fleet is called by."""
         return self.certificate.fingerprint(hashes.SHA256())
+
+    @property
+    def pin(self) -> bytes:
+        """The CA's key, short: what a token pins."""
+        return self.public_key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+
+    def check_time(self, what: str, at: int) -> None:
+        """That the CA may have said something at a time, in Unix seconds.
+
+        Raises:
+            MalformedMessage: it is before the CA began or after its end.
+        """
+        begin, end = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc
+        if not begin.timestamp() <= at <= end.timestamp():
+            raise MalformedMessage(f"{what} is from outside of the years {begin:%Y} to {end:%Y}, for which the fleet's CA holds")
 
     def member(self, certificate: bytes, now: float) -> Member:
         """What a certificate says, if this CA issued it and it has not expired.
@@ -166,8 +183,7 @@ class FleetRoot:
             raise NotTrusted(f"A certificate of {len(data)} bytes is longer than any of ours", who="unknown")
         try:
             certificate = x509.load_der_x509_certificate(data)
-            claimed, trust = _claimed_id(certificate), _trust(certificate)
-            key = certificate.public_key()
+            claimed, trust, key = _claimed_id(certificate), _trust(certificate), _p256(certificate)
         except UNREADABLE as error:
             raise NotTrusted("What should be a node's certificate is none", who="unknown") from error
         who = claimed or "unknown"
@@ -175,7 +191,7 @@ class FleetRoot:
             certificate.verify_directly_issued_by(self.certificate)
         except (*UNREADABLE, InvalidSignature) as error:
             raise NotTrusted(f"The certificate of {who} was not issued by this fleet's CA", who=who) from error
-        if claimed is None or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        if claimed is None or key is None:
             raise NotTrusted("A certificate of this fleet's CA names no node", who=who)
         return Member(
             NodeId(claimed),
@@ -186,6 +202,30 @@ class FleetRoot:
             data,
             trust,
         )
+
+
+def read_join_certificate(data: bytes, pin: bytes) -> x509.Certificate:
+    """What a join port showed, once it is certain that the CA whose key `pin` is signed it for a join port. No node's certificate is one.
+
+    Raises:
+        NotTrusted: it did not.
+    """
+    try:
+        certificate = x509.load_der_x509_certificate(data)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        key = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), pin)
+        key.verify(certificate.signature, certificate.tbs_certificate_bytes, SIGNING)
+    except (*UNREADABLE, InvalidSignature) as error:
+        raise NotTrusted("It shows a certificate of another CA than the token's", who="a join port") from error
+    if list(names) != [x509.DNSName(JOIN_NAME)]:
+        raise NotTrusted("It shows a certificate that is no join port's", who="a join port")
+    return certificate
+
+
+def _p256(certificate: x509.Certificate) -> PublicKey | None:
+    """The key of a certificate, if it is of our kind."""
+    key = certificate.public_key()
+    return key if isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1) else None
 
 
 def _claimed_id(certificate: x509.Certificate) -> str | None:

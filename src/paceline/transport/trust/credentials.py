@@ -30,17 +30,39 @@ def server_credentials(identity: Identity, on_connection: Callable[[], None] | N
     """What a node's gRPC port shows. It lets in only those whose certificate this fleet's CA issued.
 
     Args:
-        on_connection: called as each handshake begins, in a thread of gRPC's own: `StrangerWatch.connection`.
+        on_connection: called as each handshake begins, in a thread of gRPC's own: `ConnectionWatch.connection`.
     """
-    shown = grpc.ssl_server_certificate_configuration([(identity.key_pem, identity.certificate_pem)], identity.root.pem)
+    shows = identity.member
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(identity.key_pem, identity.certificate_pem)], identity.root.pem)
 
     def fetch() -> grpc.ServerCertificateConfiguration:
+        nonlocal shows
         if on_connection is not None:
             on_connection()
+        if shows is not identity.member:
+            shows = identity.member
+            return configuration()
         # None: as before. The stubs don't know that it may be.
         return cast("grpc.ServerCertificateConfiguration", None)
 
-    return grpc.dynamic_ssl_server_credentials(shown, fetch, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
+
+
+def join_port_credentials(key_pem: bytes, certificate_pem: bytes, on_connection: Callable[[], None]) -> grpc.ServerCredentials:
+    """What a join port shows. It asks for no certificate.
+
+    Args:
+        on_connection: called as each handshake begins, in a thread of gRPC's own: `ConnectionWatch.connection`.
+    """
+
+    def fetch() -> grpc.ServerCertificateConfiguration:
+        on_connection()
+        return cast("grpc.ServerCertificateConfiguration", None)  # as before
+
+    shown = grpc.ssl_server_certificate_configuration([(key_pem, certificate_pem)])
+    return grpc.dynamic_ssl_server_credentials(shown, fetch, require_client_authentication=False)
 
 
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:

@@ -4,6 +4,7 @@
     authority.pem        the CA's key and certificate; only where `paceline init` ran
     issuer.json          join tokens and to whom certificates were issued; only there
     revocations.json     who no longer belongs, as the CA signed it
+    revocation-list      the CA's newest word that those are all
     peers.json           where members were last reached
 
 Everything is written whole, to its owner alone. A secret that others could read is refused, not used. A process that changes a file
@@ -16,8 +17,6 @@ import base64
 import binascii
 import fcntl
 import json
-import os
-import stat
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +26,10 @@ from typing import IO, Any
 from paceline.core.errors import IdentityError, MembershipError
 from paceline.core.files import write_file
 from paceline.transport.trust.authority import Authority
+from paceline.transport.trust.authority_process import AuthorityProcess
 from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.secrets_on_disk import MAX_FILE_BYTES, read_secret
 
-MAX_FILE_BYTES = 16 << 20
 Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -54,6 +54,10 @@ class FleetFolder:
     @property
     def revocations_file(self) -> Path:
         return self.root / "revocations.json"
+
+    @property
+    def list_file(self) -> Path:
+        return self.root / "revocation-list"
 
     @property
     def peers_file(self) -> Path:
@@ -82,7 +86,7 @@ class FleetFolder:
         if not self.is_member:
             raise MembershipError(
                 "This machine is in no fleet",
-                "Start one here: paceline init. Or join one: paceline join TOKEN, with a token from paceline token",
+                "Start one here: paceline init. Or join one: paceline join, with a token from paceline token",
             )
         return Identity.from_pem(read_secret(self.identity_file))
 
@@ -94,11 +98,19 @@ class FleetFolder:
             IdentityError: it is open to others, or damaged.
         """
         if not self.has_authority:
-            raise MembershipError(
-                "The fleet's CA is not on this machine",
-                "Do this on the machine where paceline init ran, or bring its backup here: paceline ca import FILE",
-            )
+            raise _elsewhere()
         return Authority.from_pem(read_secret(self.authority_file))
+
+    def served_authority(self) -> AuthorityProcess:
+        """The same for a process that serves others: its key stays out of there.
+
+        Raises:
+            MembershipError: it is on another machine, or this machine is in no fleet.
+        """
+        root = self.identity().root
+        if not self.has_authority:
+            raise _elsewhere()
+        return AuthorityProcess(self.authority_file, root)
 
     def write_secret(self, path: Path, data: bytes) -> None:
         """Write a file of this folder so that a power cut can't lose it.
@@ -167,6 +179,16 @@ class FleetFolder:
                 data = json.dumps([base64.b64encode(one).decode() for one in known + new], indent=1).encode()
                 self.write_secret(self.revocations_file, data)
 
+    def sealed_list(self) -> bytes | None:
+        """The serialised SignedRevocationList that was kept, unchecked; None where there is none."""
+        try:
+            return self.list_file.read_bytes()[:MAX_FILE_BYTES]
+        except OSError:
+            return None
+
+    def keep_list(self, sealed: bytes) -> None:
+        self.write_secret(self.list_file, sealed)
+
     def peers(self) -> list[str]:
         """Addresses (host:port) at which members were last reached."""
         try:
@@ -198,25 +220,11 @@ class FleetFolder:
         return tuple(_stamp(path) for path in (self.issuer_file, self.revocations_file))
 
 
-def read_secret(path: Path) -> bytes:
-    """A file that only its owner can read.
-
-    Raises:
-        IdentityError: others can read it, it is another user's, or it can't be read.
-    """
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise IdentityError(
-                    f"{path} can be read by others (mode {stat.S_IMODE(status.st_mode):04o}), so it is not used",
-                    f"Make it yours alone: chmod 600 {path}. If others may have read it, revoke this node and join again",
-                )
-            if status.st_uid != os.geteuid():
-                raise IdentityError(f"{path} belongs to another user, so it is not used", "Run as the user who made it")
-            return file.read(MAX_FILE_BYTES)
-    except OSError as error:
-        raise IdentityError(f"{path} can't be read: {error.strerror}") from error
+def _elsewhere() -> MembershipError:
+    return MembershipError(
+        "The fleet's CA is not on this machine",
+        "Do this on the machine where paceline init ran, or bring its backup here: paceline ca import FILE",
+    )
 
 
 def _read_json(path: Path) -> object:

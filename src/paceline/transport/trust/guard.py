@@ -1,8 +1,8 @@
 """Every RPC is checked as it starts: who calls, by the certificate that TLS verified, and whether it still belongs.
 
 TLS checks a connection once, and a connection may last for days; so revocation is checked here, for each RPC, and RPCs that are open
-when their caller is revoked are cancelled and answered PERMISSION_DENIED. A caller that takes no answers can't be told so: its connection is
-cut. What is refused is named in the log.
+when their caller is revoked are cancelled and answered PERMISSION_DENIED; then its connections are cut, so that it holds nothing here by what
+it begins and never finishes. What is refused is named in the log.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.transport.trust.certificates import UNREADABLE, FleetRoot, Member
+from paceline.transport.trust.connections import ConnectionWatch
 from paceline.transport.trust.handlers import Behaviour, Context, Request, Response, rewrap
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.seals import REVOCATION_KEY, Voids
-from paceline.transport.trust.sockets import hang_up, remote_of
 
+TRUST_ITSELF = ("/paceline.v1.CapabilityService/", "/paceline.v1.RenewalService/", "/paceline.v1.ControlService/")
+"""By what a node hears of revocations, and what it tells its own machine."""
 GRACE_S = 1.0
 """What a revoked caller is given to take what is on its way to it, before its connection is cut."""
 
@@ -79,7 +81,8 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         voids: the revocations known; asked at each RPC.
         clock: for certificates' ends.
         revocation_of: the CA's word on a node (a SignedRevocation), which a revoked caller is shown; None where there is none.
-        on_caller: told the address (as gRPC writes it) of every caller that a certificate of the fleet let in.
+        check_age: raises NotTrusted where what is known here of revocations is too old to let in any node.
+        watch: told whose calls come by which connections, and asked to cut them.
     """
 
     REMEMBERED = 1024
@@ -90,11 +93,12 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         voids: Voids,
         clock: Clock,
         refusals: Refusals,
-        on_caller: Callable[[str], None] | None = None,
+        watch: ConnectionWatch | None = None,
         revocation_of: Callable[[NodeId], bytes | None] = lambda _: None,
+        check_age: Callable[[], None] = lambda: None,
     ) -> None:
         self._root, self.voids, self._clock, self.refusals = root, voids, clock, refusals
-        self._on_caller, self._revocation_of = on_caller, revocation_of
+        self._watch, self._revocation_of, self._check_age = watch, revocation_of, check_age
         self._calls: set[_Call] = set()
         self._read: dict[bytes, bytes] = {}
 
@@ -121,12 +125,12 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         return member
 
     def revoked(self, node_id: NodeId, not_after: int) -> None:
-        """Cancel the RPCs of a node whose certificates issued up to `not_after` were voided."""
-        calls = [call for call in self._calls if call.member.node_id == node_id and call.member.issued_at <= not_after]
-        for call in calls:
-            call.cancel()
-        if calls:
-            asyncio.get_running_loop().call_later(GRACE_S, self._cut, calls)
+        """End the RPCs and the connections of a node whose certificates issued up to `not_after` were voided."""
+        for call in list(self._calls):
+            if call.member.node_id == node_id and call.member.issued_at <= not_after:
+                call.cancel()
+        if self._watch is not None:
+            asyncio.get_running_loop().call_later(GRACE_S, self._watch.cut, node_id, not_after)
 
     async def intercept_service(
         self,
@@ -148,10 +152,12 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         """The time of one RPC: entered only by a member that still belongs, left early when it no longer does."""
         try:
             member = self.peer(context)
+            if not method.startswith(TRUST_ITSELF):
+                self._check_age()
         except NotTrusted as error:
             await self._refuse(context, error, method)
-        if self._on_caller is not None:
-            self._on_caller(context.peer())
+        if self._watch is not None:
+            self._watch.began(context.peer(), member)
         task = asyncio.current_task()
         assert task is not None, "an RPC runs in a task"
         call = _Call(context, member, task)
@@ -166,15 +172,14 @@ class PeerGuard(grpc.aio.ServerInterceptor):
             await self._refuse(context, RevokedNode(f"{member.node_id} was revoked", who=member.node_id), method)
         finally:
             self._calls.discard(call)
-
-    def _cut(self, calls: list[_Call]) -> None:
-        """Cut the connections of RPCs that could not be ended in an orderly way."""
-        for peer in {call.peer() for call in calls if call in self._calls}:
-            hang_up(remote_of(peer))
+            if self._watch is not None:
+                self._watch.ended(context.peer())
 
     async def _refuse(self, context: Context, error: NotTrusted, method: str) -> NoReturn:
         self.refusals.note(error.who, f"{error.message} [{method}]", at=context.peer())
         status = grpc.StatusCode.PERMISSION_DENIED if isinstance(error, RevokedNode) else grpc.StatusCode.UNAUTHENTICATED
+        if self._watch is not None:
+            asyncio.get_running_loop().call_later(GRACE_S, self._watch.hang_up, context.peer())
         proof = self._revocation_of(NodeId(error.who)) if isinstance(error, RevokedNode) else None
         await context.abort(status, error.message, () if proof is None else ((REVOCATION_KEY, proof),))
         raise AssertionError("abort raises")

@@ -13,15 +13,16 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 
 from paceline.core.errors import IdentityError, NotTrusted
 from paceline.core.ids import NodeId
-from paceline.transport.trust.certificates import SIGNING, UNREADABLE, FleetRoot, Member, PrivateKey, key_pem
+from paceline.transport.trust.certificates import UNREADABLE, FleetRoot, Member, key_pem
+from paceline.transport.trust.signing import Kind, PrivateKey, sign_as
 
 SUFFIX_BYTES = 2
 """Random part of a node id, so that two machines called `macbook` can be in one fleet."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Identity:
-    """A member's own side of its membership."""
+    """A member's own side of its membership. One object a process: what changes in it, by `renewed`, is its certificate alone."""
 
     key: PrivateKey
     member: Member
@@ -39,9 +40,9 @@ class Identity:
     def certificate_pem(self) -> bytes:
         return x509.load_der_x509_certificate(self.member.certificate).public_bytes(Encoding.PEM)
 
-    def sign(self, data: bytes) -> bytes:
-        """A signature by this node. What is signed says what it is in its first bytes."""
-        return self.key.sign(data, SIGNING)
+    def sign(self, kind: Kind, data: bytes) -> bytes:
+        """A signature by this node on a thing of that kind."""
+        return sign_as(self.key, kind, data)
 
     def to_pem(self) -> bytes:
         """Key, certificate, CA's certificate. A secret: who has it is this node."""
@@ -59,6 +60,17 @@ class Identity:
             raise NotTrusted("The certificate is for another key than this node's", who=member.node_id)
         return cls(key, member, root)
 
+    def renewed(self, certificate: bytes, now: float) -> None:
+        """Take a newer certificate for the same name and key.
+
+        Raises:
+            NotTrusted: it is none.
+        """
+        again = self.assemble(self.key, certificate, self.root, now).member
+        if again.node_id != self.node_id or again.expires_at <= self.member.expires_at:
+            raise NotTrusted("What should be a newer certificate of this node is none", who=again.node_id)
+        self.member = again
+
     @classmethod
     def from_pem(cls, data: bytes) -> Identity:
         """What `to_pem` wrote.
@@ -66,7 +78,7 @@ class Identity:
         Raises:
             IdentityError: it is damaged, or the certificate has expired.
         """
-        again = "Restore the file, or remove it and join again: paceline join TOKEN"
+        again = "Restore the file, or remove it and join again: paceline join"
         try:
             key = load_pem_private_key(data, None)
             own, authority = x509.load_pem_x509_certificates(data)

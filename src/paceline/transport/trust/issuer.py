@@ -15,20 +15,24 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from paceline.core.clock import Clock
-from paceline.core.errors import IdentityError, JoinRefused, MembershipError
+from paceline.core.errors import GossipRefused, IdentityError, JoinRefused, MembershipError, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
-from paceline.fleet.card import Revocation, SealedRevocation
+from paceline.fleet.card import Revocation, RevocationList, SealedList, SealedRevocation
 from paceline.fleet.revocations import Revocations
-from paceline.transport.trust.authority import Authority
-from paceline.transport.trust.certificates import PublicKey
+from paceline.transport.trust.authority import CertificateAuthority
+from paceline.transport.trust.certificates import Member
 from paceline.transport.trust.folder import FleetFolder
 from paceline.transport.trust.requests import open_request
-from paceline.transport.trust.seals import open_revocations, sign_revocation
+from paceline.transport.trust.seals import AHEAD_S, open_revocations, sign_list, sign_revocation
+from paceline.transport.trust.signing import PublicKey
 from paceline.transport.trust.tokens import ID_BYTES, NONCE_BYTES, PROOF_BYTES, SECRET_BYTES, JoinToken, proves
 
 ANOTHER = "Ask for another: paceline token, on the machine where paceline init ran"
 JOIN_PORT = 8155
+RENEW_BELOW_S = 300 * 86400.0
+"""Left of a certificate's year when its node asks for the next one."""
+CLOCKS_APART_S = 86400.0
 KEEP_EXPIRED_S = 7 * 86400
 """So long an expired token is told from one that never was."""
 
@@ -42,6 +46,7 @@ class _Token:
     nonces: list[str]
     trust: Trust
     """Of those who join by it."""
+    voided: bool = False
 
 
 @dataclass(slots=True)
@@ -51,6 +56,8 @@ class _Issued:
     key: str
     """SHA-256 of the public key."""
     at: int
+    token: str = ""
+    """By which it came; empty for the machine that began the fleet."""
 
 
 @dataclass(slots=True)
@@ -60,6 +67,18 @@ class _State:
     tokens: dict[str, _Token]
     issued: dict[NodeId, _Issued]
     join_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenToken:
+    """A token that machines may still join by, without what makes it one."""
+
+    token_id: str
+    trust: Trust
+    uses_left: int
+    expires_at: float
+    joined: tuple[NodeId, ...]
+    """By it, so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +99,7 @@ class Issuer:
         clock: whose wall time rules expiry.
     """
 
-    def __init__(self, authority: Authority, folder: FleetFolder, clock: Clock) -> None:
+    def __init__(self, authority: CertificateAuthority, folder: FleetFolder, clock: Clock) -> None:
         self.authority = authority
         self._folder, self._clock = folder, clock
 
@@ -90,9 +109,7 @@ class Issuer:
         Raises:
             MembershipError: the state can't be kept.
         """
-        token = JoinToken(
-            tuple(addresses), self.authority.root.fingerprint, secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
-        )
+        token = JoinToken(tuple(addresses), self.authority.root.pin, secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES))
         with self._folder.locked():
             state = self._load()
             expires_at = self._clock.wall() + ttl_s
@@ -108,6 +125,29 @@ class Issuer:
         """Whether a token can still be used."""
         held = self._load().tokens.get(token.token_id.hex())
         return held is not None and self._is_live(held)
+
+    def open_tokens(self) -> tuple[OpenToken, ...]:
+        """Those that can still be used, the one that expires first before the others."""
+        state = self._load()
+        return tuple(
+            OpenToken(
+                token.token_id,
+                token.trust,
+                token.uses_left,
+                token.expires_at,
+                tuple(sorted(node_id for node_id, issued in state.issued.items() if issued.token == token.token_id)),
+            )
+            for token in sorted(state.tokens.values(), key=lambda token: token.expires_at)
+            if self._is_live(token)
+        )
+
+    def void_tokens(self, token_ids: Collection[str]) -> None:
+        """No machine joins by them any more."""
+        with self._folder.locked():
+            state = self._load()
+            for token_id in token_ids:
+                state.tokens[token_id].voided = True
+            self._keep(state)
 
     @property
     def join_port(self) -> int:
@@ -142,6 +182,8 @@ class Issuer:
                 raise JoinRefused("The token is not known here", ANOTHER)
             if attempt.nonce.hex() in token.nonces:
                 raise JoinRefused("The join request is a replay: it was answered before", "Run paceline join again")
+            if token.voided:
+                raise JoinRefused("The token was voided, on the machine that it is from", ANOTHER)
             if token.expires_at <= self._clock.wall():
                 raise JoinRefused("The token has expired", ANOTHER)
             if token.uses_left <= 0:
@@ -152,8 +194,13 @@ class Issuer:
             is_others = node_id in here if before is None else before.key != _digest(key) and before.at > voided_to
             if is_others:
                 raise JoinRefused(f"The id {node_id} is another machine's", "Run paceline join again: it draws another id")
+            if voided_to > self._clock.wall() + AHEAD_S:
+                raise JoinRefused(
+                    f"The id {node_id} was revoked up to a time that is far ahead: a clock was wrong then, or is now",
+                    "Set the clock of the machine with the fleet's CA, or join under another name: paceline join --name NAME",
+                )
             certificate = self.authority.issue(attempt.request, node_id, self._clock.wall(), after=voided_to, trust=token.trust)
-            state.issued[node_id] = self._issued(certificate)
+            state.issued[node_id] = self._issued(certificate, token.token_id)
             token.uses_left -= 1
             token.nonces.append(attempt.nonce.hex())
             self._keep(state)
@@ -168,6 +215,39 @@ class Issuer:
             self._keep(state)
         return certificate
 
+    def renew(self, request: bytes, member: Member) -> bytes:
+        """A new certificate (DER) for a member that shows a good one: for its name, its key, and the trust that it has.
+
+        Raises:
+            NotTrusted: the request is for another name or key, or the member was revoked.
+            GossipRefused: it is too early.
+            IdentityError: the state can't be read or kept.
+        """
+        now = self._clock.wall()
+        asked, key = open_request(request)
+        if asked != member.node_id or key != member.public_key:
+            raise NotTrusted(f"{member.node_id} asked for a certificate of another name or key than its own", who=member.node_id)
+        if not renewal_is_due(member, now + CLOCKS_APART_S):
+            raise GossipRefused(f"The certificate of {member.node_id} holds for long enough")
+        with self._folder.locked():
+            if member.issued_at <= self._voided_to(member.node_id):
+                raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
+            certificate = self.authority.issue(request, asked, now, trust=member.trust)
+            state = self._load()
+            before = state.issued.get(asked)
+            state.issued[asked] = self._issued(certificate, before.token if before else "")
+            self._keep(state)
+        return certificate
+
+    def sign_list(self, digest: bytes, own: NodeId) -> SealedList:
+        """The CA's word that the revocations with that digest are all, as of now.
+
+        Args:
+            digest: of those that this machine knows.
+            own: this node, which holds the CA.
+        """
+        return sign_list(self.authority, RevocationList(int(self._clock.wall()), digest, own))
+
     def issued(self) -> tuple[NodeId, ...]:
         """Ids that certificates are known here to have been issued to."""
         return tuple(sorted(self._load().issued))
@@ -177,13 +257,18 @@ class Issuer:
         held = self._load().issued.get(node_id)
         return held.at if held else None
 
-    def revoke(self, node_id: NodeId) -> SealedRevocation:
-        """Void every certificate of a node. Known to this machine at once; to the others as gossip goes."""
+    def revoke(self, node_id: NodeId, *, keep_tokens: bool = False) -> SealedRevocation:
+        """Void every certificate of a node, and all tokens: it may have kept one. Known to this machine at once; to the others as gossip goes."""
         with self._folder.locked():
-            held = self._load().issued.get(node_id)
-            now = int(self._clock.wall())
-            not_after = max(now, held.at if held else 0, self._voided_to(node_id))
-        sealed = sign_revocation(self.authority, Revocation(node_id, now, not_after))
+            state = self._load()
+            # Before the revocation is kept, so that the node does not join anew in between.
+            for token in () if keep_tokens else state.tokens.values():
+                token.voided = True
+            self._keep(state)
+            held = state.issued.get(node_id)
+            # Clocks go back: it reaches the last certificate all the same.
+            at = max(int(self._clock.wall()), held.at if held else 0, self._voided_to(node_id))
+        sealed = sign_revocation(self.authority, Revocation(node_id, at, at))
         self._folder.keep_revocations([sealed.sealed])
         return sealed
 
@@ -193,11 +278,11 @@ class Issuer:
         return max((sealed.revocation.not_after for sealed in known if sealed.revocation.node_id == node_id), default=0)
 
     def _is_live(self, token: _Token) -> bool:
-        return token.uses_left > 0 and token.expires_at > self._clock.wall()
+        return not token.voided and token.uses_left > 0 and token.expires_at > self._clock.wall()
 
-    def _issued(self, certificate: bytes) -> _Issued:
+    def _issued(self, certificate: bytes, token_id: str = "") -> _Issued:
         member = self.authority.root.member(certificate, self._clock.wall())
-        return _Issued(_digest(member.public_key), member.issued_at)
+        return _Issued(_digest(member.public_key), member.issued_at, token_id)
 
     def _load(self) -> _State:
         kept = self._folder.issuer_state()
@@ -209,12 +294,14 @@ class Issuer:
                     float(one["expires_at"]),
                     int(one["uses_left"]),
                     list(map(str, one["nonces"])),
-                    Trust(one.get("trust", Trust.MEMBER)),
+                    Trust(one["trust"]),
+                    bool(one["voided"]),
                 )
                 for token_id, one in dict[str, Any](kept.get("tokens", {})).items()
             }
             issued = {
-                NodeId(node_id): _Issued(str(one["key"]), int(one["at"])) for node_id, one in dict[str, Any](kept.get("issued", {})).items()
+                NodeId(node_id): _Issued(str(one["key"]), int(one["at"]), str(one["token"]))
+                for node_id, one in dict[str, Any](kept.get("issued", {})).items()
             }
             return _State(tokens, issued, int(kept.get("join_port", JOIN_PORT)))
         except (KeyError, TypeError, ValueError) as error:
@@ -234,13 +321,19 @@ class Issuer:
                         "uses_left": token.uses_left,
                         "nonces": token.nonces,
                         "trust": str(token.trust),
+                        "voided": token.voided,
                     }
                     for token in state.tokens.values()
                     if token.expires_at > forget
                 },
-                "issued": {node_id: {"key": one.key, "at": one.at} for node_id, one in sorted(state.issued.items())},
+                "issued": {node_id: {"key": one.key, "at": one.at, "token": one.token} for node_id, one in sorted(state.issued.items())},
             }
         )
+
+
+def renewal_is_due(member: Member, now: float) -> bool:
+    """Whether a certificate should be made anew. A CA that is up once in ten months is enough."""
+    return member.expires_at - now < RENEW_BELOW_S
 
 
 def _proves(token: _Token, attempt: JoinAttempt) -> bool:

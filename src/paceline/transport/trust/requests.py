@@ -11,7 +11,8 @@ from cryptography.x509.oid import NameOID
 from paceline.core.errors import NotTrusted
 from paceline.core.ids import NodeId
 from paceline.transport.trust.addresses import is_node_id
-from paceline.transport.trust.certificates import UNREADABLE, PrivateKey, PublicKey
+from paceline.transport.trust.certificates import UNREADABLE
+from paceline.transport.trust.signing import PrivateKey, PublicKey
 
 MAX_REQUEST_BYTES = 4096
 

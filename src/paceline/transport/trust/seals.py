@@ -1,7 +1,7 @@
 """Signatures on what travels from hand to hand: a card by its own node, a revocation by the CA.
 
 A node that passes a card on can't alter it, and a member can't make another's: the certificate must be the CA's, for exactly the card's id, and
-not void. Each kind of thing is signed with its name before it, so that a signature on one is none on another.
+not void. How things are signed so that nothing else can be taken for them: `signing`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import GossipRefused, IdentityError, MalformedMessage, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
-from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
-from paceline.transport.card_bounds import LATEST, check_card, check_size
+from paceline.fleet.card import NodeCard, Revocation, RevocationList, SealedCard, SealedList, SealedRevocation
+from paceline.transport.card_bounds import check_card, check_size
 from paceline.transport.card_codec import read_card, write_card
 from paceline.transport.trust.addresses import is_node_id
-from paceline.transport.trust.authority import Authority
-from paceline.transport.trust.certificates import FleetRoot, verifies
+from paceline.transport.trust.certificates import FleetRoot
 from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.signing import Kind, Signs, read_strictly, verifies
 from paceline.transport.wire import fleet_pb2 as wire
 
-CARD = b"paceline card\0"
-REVOCATION = b"paceline revocation\0"
+AHEAD_S = 86400
+"""How far a revocation reaches beyond its own time: a node that joins anew within a second of it has a certificate from after that."""
 MAX_SIGNATURE_BYTES = 80
 MAX_REVOCATION_BYTES = 512
 REVOCATION_KEY = "paceline-revocation-bin"
@@ -43,7 +43,7 @@ def sign_card(identity: Identity, card: NodeCard) -> SealedCard:
     if card.node_id != identity.node_id:
         raise NotTrusted(f"{identity.node_id} can't sign a card of {card.node_id}", who=identity.node_id)
     data = write_card(card)
-    signed = wire.SignedCard(card=data, signature=identity.sign(CARD + data))
+    signed = wire.SignedCard(card=data, signature=identity.sign(Kind.CARD, data))
     member = identity.member
     return SealedCard(card, signed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
 
@@ -65,7 +65,7 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
     member = root.member(signed.certificate or held, now)
     if voids(member.node_id, member.issued_at):
         raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
-    if not member.signed(signed.signature, CARD + signed.card):
+    if not member.signed(signed.signature, Kind.CARD, signed.card):
         raise NotTrusted(f"A card was not signed by {member.node_id}, whose certificate it carries", who=member.node_id)
     card = read_card(signed.card)
     if card.node_id != member.node_id:
@@ -75,12 +75,12 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
     return SealedCard(card, sealed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
 
 
-def sign_revocation(authority: Authority, revocation: Revocation) -> SealedRevocation:
+def sign_revocation(authority: Signs, revocation: Revocation) -> SealedRevocation:
     """The CA's word that a node no longer belongs."""
     data = wire.Revocation(
         node_id=revocation.node_id, revoked_at_unix=revocation.revoked_at, not_after_unix=revocation.not_after
     ).SerializeToString(deterministic=True)
-    signed = wire.SignedRevocation(revocation=data, signature=authority.sign(REVOCATION + data))
+    signed = wire.SignedRevocation(revocation=data, signature=authority.sign(Kind.REVOCATION, data))
     return SealedRevocation(revocation, signed.SerializeToString(deterministic=True))
 
 
@@ -89,22 +89,61 @@ def open_revocation(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRev
 
     Raises:
         NotTrusted: it did not.
-        MalformedMessage: what was signed is no revocation.
+        MalformedMessage: what was signed is no revocation, or one that no CA makes.
     """
     if len(signed.revocation) > MAX_REVOCATION_BYTES or len(signed.signature) > MAX_SIGNATURE_BYTES:
         raise MalformedMessage("A revocation is longer than any of ours")
-    if not verifies(root.public_key, signed.signature, REVOCATION + signed.revocation):
+    if not verifies(root.public_key, signed.signature, Kind.REVOCATION, signed.revocation):
         raise NotTrusted("A revocation was not signed by this fleet's CA", who="CA")
-    try:
-        said = wire.Revocation.FromString(signed.revocation)
-    except DecodeError as error:
-        raise MalformedMessage("A revocation's bytes are not a Revocation") from error
-    if not is_node_id(said.node_id) or not 0 <= said.not_after_unix < LATEST:
-        raise MalformedMessage("A revocation names no node or no time")
+    said = read_strictly(wire.Revocation, signed.revocation)
+    if not is_node_id(said.node_id):
+        raise MalformedMessage("A revocation names no node")
+    # Not by this machine's clock: where that is slow, by accident or an attacker's doing, a revoked node would stay.
+    root.check_time("A revocation", said.revoked_at_unix)
+    if not said.revoked_at_unix <= said.not_after_unix <= said.revoked_at_unix + AHEAD_S:
+        raise MalformedMessage(f"A revocation of {said.node_id} reaches further than its day")
     sealed = wire.SignedRevocation(revocation=signed.revocation, signature=signed.signature)
     return SealedRevocation(
         Revocation(NodeId(said.node_id), said.revoked_at_unix, said.not_after_unix), sealed.SerializeToString(deterministic=True)
     )
+
+
+def sign_list(authority: Signs, said: RevocationList) -> SealedList:
+    """The CA's word that a set of revocations is all there is."""
+    data = wire.RevocationList(signed_at_unix=said.signed_at, digest=said.digest, issuer_node_id=said.issuer).SerializeToString(
+        deterministic=True
+    )
+    signed = wire.SignedRevocationList(list=data, signature=authority.sign(Kind.REVOCATION_LIST, data))
+    return SealedList(said, signed.SerializeToString(deterministic=True))
+
+
+def open_list(signed: wire.SignedRevocationList, root: FleetRoot) -> SealedList:
+    """A list, once it is certain that the CA signed it.
+
+    Raises:
+        NotTrusted: it did not.
+        MalformedMessage: what was signed is no list, or one that no CA makes.
+    """
+    if len(signed.list) > MAX_REVOCATION_BYTES or len(signed.signature) > MAX_SIGNATURE_BYTES:
+        raise MalformedMessage("A list of revocations is longer than any of ours")
+    if not verifies(root.public_key, signed.signature, Kind.REVOCATION_LIST, signed.list):
+        raise NotTrusted("A list of revocations was not signed by this fleet's CA", who="CA")
+    said = read_strictly(wire.RevocationList, signed.list)
+    root.check_time("A list of revocations", said.signed_at_unix)
+    if not is_node_id(said.issuer_node_id):
+        raise MalformedMessage("A list of revocations names no node")
+    sealed = wire.SignedRevocationList(list=signed.list, signature=signed.signature)
+    return SealedList(
+        RevocationList(said.signed_at_unix, said.digest, NodeId(said.issuer_node_id)), sealed.SerializeToString(deterministic=True)
+    )
+
+
+def open_kept_list(kept: bytes | None, root: FleetRoot) -> SealedList | None:
+    """A list as it was kept on disk; None where there is none that can be read: the next one comes with gossip."""
+    try:
+        return None if kept is None else open_list(wire.SignedRevocationList.FromString(kept), root)
+    except (DecodeError, NotTrusted, GossipRefused):
+        return None
 
 
 def revocation_told(failed: grpc.aio.AioRpcError, root: FleetRoot) -> SealedRevocation | None:

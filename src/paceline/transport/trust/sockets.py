@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from urllib.parse import unquote
 
 Remote = tuple[str, int]
@@ -30,12 +30,14 @@ def connections(port: int) -> set[Remote]:
     return found
 
 
-def hang_up(remote: Remote) -> None:
-    """End the connections from `remote`, whatever is still on its way."""
+def hang_up(remotes: Collection[Remote]) -> None:
+    """End the connections from `remotes`, whatever is still on its way."""
+    if not remotes:
+        return
     for end in _sockets():
         try:
             host, port = end.getpeername()[:2]
-            if (_plain(host), port) == remote:
+            if (_plain(host), port) in remotes:
                 end.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue  # listening, or closed meanwhile

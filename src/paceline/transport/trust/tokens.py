@@ -1,6 +1,6 @@
 """A join token: one line of text that says where to join, whom to believe there, and proves that one was invited.
 
-`paceline1.` and, in base64url: checksum (4 bytes), fingerprint of the CA's certificate (32), token id (8), secret (16), addresses. The secret
+`paceline2.` and, in base64url: checksum (4 bytes), the CA's public key (33), token id (8), secret (16), addresses. The secret
 never crosses the wire: a joiner sends a keyed hash over its certificate request and a nonce. The checksum only tells a typing error from a refusal.
 """
 
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from paceline.core.errors import TokenError
 from paceline.transport.trust.addresses import is_address
 
-PREFIX = "paceline1."
-FINGERPRINT_BYTES = 32
+PREFIX = "paceline2."
+PIN_BYTES = 33
 ID_BYTES = 8
 SECRET_BYTES = 16
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 MAX_ADDRESSES = 16
 MAX_TEXT = 4096
-_FIXED_BYTES = 4 + FINGERPRINT_BYTES + ID_BYTES + SECRET_BYTES
+_FIXED_BYTES = 4 + PIN_BYTES + ID_BYTES + SECRET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class JoinToken:
 
     addresses: tuple[str, ...]
     """host:port of the issuer's join port, one for each way to reach it."""
-    fingerprint: bytes
-    """SHA-256 of the CA's certificate."""
+    pin: bytes
+    """The CA's public key, compressed (`FleetRoot.pin`)."""
     token_id: bytes
     secret: bytes = field(repr=False)
 
     @property
     def text(self) -> str:
         """What a person carries to the other machine."""
-        body = self.fingerprint + self.token_id + self.secret + ",".join(self.addresses).encode()
+        body = self.pin + self.token_id + self.secret + ",".join(self.addresses).encode()
         return PREFIX + base64.urlsafe_b64encode(_checksum(body) + body).decode().rstrip("=")
 
     @classmethod
@@ -54,7 +54,9 @@ class JoinToken:
         text = text.strip()
         if not text.startswith(PREFIX):
             if text.startswith("paceline") and "." in text[:12]:
-                raise TokenError("The token is of another version of Paceline", "Use the same version on all machines")
+                raise TokenError(
+                    "The token is of another version of Paceline, which signs in another way", "Update Paceline on all machines"
+                )
             raise TokenError(f"That is no join token: one starts with {PREFIX}", whole)
         if len(text) > MAX_TEXT:
             raise TokenError("That is no join token: it is far too long", whole)
@@ -69,8 +71,8 @@ class JoinToken:
             raise TokenError("The token is damaged: letters are missing or wrong", whole)
         if len(addresses) > MAX_ADDRESSES or not all(is_address(address) for address in addresses):
             raise TokenError("The token names no address that could be called", whole)
-        fingerprint, rest = body[:FINGERPRINT_BYTES], body[FINGERPRINT_BYTES:]
-        return cls(addresses, fingerprint, rest[:ID_BYTES], rest[ID_BYTES : ID_BYTES + SECRET_BYTES])
+        pin, rest = body[:PIN_BYTES], body[PIN_BYTES:]
+        return cls(addresses, pin, rest[:ID_BYTES], rest[ID_BYTES : ID_BYTES + SECRET_BYTES])
 
     def proof(self, request: bytes, nonce: bytes) -> bytes:
         """What shows the issuer that the sender of `request` holds this token."""

@@ -183,10 +183,16 @@ class GetFleetViewResponse(_message.Message):
     FAILING_PEERS_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    REVOCATIONS_AS_OF_UNIX_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_ENDS_UNIX_FIELD_NUMBER: _builtins.int
     own_node_id: _builtins.str
     fleet_id: _builtins.str
     rounds: _builtins.int
     """Rounds of exchanges that the node has begun."""
+    revocations_as_of_unix: _builtins.int
+    """When what the node knows of revocations was complete, by the CA's word; 0: never heard."""
+    certificate_ends_unix: _builtins.int
+    """Of the node's own certificate."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenNode]: ...
     @_builtins.property
@@ -208,10 +214,12 @@ class GetFleetViewResponse(_message.Message):
         failing_peers: _abc.Iterable[Global___FailingPeer] | None = ...,
         rounds: _builtins.int = ...,
         drafts: _abc.Iterable[Global___SeenDrafts] | None = ...,
+        revocations_as_of_unix: _builtins.int = ...,
+        certificate_ends_unix: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clashes", b"clashes", "drafts", b"drafts", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_ends_unix", b"certificate_ends_unix", "clashes", b"clashes", "drafts", b"drafts", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "revocations_as_of_unix", b"revocations_as_of_unix", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -544,6 +544,60 @@ class SignedRevocation(_message.Message):
 Global___SignedRevocation: _TypeAlias = SignedRevocation  # noqa: Y015
 
 @_typing.final
+class RevocationList(_message.Message):
+    """The CA says that as of a time these are all revocations. Signed again and again while its node runs, so that every node knows how old what
+    it knows is.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIGNED_AT_UNIX_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    ISSUER_NODE_ID_FIELD_NUMBER: _builtins.int
+    signed_at_unix: _builtins.int
+    digest: _builtins.bytes
+    """Hash of the set, as the revocations_digest of an exchange."""
+    issuer_node_id: _builtins.str
+    """The node that holds the CA, where certificates are renewed."""
+    def __init__(
+        self,
+        *,
+        signed_at_unix: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        issuer_node_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "issuer_node_id", b"issuer_node_id", "signed_at_unix", b"signed_at_unix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevocationList: _TypeAlias = RevocationList  # noqa: Y015
+
+@_typing.final
+class SignedRevocationList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIST_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    list: _builtins.bytes
+    """A serialised RevocationList."""
+    signature: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        list: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["list", b"list", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignedRevocationList: _TypeAlias = SignedRevocationList  # noqa: Y015
+
+@_typing.final
 class CardDigests(_message.Message):
     """What a node holds of others, short. Columns of one table."""
 
@@ -584,6 +638,7 @@ class ExchangeCapabilitiesRequest(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     STAMPS_FIELD_NUMBER: _builtins.int
     CARDS_FIELD_NUMBER: _builtins.int
+    REVOCATION_LIST_FIELD_NUMBER: _builtins.int
     revocations_digest: _builtins.bytes
     """Hash of the set of revocations, so that equal sets are not sent."""
     @_builtins.property
@@ -598,6 +653,10 @@ class ExchangeCapabilitiesRequest(_message.Message):
     def stamps(self) -> Global___Stamps: ...
     @_builtins.property
     def cards(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassedCard]: ...
+    @_builtins.property
+    def revocation_list(self) -> Global___SignedRevocationList:
+        """The newest that fits what the caller holds."""
+
     def __init__(
         self,
         *,
@@ -606,10 +665,11 @@ class ExchangeCapabilitiesRequest(_message.Message):
         digests: Global___CardDigests | None = ...,
         stamps: Global___Stamps | None = ...,
         cards: _abc.Iterable[Global___PassedCard] | None = ...,
+        revocation_list: Global___SignedRevocationList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "stamps", b"stamps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "revocation_list", b"revocation_list", "stamps", b"stamps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "digests", b"digests", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "stamps", b"stamps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "digests", b"digests", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "stamps", b"stamps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,6 +685,7 @@ class ExchangeCapabilitiesResponse(_message.Message):
     CARDS_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    REVOCATION_LIST_FIELD_NUMBER: _builtins.int
     revocations_digest: _builtins.bytes
     more: _builtins.bool
     """There was more than one message may carry: exchange again."""
@@ -642,6 +703,10 @@ class ExchangeCapabilitiesResponse(_message.Message):
     def wanted(self) -> Global___CardDigests:
         """What the callee holds of those the caller has newer; version 0 where it holds nothing. The caller sends them in a second call."""
 
+    @_builtins.property
+    def revocation_list(self) -> Global___SignedRevocationList:
+        """As the caller's."""
+
     def __init__(
         self,
         *,
@@ -651,10 +716,11 @@ class ExchangeCapabilitiesResponse(_message.Message):
         cards: _abc.Iterable[Global___PassedCard] | None = ...,
         wanted: Global___CardDigests | None = ...,
         more: _builtins.bool = ...,
+        revocation_list: Global___SignedRevocationList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["stamps", b"stamps", "wanted", b"wanted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["revocation_list", b"revocation_list", "stamps", b"stamps", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "more", b"more", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "stamps", b"stamps", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cards", b"cards", "more", b"more", "revocation_list", b"revocation_list", "revocations", b"revocations", "revocations_digest", b"revocations_digest", "stamps", b"stamps", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -737,6 +803,46 @@ class MeasureLinkResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MeasureLinkResponse: _TypeAlias = MeasureLinkResponse  # noqa: Y015
+
+@_typing.final
+class RenewRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CERTIFICATE_REQUEST_FIELD_NUMBER: _builtins.int
+    certificate_request: _builtins.bytes
+    """PKCS #10, DER, for the caller's own name and key."""
+    def __init__(
+        self,
+        *,
+        certificate_request: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_request", b"certificate_request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
+
+@_typing.final
+class RenewResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    certificate: _builtins.bytes
+    """DER."""
+    def __init__(
+        self,
+        *,
+        certificate: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewResponse: _TypeAlias = RenewResponse  # noqa: Y015
 
 @_typing.final
 class JoinRequest(_message.Message):

@@ -185,6 +185,81 @@ class CapabilityService:
             _registered_method=True)
 
 
+class RenewalServiceStub:
+    """Answered where the CA is, over mTLS: a member's certificate is made anew before it ends.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Renew = channel.unary_unary(
+                '/paceline.v1.RenewalService/Renew',
+                request_serializer=paceline_dot_v1_dot_fleet__pb2.RenewRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_fleet__pb2.RenewResponse.FromString,
+                _registered_method=True)
+
+
+class RenewalServiceServicer:
+    """Answered where the CA is, over mTLS: a member's certificate is made anew before it ends.
+    """
+
+    def Renew(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RenewalServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=paceline_dot_v1_dot_fleet__pb2.RenewRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_fleet__pb2.RenewResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'paceline.v1.RenewalService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('paceline.v1.RenewalService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RenewalService:
+    """Answered where the CA is, over mTLS: a member's certificate is made anew before it ends.
+    """
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RenewalService/Renew',
+            paceline_dot_v1_dot_fleet__pb2.RenewRequest.SerializeToString,
+            paceline_dot_v1_dot_fleet__pb2.RenewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class JoinServiceStub:
     """On a port of its own, authenticated by the server only, open while a join token lives.
     """

@@ -46,6 +46,24 @@ class CapabilityServiceServicer(metaclass=_abc_1.ABCMeta):
 
 def add_CapabilityServiceServicer_to_server(servicer: CapabilityServiceServicer, server: _aio.Server) -> None: ...
 
+class RenewalServiceStub:
+    """Answered where the CA is, over mTLS: a member's certificate is made anew before it ends."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Renew: _aio.UnaryUnaryMultiCallable[_fleet_pb2.RenewRequest, _fleet_pb2.RenewResponse]
+
+class RenewalServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Answered where the CA is, over mTLS: a member's certificate is made anew before it ends."""
+
+    @_abc_1.abstractmethod
+    def Renew(
+        self,
+        request: _fleet_pb2.RenewRequest,
+        context: _aio.ServicerContext[_fleet_pb2.RenewRequest, _abc.Awaitable[_fleet_pb2.RenewResponse]],
+    ) -> _abc.Awaitable[_fleet_pb2.RenewResponse]: ...
+
+def add_RenewalServiceServicer_to_server(servicer: RenewalServiceServicer, server: _aio.Server) -> None: ...
+
 class JoinServiceStub:
     """On a port of its own, authenticated by the server only, open while a join token lives."""
 

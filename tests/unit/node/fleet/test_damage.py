@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from paceline.core.errors import IdentityError, MembershipError
 from paceline.fleet.card import ModelOffer, Role
 from paceline.node.fleet import FleetNode
 from paceline.testing.fleets import TestFleet
-from paceline.transport.trust.authority import NODE_YEARS
+from paceline.transport.trust.authority import NODE_HOLDS, Authority
 from paceline.transport.trust.folder import FleetFolder
 
 
@@ -76,12 +77,12 @@ def test_revocations_are_not_forgotten_by_damage(tmp_path: Path, damaged: str) -
     assert folder.revocations_file.read_text() == damaged
 
 
-def test_a_certificate_that_ends_soon_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fleet = TestFleet()
-    make_node(fleet, tmp_path, "a")
-    assert "certificate ends" not in caplog.text
+@in_loop
+async def test_a_certificate_that_ends_soon_and_is_not_renewed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = TestFleet(Authority.create(time.time() - 2 * NODE_HOLDS.total_seconds()))
     folder = FleetFolder(tmp_path / "b" / "fleet")
-    made = fleet.clock.wall() - NODE_YEARS.total_seconds() + 30.5 * 86400
+    made = fleet.clock.wall() - NODE_HOLDS.total_seconds() + 30.5 * 86400
     folder.write_secret(folder.identity_file, fleet.member("b", at=made).to_pem())
-    make_node(fleet, tmp_path, "b")
-    assert "this node's certificate ends in 30 days" in caplog.text
+    async with running(make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")):
+        await until(lambda: "certificate ends in 30 days and was not renewed" in caplog.text)
+    assert caplog.text.count("was not renewed") == 1

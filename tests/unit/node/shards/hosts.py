@@ -45,11 +45,11 @@ from paceline.transport.shard_client import RemoteStage, open_stage
 from paceline.transport.shard_service import shard_service
 from paceline.transport.tensor.listener import TensorListener
 from paceline.transport.trust.certificates import Member
+from paceline.transport.trust.connections import ConnectionWatch
 from paceline.transport.trust.credentials import channel_credentials
 from paceline.transport.trust.guard import PeerGuard
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals
-from paceline.transport.trust.strangers import StrangerWatch
 
 Result = TypeVar("Result")
 Bits = npt.NDArray[np.uint16]
@@ -223,8 +223,8 @@ async def hosting(
 
     host = NodeShardHost(warm, ends, limits, meter, SystemClock(), check)
     refusals = Refusals()
-    watch = StrangerWatch(refusals, look_s=0.02)
-    guard = PeerGuard(net.fleet.authority.root, net.fleet.revocations.voids, net.fleet.clock, refusals, watch.caller)
+    watch = ConnectionWatch(refusals, net.fleet.clock, look_s=0.02)
+    guard = PeerGuard(net.fleet.authority.root, net.fleet.revocations.voids, net.fleet.clock, refusals, watch)
     server = NodeServer(identity, guard, watch, RpcMeter())
     server.add(shard_service(host, guard.peer))
     port = await server.start("127.0.0.1", 0)

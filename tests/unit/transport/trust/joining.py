@@ -20,8 +20,10 @@ from paceline.core.trust import Trust
 from paceline.testing.clock import FakeClock
 from paceline.transport.join_host import JoinHost
 from paceline.transport.trust.authority import Authority
-from paceline.transport.trust.certificates import JOIN_NAME, make_key
+from paceline.transport.trust.certificates import JOIN_NAME, NODE_NAME, make_key
+from paceline.transport.trust.credentials import client_context
 from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.issuer import Issuer
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.requests import make_request
@@ -51,8 +53,12 @@ class IssuerNode:
     def make(cls, root: Path) -> IssuerNode:
         clock = FakeClock(wall=time.time())
         folder = FleetFolder(root)
-        folder.write_secret(folder.authority_file, Authority.create(clock.wall()).to_pem())
-        issuer = Issuer(folder.authority(), folder, clock)
+        authority = Authority.create(clock.wall())
+        folder.write_secret(folder.authority_file, authority.to_pem())
+        key, own = make_key(), NodeId("issuer-1")
+        certificate = authority.issue(make_request(key, own), own, clock.wall(), trust=Trust.TRUSTED)
+        folder.write_secret(folder.identity_file, Identity.assemble(key, certificate, authority.root, clock.wall()).to_pem())
+        issuer = Issuer(authority, folder, clock)
         port = free_port()
         issuer.set_join_port(port)
         return cls(folder, clock, issuer, port)
@@ -80,39 +86,55 @@ class IssuerNode:
         finally:
             await host.close()
 
+    async def credentials(self) -> grpc.ChannelCredentials:
+        """For a caller that believes whatever the port shows."""
+        pem = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", self.port))
+        return grpc.ssl_channel_credentials(pem.encode())
+
     @asynccontextmanager
     async def stub(self) -> AsyncIterator[JoinServiceStub]:
         """A caller that sends what it likes."""
         options = [("grpc.ssl_target_name_override", JOIN_NAME)]
-        credentials = grpc.ssl_channel_credentials(self.issuer.authority.root.pem)
-        async with grpc.aio.secure_channel(f"127.0.0.1:{self.port}", credentials, options) as channel:
+        async with grpc.aio.secure_channel(f"127.0.0.1:{self.port}", await self.credentials(), options) as channel:
             yield JoinServiceStub(channel)
 
 
 @asynccontextmanager
-async def begun_calls(port: int, count: int) -> AsyncIterator[None]:
-    """A stranger's connection with calls whose headers were sent and whose requests never come. Spoken by hand: no client would."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+async def begun_calls(
+    port: int, count: int, caller: Identity | None = None, path: str = "/paceline.v1.JoinService/Join", part: bytes = b""
+) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection with calls whose headers were sent and whose requests never come. Spoken by hand: no client would.
+
+    Args:
+        caller: whose connection; None: a stranger's.
+        part: of each request, what comes.
+    """
+    if caller is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    else:
+        context = client_context(caller)
     context.set_alpn_protocols(["h2"])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-    headers = {":method": "POST", ":scheme": "https", ":path": "/paceline.v1.JoinService/Join", ":authority": JOIN_NAME}
+    name = JOIN_NAME if caller is None else NODE_NAME
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+    headers = {":method": "POST", ":scheme": "https", ":path": path, ":authority": name}
     headers |= {"content-type": "application/grpc", "te": "trailers"}
     block = b"".join(b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode() for key, value in headers.items())
     try:
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, b""))
-        writer.write(b"".join(_frame(HEADERS, 1 + 2 * place, block) for place in range(count)) + _frame(PING, 0, bytes(8)))
+        calls = [_frame(HEADERS, 1 + 2 * place, block) + (_frame(DATA, 1 + 2 * place, part) if part else b"") for place in range(count)]
+        writer.write(b"".join(calls) + _frame(PING, 0, bytes(8)))
         await writer.drain()
         # The answer to the ping comes after the headers were read.
         async with asyncio.timeout(SOON_S):
             while (await _read_frame(reader)) != (PING, ACKNOWLEDGED):
                 pass
-        yield
+        yield reader
     finally:
         writer.transport.abort()
 
 
-HEADERS, SETTINGS, PING = 1, 4, 6
+DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
 ACKNOWLEDGED = 1
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from paceline.core.clock import Clock
 from paceline.testing.fleets import TestFleet, sealed_card
 from paceline.transport.trust.certificates import NODE_NAME
+from paceline.transport.trust.connections import ConnectionWatch
 from paceline.transport.trust.credentials import channel_credentials, server_credentials
 from paceline.transport.trust.guard import Context, PeerGuard
 from paceline.transport.trust.handlers import Limit, WellFormed
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.refusals import Refusals
-from paceline.transport.trust.strangers import StrangerWatch
 from paceline.transport.wire import fleet_pb2 as wire
 
 ECHO, COUNT, TALK, SINK, FLOOD, CARDS = "/test/Echo", "/test/Count", "/test/Talk", "/test/Sink", "/test/Flood", "/test/Cards"
@@ -115,11 +116,16 @@ class Served:
 
 
 @asynccontextmanager
-async def served(fleet: TestFleet, name: str = "server-1") -> AsyncIterator[Served]:
+async def served(fleet: TestFleet, name: str = "server-1", clock: Clock | None = None) -> AsyncIterator[Served]:
+    """A server of a node.
+
+    Args:
+        clock: by which connections are idle.
+    """
     identity = fleet.member(name)
     refusals = Refusals()
-    watch = StrangerWatch(refusals, look_s=0.02)
-    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch.caller)
+    watch = ConnectionWatch(refusals, clock or fleet.clock, look_s=0.02)
+    guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
     server = grpc.aio.server(interceptors=[guard, WellFormed(refusals, {CARD: Limit(1000, 64)})])
     services = Services(guard, identity)
     server.add_generic_rpc_handlers((services,))

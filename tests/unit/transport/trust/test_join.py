@@ -47,15 +47,15 @@ async def denied(call: object) -> str:
 
 def test_a_machine_joins_by_a_token(node: IssuerNode) -> None:
     async def main() -> None:
-        token = node.mint()
         revoked = node.issuer.revoke(NodeId("carol-1"))
+        token = node.mint()
         names: list[str] = []
         async with node.hosted(names):
             # One address leads nowhere, one is no name at all; the third is right.
             nowhere = (f"127.0.0.1:{free_port()}", "no-such-machine.invalid:1", *token.addresses)
             joined = await join(replace(token, addresses=nowhere), NodeId("bob-1"), node.clock)
         assert joined.identity.node_id == "bob-1"
-        assert joined.identity.root.fingerprint == token.fingerprint
+        assert joined.identity.root.pin == token.pin
         assert joined.peers == ("10.0.0.1:8154",)
         assert joined.revocations == (revoked,)
         assert names == ["bob-1"]
@@ -138,7 +138,7 @@ def test_an_id_is_one_machines_until_it_is_revoked(node: IssuerNode) -> None:
                     await join(token, NodeId("bob-1"), node.clock)
                 await lines.line("refused 127.0.0.1", "another machine's", "bob-1")
             revocation = node.issuer.revoke(NodeId("bob-1"))
-            again = await join(token, NodeId("bob-1"), node.clock)
+            again = await join(node.mint(), NodeId("bob-1"), node.clock)
         known = Revocations([revocation])
         assert known.voids(NodeId("bob-1"), first.identity.member.issued_at)
         assert not known.voids(NodeId("bob-1"), again.identity.member.issued_at)
@@ -172,7 +172,7 @@ def test_nothing_is_sent_to_a_man_in_the_middle(node: IssuerNode, tmp_path: Path
             with logged() as lines:
                 with pytest.raises(JoinRefused, match=rf"Who answers at 127.0.0.1:{other.port} is not the machine"):
                     await join(token, NodeId("bob-1"), node.clock)
-                await lines.line(f"refused 127.0.0.1:{other.port}", "another certificate")
+                await lines.line(f"refused 127.0.0.1:{other.port}", "another CA than the token's")
                 assert not [line for line in lines.lines if "join as" in line], "the impostor saw a join request"
         assert names == []
 
@@ -285,7 +285,7 @@ def test_one_process_keeps_the_port_and_another_takes_over(node: IssuerNode) -> 
         async with node.hosted() as first:
             running = asyncio.create_task(second.run())
             # It hears of revocations all the same.
-            node.issuer.revoke(NodeId("carol-1"))
+            node.issuer.revoke(NodeId("carol-1"), keep_tokens=True)
             async with asyncio.timeout(SOON_S):
                 while heard != ["carol-1"]:  # noqa: ASYNC110 - a file is looked at, there is no event
                     await asyncio.sleep(0.01)
@@ -358,7 +358,7 @@ def test_wire_noise_at_the_join_port(tmp_path_factory: pytest.TempPathFactory, n
         token = node.mint()
         async with node.hosted():
             options = [("grpc.ssl_target_name_override", "join.paceline.internal")]
-            credentials = grpc.ssl_channel_credentials(node.issuer.authority.root.pem)
+            credentials = await node.credentials()
             async with grpc.aio.secure_channel(f"127.0.0.1:{node.port}", credentials, options) as channel:
                 call = channel.unary_unary("/paceline.v1.JoinService/Join")
                 for data in [*noise, b"\xff", bytes(1 << 20)]:

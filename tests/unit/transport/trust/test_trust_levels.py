@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -48,19 +47,6 @@ def test_whoever_joins_is_trusted_as_far_as_its_token_s_giver_said(node: IssuerN
         assert identity.member.trust is trust
         assert Identity.from_pem(identity.to_pem()).member.trust is trust
         assert sign_card(identity, card_of(identity)).trust is trust
-
-    asyncio.run(main())
-
-
-def test_a_token_from_before_there_were_levels_makes_members(node: IssuerNode) -> None:
-    async def main() -> None:
-        token = node.mint(trust=Trust.TRUSTED)
-        state = json.loads(node.folder.issuer_file.read_bytes())
-        for one in state["tokens"].values():
-            del one["trust"]
-        node.folder.keep_issuer_state(state)
-        async with node.hosted():
-            assert (await join(token, NodeId("bob-1"), node.clock)).identity.member.trust is Trust.MEMBER
 
     asyncio.run(main())
 

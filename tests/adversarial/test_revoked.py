@@ -1,0 +1,159 @@
+"""A machine that was put out stays out: with its token, with its open connections, with what it began and never finished."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+
+import pytest
+from tests.adversarial.handshakes import until_cut
+from tests.unit.transport.trust.joining import IssuerNode, begun_calls
+from tests.unit.transport.trust.logs import logged
+from tests.unit.transport.trust.served import COUNT, ECHO, SOON_S, Served, served
+
+from paceline.core.errors import ConfigError, JoinRefused
+from paceline.core.ids import NodeId
+from paceline.node import enrolment
+from paceline.testing.clock import FakeClock
+from paceline.testing.fleets import TestFleet
+from paceline.transport.join_client import join
+from paceline.transport.trust.connections import IDLE_S, SILENT_S
+from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.sockets import connections
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> IssuerNode:
+    return IssuerNode.make(tmp_path / "fleet")
+
+
+def test_row_10_a_token_is_void_once_any_node_is_revoked(node: IssuerNode) -> None:
+    async def main() -> None:
+        token = node.mint()
+        async with node.hosted():
+            await join(token, NodeId("visitor-1"), node.clock)
+            node.issuer.revoke(NodeId("visitor-1"))
+            node.mint()  # which keeps the port open
+            for name in ("visitor-1", "visitor-2"):
+                with logged() as lines:
+                    with pytest.raises(JoinRefused, match="The token was voided") as caught:
+                        await join(token, NodeId(name), node.clock)
+                    assert "paceline token" in caught.value.hint
+                    await lines.line("refused 127.0.0.1", "voided", name)
+            assert node.issuer.issued() == ("visitor-1",)
+            # A person may say that others still need it.
+            kept = node.mint()
+            node.issuer.revoke(NodeId("visitor-1"), keep_tokens=True)
+            assert (await join(kept, NodeId("friend-1"), node.clock)).identity.node_id == "friend-1"
+
+    asyncio.run(main())
+
+
+def test_row_11_tokens_are_listed_and_voided(tmp_path: Path) -> None:
+    folder = FleetFolder(tmp_path / "fleet")
+    enrolment.start_fleet(folder, "first-1", None)
+    assert enrolment.list_tokens(folder) == ()
+    one, other = (enrolment.invite(folder, ttl_s=ttl_s, uses=uses, addresses=["127.0.0.1"]) for ttl_s, uses in ((60, 1), (600, 3)))
+    listed = enrolment.list_tokens(folder)
+    assert [(token.token_id, token.uses_left) for token in listed] == [(one.token_id.hex(), 1), (other.token_id.hex(), 3)]
+    assert not any(token.secret.hex() in repr(listed) for token in (one, other))
+    for wrong in ("", "x", "all-of-them"):
+        with pytest.raises(ConfigError, match="no open token"):
+            enrolment.void_tokens(folder, wrong)
+    assert enrolment.void_tokens(folder, one.token_id.hex()[:10]) == 1
+    assert [token.token_id for token in enrolment.list_tokens(folder)] == [other.token_id.hex()]
+    assert enrolment.void_tokens(folder, "all") == 1
+    assert enrolment.list_tokens(folder) == ()
+    assert enrolment.void_tokens(folder, "all") == 0
+
+
+def test_row_11_it_is_known_by_which_token_a_machine_came(node: IssuerNode) -> None:
+    async def main() -> None:
+        token = node.mint(uses=2)
+        async with node.hosted():
+            await join(token, NodeId("bob-1"), node.clock)
+        (listed,) = node.issuer.open_tokens()
+        assert (listed.joined, listed.uses_left) == (("bob-1",), 1)
+
+    asyncio.run(main())
+
+
+UNFINISHED = struct.pack("!BI", 0, 1000) + bytes(900)
+"""A message of 1000 bytes without its last hundred."""
+
+
+async def until_none(server: Served) -> None:
+    async with asyncio.timeout(SOON_S):
+        while connections(server.port):  # noqa: ASYNC110 - sockets are looked at, there is no event
+            await asyncio.sleep(0.01)
+
+
+def revoke(server: Served, name: str) -> None:
+    sealed = server.fleet.revoke(name)
+    server.guard.revoked(NodeId(name), sealed.revocation.not_after)
+
+
+def test_row_13_a_revocation_cuts_idle_connections_and_those_that_stream() -> None:
+    async def main() -> None:
+        fleet = TestFleet()
+        async with served(fleet) as server, server.channel(fleet.member("alice-1")) as idle:
+            await idle.unary_unary(ECHO)(b"", timeout=SOON_S)
+            async with server.channel(fleet.member("alice-1")) as streaming, server.channel(fleet.member("bob-1")) as other:
+                call = streaming.unary_stream(COUNT)(b"", timeout=SOON_S)
+                assert await call.read() == b"1"
+                stays = other.unary_stream(COUNT)(b"", timeout=SOON_S)
+                assert await stays.read() == b"1"
+                assert len(connections(server.port)) == 3
+                revoke(server, "alice-1")
+                async with asyncio.timeout(SOON_S):
+                    while len(connections(server.port)) > 1:  # noqa: ASYNC110 - as above
+                        await asyncio.sleep(0.01)
+                assert await stays.read() == b"2"
+
+    asyncio.run(main())
+
+
+def test_row_13_a_revocation_cuts_what_was_begun_and_not_finished() -> None:
+    async def main() -> None:
+        fleet = TestFleet()
+        async with served(fleet) as server:
+            # Without any whole call, and beside calls of the same node.
+            unfinished = begun_calls(server.port, 8, fleet.member("alice-1"), ECHO, UNFINISHED)
+            async with unfinished as reader, server.channel(fleet.member("alice-1")) as channel:
+                await channel.unary_unary(ECHO)(b"", timeout=SOON_S)
+                revoke(server, "alice-1")
+                await until_cut(reader)
+            await until_none(server)
+
+    asyncio.run(main())
+
+
+def test_row_13_one_that_was_revoked_before_holds_nothing() -> None:
+    async def main() -> None:
+        fleet, clock = TestFleet(), FakeClock()
+        alice = fleet.member("alice-1")
+        fleet.revoke("alice-1")
+        async with served(fleet, clock=clock) as server:
+            async with begun_calls(server.port, 8, alice, ECHO, UNFINISHED) as reader:
+                clock.advance(SILENT_S)
+                await until_cut(reader)
+            # One whole call ends its connection, with all that was begun on it.
+            whole = struct.pack("!BI", 0, 0)
+            async with begun_calls(server.port, 8, alice, ECHO, whole) as reader:
+                await until_cut(reader)
+            await until_none(server)
+
+    asyncio.run(main())
+
+
+def test_row_13_a_member_holds_nothing_for_long_by_what_it_does_not_finish() -> None:
+    async def main() -> None:
+        fleet, clock = TestFleet(), FakeClock()
+        async with served(fleet, clock=clock) as server, server.channel(fleet.member("alice-1")) as channel:
+            await channel.unary_unary(ECHO)(b"", timeout=SOON_S)
+            clock.advance(IDLE_S)
+            server.guard._watch._look()  # type: ignore[union-attr]
+            await until_none(server)
+
+    asyncio.run(main())
