@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.unit.node.fleet.nodes import in_loop, make_node, running, until, until_seen
 
-from paceline.core.errors import FleetError, GossipRefused, NotTrusted, RevokedNode
+from paceline.core.errors import FleetError, GossipRefused, MembershipError, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.fleet.card import RevocationList
 from paceline.fleet.eligibility import Use
@@ -157,3 +157,18 @@ def test_the_process_with_the_key_signs_and_refuses_as_the_ca_does(tmp_path: Pat
     with pytest.raises(NotTrusted, match="asks for b, not c") as caught:
         signer.issue(make_request(key, NodeId("b")), NodeId("c"), now)
     assert caught.value.who == "b"
+
+
+def test_a_revoked_node_that_holds_the_ca_is_not_told_to_remove_its_only_key(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    for name in ("a", "b"):
+        folder = FleetFolder(tmp_path / name / "fleet")
+        folder.write_secret(folder.identity_file, fleet.member(name).to_pem())
+        folder.keep_revocations([fleet.revoke(name).sealed])
+    holds_authority(fleet, FleetFolder(tmp_path / "a" / "fleet"))
+    with pytest.raises(MembershipError, match="was revoked from its fleet") as caught:
+        make_node(fleet, tmp_path, "a")
+    assert caught.value.hint.index("paceline ca export") < caught.value.hint.index("remove")
+    with pytest.raises(MembershipError) as caught:
+        make_node(fleet, tmp_path, "b")
+    assert "ca export" not in caught.value.hint
