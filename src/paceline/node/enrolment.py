@@ -181,7 +181,7 @@ def void_tokens(folder: FleetFolder, which: str) -> int:
 
 
 def _issuer(folder: FleetFolder) -> Issuer:
-    return Issuer(folder.served_authority(), folder, SystemClock())
+    return Issuer(folder.served_authority(folder.identity().root), folder, SystemClock())
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,7 +318,7 @@ class FleetNode:
 
     def _issuer(self) -> Issuer | None:
         """The CA at work, where it is on this machine."""
-        return Issuer(self._folder.served_authority(), self._folder, self._clock) if self._folder.has_authority else None
+        return Issuer(self._folder.served_authority(self.identity.root), self._folder, self._clock) if self._folder.has_authority else None
 
     def _at_issuer(self, node_id: NodeId) -> grpc.aio.Channel:
         """To the node with the CA, by the channel of exchanges: what renews trust does not wait for it."""

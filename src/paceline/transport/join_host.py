@@ -82,9 +82,10 @@ class JoinHost:
         on_revocations: Callable[[tuple[SealedRevocation, ...]], None] | None = None,
         look_s: float = LOOK_S,
     ) -> None:
-        self.issuer = Issuer(folder.served_authority(), folder, clock)
+        identity = folder.identity()
+        self.issuer = Issuer(folder.served_authority(identity.root), folder, clock)
         self._folder, self._clock, self._refusals, self._host, self._look_s = folder, clock, refusals, host, look_s
-        own = folder.identity().node_id
+        own = identity.node_id
         self._service = JoinServicer(self.issuer, folder, peers or folder.peers, refusals, on_joined, lambda: {own, *here()})
         self._on_revocations = on_revocations
         self._server: grpc.aio.Server | None = None

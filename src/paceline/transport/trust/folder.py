@@ -27,6 +27,7 @@ from paceline.core.errors import IdentityError, MembershipError
 from paceline.core.files import write_file
 from paceline.transport.trust.authority import Authority
 from paceline.transport.trust.authority_process import AuthorityProcess
+from paceline.transport.trust.certificates import FleetRoot
 from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.secrets_on_disk import MAX_FILE_BYTES, read_secret
 
@@ -101,13 +102,15 @@ class FleetFolder:
             raise _elsewhere()
         return Authority.from_pem(read_secret(self.authority_file))
 
-    def served_authority(self) -> AuthorityProcess:
+    def served_authority(self, root: FleetRoot) -> AuthorityProcess:
         """The same for a process that serves others: its key stays out of there.
 
+        Args:
+            root: of this machine's identity.
+
         Raises:
-            MembershipError: it is on another machine, or this machine is in no fleet.
+            MembershipError: it is on another machine.
         """
-        root = self.identity().root
         if not self.has_authority:
             raise _elsewhere()
         return AuthorityProcess(self.authority_file, root)
