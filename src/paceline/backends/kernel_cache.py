@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _VARIABLE = "NUMBA_CACHE_DIR"
 _COMPLETE, _LOCK = "complete", "lock"
+_LAYERS = "conduct.enter-"
+"""Begins the names of the files of the function that runs layers: it is compiled last, and with it nearly all that there is."""
 _ROOM = 32 << 20
 """Bytes that must be free before kernels are written: Numba would end a start with the error of a full disk."""
 _KEPT = 3
@@ -44,6 +47,7 @@ def sources() -> list[Path]:
     return [*sorted(here.glob("cpu/*.py")), *sorted(here.glob("ggml/*.py")), *(here.parent / name for name in constants)]
 
 
+@cache
 def _version() -> str:
     digest = hashlib.sha256()
     for source in sources():
@@ -59,10 +63,11 @@ def in_use() -> bool:
 
 
 def known(folder: Path) -> bool:
-    """Whether kernels of this version were compiled under `folder` before; a few may be damaged, or be compiled just now by another process."""
+    """Whether what runs layers was compiled under `folder` before; a few kernels may be damaged, or be compiled just now by another process."""
     try:
-        return isinstance(json.loads((folder / _version() / _COMPLETE).read_bytes()), dict)
-    except (OSError, ValueError):
+        seal: dict[str, str] = json.loads((folder / _version() / _COMPLETE).read_bytes())
+        return any(Path(name).name.startswith(_LAYERS) for name in seal)
+    except (OSError, ValueError, TypeError):
         return False
 
 
@@ -119,9 +124,9 @@ def complete() -> None:
     if not in_use():
         return
     folder = Path(os.environ[_VARIABLE])
-    seal = _seal_of(folder)
     mark = folder / _COMPLETE
     try:
+        seal = _seal_of(folder)
         if not mark.exists() or mark.read_bytes() != seal:
             write_file(mark, seal)
     except OSError as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from paceline.backends.cpu import working as cpu
+from paceline.backends.cpu.sizes import NEIGHBOURS
 from paceline.backends.table import Kernels
 from paceline.backends.torch import working as torch
-from paceline.core.model import ModelSpec
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, ModelSpec
 
 
 def working_bytes(kernels: Kernels, spec: ModelSpec, *, max_rows: int, threads: int, n_blocks: int, logits_rows: int = 0) -> int:
@@ -24,3 +25,14 @@ def working_bytes(kernels: Kernels, spec: ModelSpec, *, max_rows: int, threads: 
             return cpu.working_bytes(spec, max_rows=max_rows, threads=threads, n_blocks=n_blocks, logits_rows=logits_rows)
         case Kernels.TORCH | Kernels.CUDA:
             return torch.working_bytes(spec, max_rows=max_rows, n_blocks=n_blocks, logits_rows=logits_rows)
+
+
+def kv_group(kernels: Kernels) -> int:
+    """KV blocks whose memory comes together: a pool takes that of whole groups."""
+    match kernels:
+        case Kernels.AVX512_BF16:
+            return NEIGHBOURS
+        case Kernels.CUDA:
+            return WIDEST_BLOCK // BLOCK_TOKENS
+        case Kernels.TORCH:
+            return 1

@@ -56,6 +56,7 @@ class _Seen:
     """Of the assumed cost."""
     at: int
     times: int
+    """Measured since one was much faster than all before."""
 
 
 class StepCosts:
@@ -152,18 +153,23 @@ class _Curve:
         """A step took `off` times what was expected by a factor, of which `share` is this curve's."""
         rows = _counted_with(rows)
         self._steps += 1
+        # What a measurement agrees with, or exceeds, it confirms.
+        times = self._seen[rows].times if rows in self._seen else 0
+        confirmed, times = times > 1, times + 1 if off > 1 / WILD else 1
         if self._steps <= FIRST and off < 1:
             lower = max(off, 1 / MUCH) ** share
             self.level *= lower
-            for other, seen in self._seen.items():
-                if seen.times > 1 and other != rows:
+            for seen in self._seen.values():
+                if seen.times > 1:
                     seen.factor /= lower
-            off = 1.0
+            if confirmed:
+                factor /= lower
+            else:
+                off = 1.0
         off = min(max(off, 1 / WILD), WILD) ** share
         if rows not in self._seen:
             insort(self._order, rows)
-        times = self._seen[rows].times if rows in self._seen else 0
-        self._seen[rows] = _Seen(factor * off**self._gain, self._steps, times + 1)
+        self._seen[rows] = _Seen(factor * off**self._gain, self._steps, times)
         self.level *= off**LEVEL_GAIN
         self._expected.clear()
 

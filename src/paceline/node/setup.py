@@ -13,7 +13,7 @@ from paceline.backends.choice import part_bytes, torch_formats
 from paceline.backends.memory import human
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
-from paceline.backends.working import working_bytes
+from paceline.backends.working import kv_group, working_bytes
 from paceline.core.clock import Clock
 from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
@@ -87,6 +87,7 @@ class Setup:
             working=working,
             max_running=settings.max_running,
             block_size=BLOCK_TOKENS,
+            group=kv_group(self.kernels),
             context=None if unasked else settings.context,
             kv_tokens=None if unasked else settings.kv_tokens,
             layers=layers,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.backends.choice import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats
-from paceline.backends.cpu.sizes import BLOCK
 from paceline.backends.table import Kernels
 from paceline.backends.working import working_bytes
-from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape
 from paceline.fleet.plan import LEAST_ROWS
 
@@ -46,7 +45,7 @@ def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernel
 
 def _row_bytes(spec: ModelSpec, kernels: Kernels) -> int:
     """Of a stage's working memory, what a row has of a batch of `LEAST_ROWS`. The machine that runs it tells exactly."""
-    whole = working_bytes(kernels, spec, max_rows=LEAST_ROWS, threads=TYPICAL_THREADS, n_blocks=TYPICAL_TOKENS // BLOCK)
+    whole = working_bytes(kernels, spec, max_rows=LEAST_ROWS, threads=TYPICAL_THREADS, n_blocks=TYPICAL_TOKENS // BLOCK_TOKENS)
     return -(-whole // LEAST_ROWS)
 
 

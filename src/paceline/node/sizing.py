@@ -43,6 +43,7 @@ def plan_kv(
     working: Callable[[int], int] = lambda _: 0,
     max_running: int,
     block_size: int,
+    group: int = 1,
     context: int | None,
     kv_tokens: int | None,
     layers: LayerRange | None = None,
@@ -56,6 +57,7 @@ def plan_kv(
         working: bytes that a step's rows take of it, with so many KV blocks.
         max_running: sequences side by side.
         block_size: tokens a block holds.
+        group: blocks whose memory comes together.
         context: as asked; None: the model's, or as long as memory allows.
         kv_tokens: as asked; None: enough for everyday use, at most `KV_SHARE` of what is left.
         layers: whose KV it is; None: all.
@@ -72,6 +74,7 @@ def plan_kv(
     if context is not None and kv_tokens is not None and kv_tokens < context:
         raise ConfigError(f"--kv-tokens {kv_tokens} can't hold one context of {context} tokens", f"Raise it to {context} or more.")
     token_bytes = max(1, spec.kv_bytes_per_token(spec.all_layers if layers is None else layers))
+    group_tokens = group * block_size
     # With as many blocks as there could be: fewer take less.
     most_tokens = kv_tokens if kv_tokens is not None else int(max(0, free_bytes - weights_bytes) * KV_SHARE) // token_bytes
     working_bytes = working(-(-most_tokens // block_size))
@@ -83,15 +86,16 @@ def plan_kv(
             "Close other programs, choose a smaller model, or a smaller --weights format.",
         )
     if kv_tokens is not None:
-        if kv_tokens * token_bytes > left:
+        pool_bytes = -(-kv_tokens // group_tokens) * group_tokens * token_bytes
+        if pool_bytes > left:
             raise OutOfMemory(
-                f"--kv-tokens {kv_tokens} needs {human(kv_tokens * token_bytes)}; "
+                f"--kv-tokens {kv_tokens} needs {human(pool_bytes)}; "
                 f"{human(left)} of memory is free beside the weights ({human(weights_bytes)})",
-                f"Ask for {left // token_bytes} or fewer.",
+                f"Ask for {left // token_bytes // group_tokens * group_tokens} or fewer.",
             )
         affordable = kv_tokens
     else:
-        affordable = int(left * KV_SHARE) // token_bytes
+        affordable = int(left * KV_SHARE) // token_bytes // group_tokens * group_tokens
     if context is not None and context > affordable:
         raise OutOfMemory(
             f"A context of {context} tokens needs {human(context * token_bytes)} for KV; "
@@ -106,4 +110,7 @@ def plan_kv(
         )
     tokens = kv_tokens if kv_tokens is not None else min(affordable, max(granted, max_running * min(granted, TYPICAL_TOKENS)))
     shortened_from = spec.max_context if context is None and granted < spec.max_context else None
-    return KvPlan(max(1, -(-tokens // block_size)), block_size, granted, shortened_from, token_bytes)
+    n_blocks = max(1, -(-tokens // block_size))
+    if kv_tokens is None:
+        n_blocks = -(-n_blocks // group) * group
+    return KvPlan(n_blocks, block_size, granted, shortened_from, token_bytes)

@@ -16,11 +16,11 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequest, Overloaded
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
+from paceline.core.model import BLOCK_TOKENS
 from paceline.core.stats import EngineStats
 from paceline.engine.intake import check_draft
 from paceline.server.inference import Progress, ServedModel
 
-BLOCK_TOKENS = 16
 EOS = 256
 SIZE = 257
 

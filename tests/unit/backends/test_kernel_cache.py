@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends import kernel_cache
+from paceline.backends import cpu, kernel_cache
+from paceline.backends.numerics import SeededWeights
+from paceline.backends.options import LoadOptions
+from paceline.core.model import BLOCK_TOKENS, ModelSpec, RopeSpec, WeightsFormat
+from paceline.store.home import Home
+
+SPEC = ModelSpec("llama", 1, 512, 8, 2, 64, 768, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=False)
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +31,22 @@ def numba_cache() -> Iterator[None]:
     kernel_cache.config.reload_config()
 
 
+def compile_layers() -> None:
+    """Leave what compiling them leaves."""
+    index = Path(os.environ["NUMBA_CACHE_DIR"]) / "cpu" / "conduct.enter-36.py312.nbi"
+    index.parent.mkdir(exist_ok=True)
+    index.write_bytes(b"index")
+
+
+def is_locked() -> bool:
+    with (Path(os.environ["NUMBA_CACHE_DIR"]) / "lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def test_known_once_complete(tmp_path: Path) -> None:
     assert not kernel_cache.use(tmp_path)
     folder = Path(os.environ["NUMBA_CACHE_DIR"])
@@ -32,6 +54,73 @@ def test_known_once_complete(tmp_path: Path) -> None:
     kernel_cache.complete()
     assert kernel_cache.use(tmp_path)
     assert folder.parent == tmp_path
+    assert not kernel_cache.known(tmp_path), "a sampler was compiled, and no layers"
+    compile_layers()
+    kernel_cache.complete()
+    assert kernel_cache.known(tmp_path)
+
+
+def test_sources_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_cache.known(tmp_path)
+    read: list[str] = []
+    monkeypatch.setattr(kernel_cache, "sources", lambda: read.append("again") or [])
+    kernel_cache.known(tmp_path)
+    assert not read
+
+
+def test_a_kernel_that_another_process_takes_away_ends_no_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel_cache.use(tmp_path)
+    compile_layers()
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path.suffix == ".nbi":
+            path.unlink()
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    kernel_cache.complete()
+    assert "can't be written" in caplog.text
+
+
+class Packing(Exception):
+    """It begins."""
+
+
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
+def test_what_threads_pack_with_is_compiled_before_while_no_other_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.backends.cpu import pack, probe, weights
+
+    assert probe.pack_model is weights.pack_model, "what imports it has the real one"
+    packers: list[tuple[str, bool]] = []
+
+    def pack_model(*_: object, **__: object) -> None:
+        raise Packing
+
+    monkeypatch.setattr(pack, "packer", lambda form: packers.append((form.name, is_locked())))
+    monkeypatch.setattr(weights, "pack_model", pack_model)
+    with pytest.raises(Packing):
+        cpu.load(SeededWeights(SPEC), options())
+    assert packers == [("BF16", True)]
+    assert not is_locked()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_first_load_into_torch_compiles_while_no_other_process_does(monkeypatch: pytest.MonkeyPatch, *, there: bool) -> None:
+    from paceline.backends.torch import load, loading
+
+    loads: list[bool] = []
+    monkeypatch.setattr(kernel_cache, "use", lambda _: there)
+    monkeypatch.setattr(loading, "load_cpu", lambda *_: loads.append(is_locked()))
+    load(SeededWeights(SPEC), options())
+    assert loads == [not there]
+
+
+def options() -> LoadOptions:
+    """Of all layers, with kernels that all tests share."""
+    return LoadOptions(SPEC.all_layers, WeightsFormat.BF16, 2, BLOCK_TOKENS, 1, kernel_cache=Home.from_environment().kernels)
 
 
 def test_old_versions_are_removed_but_for_the_latest(tmp_path: Path) -> None:
@@ -45,8 +134,8 @@ def test_old_versions_are_removed_but_for_the_latest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"x", None])
 def test_damaged_kernels_are_compiled_again(tmp_path: Path, damage: bytes | None) -> None:
     kernel_cache.use(tmp_path)
-    kernel = Path(os.environ["NUMBA_CACHE_DIR"]) / "cpu" / "conduct.enter.1.nbc"
-    kernel.parent.mkdir()
+    kernel = Path(os.environ["NUMBA_CACHE_DIR"]) / "cpu" / "step.other-1.py312.1.nbc"
+    compile_layers()
     kernel.write_bytes(b"machine code")
     kernel_cache.complete()
     assert kernel_cache.known(tmp_path)
@@ -70,7 +159,7 @@ def test_of_damaged_kernels_only_their_functions_are_compiled_again(tmp_path: Pa
     assert not kernel_cache.use(tmp_path)
     assert sorted(file.name for file in folder.iterdir()) == sorted(names[3:])
     kernel_cache.complete()
-    assert kernel_cache.known(tmp_path)
+    assert kernel_cache.use(tmp_path)
 
 
 def test_one_process_compiles_and_others_wait_for_what_it_leaves(tmp_path: Path) -> None:
@@ -86,6 +175,7 @@ def test_one_process_compiles_and_others_wait_for_what_it_leaves(tmp_path: Path)
         assert other.stdout.readline() == "False\n", "it does not wait before it has to compile"
         with (Path(os.environ["NUMBA_CACHE_DIR"]) / "lock").open("ab") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        compile_layers()
         kernel_cache.complete()
     assert other.communicate()[0] == "True\n"
 

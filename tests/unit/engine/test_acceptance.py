@@ -88,6 +88,15 @@ class TestStepCosts:
         costs.took(Load(4), 4.0)
         assert costs.seconds(4) / costs.seconds(1) < WILD
 
+    def test_a_wild_measurement_moves_little_of_what_was_measured_often_however_early(self) -> None:
+        costs = StepCosts()
+        for rows in (1, 4, 1, 4, 1, 4, 1, 1, 1):
+            costs.took(Load(rows), 1.0)
+        one, four = costs.seconds(1), costs.seconds(4)
+        costs.took(Load(1), 0.05)
+        assert costs.seconds(1) > one / WILD
+        assert costs.seconds(4) > four / WILD
+
     def test_what_was_never_run_is_tried(self) -> None:
         costs = StepCosts()
         costs.took(Load(1), 0.004)

@@ -15,8 +15,12 @@ TOKEN = 2 * 2 * 3 * 64 * 30
 MIB = 1 << 20
 
 
-def plan(free: int, weights: int = 100 * MIB, context: int | None = None, kv_tokens: int | None = None, spec: ModelSpec = SPEC) -> KvPlan:
-    return plan_kv(spec, free_bytes=free, weights_bytes=weights, max_running=32, block_size=16, context=context, kv_tokens=kv_tokens)
+def plan(
+    free: int, weights: int = 100 * MIB, context: int | None = None, kv_tokens: int | None = None, spec: ModelSpec = SPEC, group: int = 1
+) -> KvPlan:
+    return plan_kv(
+        spec, free_bytes=free, weights_bytes=weights, max_running=32, block_size=16, group=group, context=context, kv_tokens=kv_tokens
+    )
 
 
 def test_with_memory_to_spare_every_running_sequence_has_everyday_room() -> None:
@@ -30,9 +34,9 @@ def test_one_context_of_a_long_model_may_exceed_everyday_room() -> None:
 
 def test_a_context_that_does_not_fit_is_shortened_only_if_nobody_asked_for_it() -> None:
     free = 100 * MIB + 2 * 1000 * TOKEN
-    assert plan(free).context == 1000
+    assert plan(free).context == 992
     assert plan(free).shortened_from == 8192
-    with pytest.raises(OutOfMemory, match=r"8192 tokens needs 180 MiB .* --context 1000 or less"):
+    with pytest.raises(OutOfMemory, match=r"8192 tokens needs 180 MiB .* --context 992 or less"):
         plan(free, context=8192)
 
 
@@ -58,7 +62,7 @@ def test_too_little_memory_is_said_with_numbers() -> None:
         plan(50 * MIB)
     with pytest.raises(OutOfMemory, match="room for"):
         plan(100 * MIB + 100 * TOKEN)
-    with pytest.raises(OutOfMemory, match=r"Ask for 1000 or fewer"):
+    with pytest.raises(OutOfMemory, match=r"Ask for 992 or fewer"):
         plan(100 * MIB + 1000 * TOKEN, kv_tokens=1001)
 
 
@@ -66,13 +70,14 @@ def test_too_little_memory_is_said_with_numbers() -> None:
     free=st.integers(0, 4000 * MIB),
     context=st.none() | st.integers(16, 8192),
     kv_tokens=st.none() | st.integers(16, 200_000),
+    group=st.sampled_from([1, 16]),
 )
-def test_a_plan_fits_and_holds_one_context(free: int, context: int | None, kv_tokens: int | None) -> None:
+def test_a_plan_fits_and_holds_one_context(free: int, context: int | None, kv_tokens: int | None, group: int) -> None:
     try:
-        planned = plan(free, context=context, kv_tokens=kv_tokens)
+        planned = plan(free, context=context, kv_tokens=kv_tokens, group=group)
     except (OutOfMemory, ConfigError):
         return  # a refusal is an answer too; the ones above check theirs
     assert planned.tokens >= planned.context
     share = KV_SHARE if kv_tokens is None else 1
-    assert (planned.tokens - 16) * TOKEN <= share * (free - 100 * MIB)
+    assert -(-planned.n_blocks // group) * group * 16 * TOKEN <= share * (free - 100 * MIB)
     assert context is None or planned.context == context

@@ -58,19 +58,25 @@ def load(source: WeightSource, options: LoadOptions, progress: LoadProgress | No
 
     kernel_cache.use(options.kernel_cache)
     from paceline.backends.choice import forms_by, held_bytes, matrices, part_bytes
+    from paceline.backends.cpu.pack import packer
     from paceline.backends.cpu.probe import numerics_id
     from paceline.backends.cpu.runner import CpuRunner
-    from paceline.backends.cpu.sizes import BLOCK
+    from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
     from paceline.backends.cpu.weights import pack_model
 
     form_of = forms_by(options.weights, source.type_of)
     weights = part_bytes(held_bytes(source.spec, form_of), options.layers, edges=options.edges)
-    check_kv(options.n_blocks * BLOCK, source.spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
+    kv_blocks = -(-options.n_blocks // NEIGHBOURS) * NEIGHBOURS
+    check_kv(kv_blocks * BLOCK, source.spec.kv_bytes_per_token(options.layers), available_bytes() - weights)
+    forms = {form_of(name) for name in matrices(source.spec)}
+    with kernel_cache.alone():
+        for form in forms:
+            packer(form)
     model = pack_model(source, options.layers, form_of, edges=options.edges, threads=options.threads, progress=progress)
-    # Behind all bytes: compiling shows no progress, and who waits for a load has patience with it there.
+    # The rest behind all bytes: compiling shows no progress, and who waits for a load has patience with it there.
     with kernel_cache.alone():
         # Of the whole model: stages that hold other layers of it have the same id.
-        identity = numerics_id(source.spec, {form_of(name) for name in matrices(source.spec)}, options.threads)
+        identity = numerics_id(source.spec, forms, options.threads)
         runner = CpuRunner(model, n_blocks=options.n_blocks, threads=options.threads, numerics_id=identity, max_rows=options.max_rows)
         kernel_cache.complete()
     give_memory_back()

@@ -46,7 +46,7 @@ def pack_rows(form: Form, rows: npt.NDArray[np.uint8], first: int, out: npt.NDAr
         raise ValueError(f"{len(rows)} rows of {rows.shape[1]} bytes from row {first} are no blocks of {form.name}")
     if (first + len(rows) + LANES - 1) // LANES * block > out.nbytes:
         raise ValueError(f"{len(rows)} rows of {rows.shape[1]} bytes from row {first} in {out.nbytes} bytes of {form.name} records")
-    _packer(form)(rows.ctypes.data, len(rows), rows.shape[1], rows.strides[0], out.ctypes.data + first // LANES * block)
+    packer(form)(rows.ctypes.data, len(rows), rows.shape[1], rows.strides[0], out.ctypes.data + first // LANES * block)
 
 
 class _Rows:
@@ -72,9 +72,9 @@ class _Rows:
         """The same, without the lowest `shift`."""
         return self._e.b.lshr(self.word(place), self._e.const_i(shift)) if shift else self.word(place)
 
-    def byte(self, place: int, start: int, mask: int = 0xFF) -> Value:
-        """The byte at `place`, read with its neighbours of the word that counts from `start`: I."""
-        within = (place - start) % 4
+    def byte(self, place: int, mask: int = 0xFF) -> Value:
+        """The byte at `place`, read with its neighbours of a word: I."""
+        within = place % 4
         return self._e.b.and_(self.bits(place - within, 8 * within), self._e.const_i(mask))
 
 
@@ -126,13 +126,13 @@ class _Packing:
             for group in range(8):
                 # The six bits of scale and minimum as Q4_K and Q5_K keep them: the low four of both, the high two of both.
                 if group < 4:
-                    both = [rows.byte(4 + 4 * i + group, 4, 63) for i in range(2)]
+                    both = [rows.byte(4 + 4 * i + group, 63) for i in range(2)]
                     low = [b.and_(each, e.const_i(15)) for each in both]
                     upper = [b.lshr(each, e.const_i(4)) for each in both]
                 else:
-                    second = rows.byte(8 + group, 4)
+                    second = rows.byte(8 + group)
                     low = [b.and_(second, e.const_i(15)), b.lshr(second, e.const_i(4))]
-                    upper = [b.lshr(rows.byte(4 + 4 * i + group % 4, 4), e.const_i(6)) for i in range(2)]
+                    upper = [b.lshr(rows.byte(4 + 4 * i + group % 4), e.const_i(6)) for i in range(2)]
                 self._put(at + 16 * group, b.or_(low[0], b.shl(low[1], e.const_i(4))), _BYTES_16)
                 high.append(b.or_(upper[0], b.shl(upper[1], e.const_i(2))))
             for pair in range(4):
@@ -204,7 +204,8 @@ def _pack_block(_, form, blocks, stride, count, record):
 
 
 @cache
-def _packer(form: Form) -> Callable[..., None]:
+def packer(form: Form) -> Callable[..., None]:
+    """What packs rows of a form, compiled where it is asked for first."""
     kind, record_bytes = int(form), LAYOUT[form].record_bytes
     block_bytes = record_bytes // LANES
 

@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-NEIGHBOURS: Final = 16
-"""KV blocks of one head that lie side by side, a group's. At a stride of all heads' blocks, a head's would share a part of the sets of a cache."""
+from paceline.backends.cpu.sizes import NEIGHBOURS
+
 AHEAD: Final = 4
 """Groups of every layer that are present before they are used: two chunks of a prompt. Raising it takes memory sooner, and hides longer steps."""
 _POPULATE_WRITE: Final = 23

@@ -17,9 +17,9 @@ from paceline.backends.cpu import step
 from paceline.backends.cpu.aligned import CACHE_LINE, aligned
 from paceline.backends.cpu.embed import embed_rows, reader
 from paceline.backends.cpu.forms import GROUP_BYTES, LAYOUT, Form
-from paceline.backends.cpu.pages import NEIGHBOURS, KvPages
+from paceline.backends.cpu.pages import KvPages
 from paceline.backends.cpu.products import bounds_of, product
-from paceline.backends.cpu.sizes import BLOCK, N_PIECE, record_bytes
+from paceline.backends.cpu.sizes import BLOCK, N_PIECE, NEIGHBOURS, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.cpu.working import cutter_of, product_bytes, thread_bytes

@@ -42,7 +42,8 @@ class CompiledSampler:
     def __init__(self, vocab: int, threads: int) -> None:
         self._vocab = vocab
         self._closed = False
-        self._arguments: tuple[Any, ...] = ()
+        self._arguments: tuple[Any, ...] | None = None
+        """Of the batch that is being drawn."""
         self._wake = [threading.Semaphore(0) for _ in range(threads - 1)]
         self._threads = [
             threading.Thread(target=self._serve, args=(wake,), name=f"paceline-draws-{i}", daemon=True) for i, wake in enumerate(self._wake)
@@ -58,11 +59,14 @@ class CompiledSampler:
             logits_RV = np.ascontiguousarray(logits_RV, np.float32)
         buffer, adjusted = _described(rows)
         shared = (logits_RV[0], logits_RV.strides[0], n, np.frombuffer(buffer, np.int64), *adjusted)
-        # A thread that wakes late finds every row claimed: it touches no logits of a batch that is over.
+        # A thread that wakes late finds every row claimed, or no batch: it touches no logits of a batch that is over.
         self._arguments = (*shared, False)
         for wake in self._wake[: max(0, len(rows) * n // LOGITS_A_THREAD - 1)]:
             wake.release()
-        _draw_rows(*shared, True)
+        try:
+            _draw_rows(*shared, True)
+        finally:
+            self._arguments = None  # they hold the logits, which may be about to grow or go
         return [_drawn(row, n, buffer, at) for row, at in zip(rows, range(_FIRST, len(buffer), _STRIDE), strict=True)]
 
     def close(self) -> None:
@@ -78,7 +82,12 @@ class CompiledSampler:
             wake.acquire()
             if self._closed:
                 return
-            _draw_rows(*self._arguments)
+            self._take_part()
+
+    def _take_part(self) -> None:
+        arguments = self._arguments  # as one: the batch may end meanwhile
+        if arguments is not None:
+            _draw_rows(*arguments)
 
 
 def _described(rows: Sequence[DrawRow]) -> tuple[bytearray, tuple[npt.NDArray[Any], ...]]:

@@ -7,6 +7,10 @@ from paceline.backends.cpu import MOST_HEAD_DIM
 BLOCK = 16
 """Tokens a KV block: the lanes of a vector."""
 
+NEIGHBOURS = 16
+"""KV blocks of one head that lie side by side, a group's: a pool has whole groups. At a stride of all heads' blocks, a head's would share a part of
+the sets of a cache."""
+
 SEGMENT = 512
 """Keys a segment. Part of the arithmetic. Keys and values of one, of a head of 128, take 256 KiB: a part of a second-level cache."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.backends import kernel_cache
@@ -24,14 +25,16 @@ def load(
         OutOfMemory: the KV pool does not fit.
     """
     # Before the modules that hold compiled functions.
-    kernel_cache.use(options.kernel_cache)
-    if device == "cuda":
-        from paceline.backends.torch.cuda import load_cuda
+    compiled = kernel_cache.use(options.kernel_cache)
+    # They are compiled where they are first called, so the first load of all is alone.
+    with nullcontext() if compiled else kernel_cache.alone():
+        if device == "cuda":
+            from paceline.backends.torch.cuda import load_cuda
 
-        runner: LayerRunner[Any] = load_cuda(source, options, progress)
-    else:
-        from paceline.backends.torch.loading import load_cpu
+            runner: LayerRunner[Any] = load_cuda(source, options, progress)
+        else:
+            from paceline.backends.torch.loading import load_cpu
 
-        runner = load_cpu(source, options, progress)
-    kernel_cache.complete()
+            runner = load_cpu(source, options, progress)
+        kernel_cache.complete()
     return runner

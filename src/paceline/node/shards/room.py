@@ -46,7 +46,7 @@ def block_bytes(spec: ModelSpec, request: StageRequest, block_size: int) -> int:
     return block_size * spec.kv_bytes_per_token(request.layers)
 
 
-def blocks_for(request: StageRequest, streams: int, left_bytes: int, fixed: int, a_block: int) -> int:
+def blocks_for(request: StageRequest, streams: int, left_bytes: int, fixed: int, a_block: int, group: int) -> int:
     """The size of the pool: as many as all streams could want like this one, if there is room.
 
     Args:
@@ -55,14 +55,16 @@ def blocks_for(request: StageRequest, streams: int, left_bytes: int, fixed: int,
         left_bytes: what may be taken.
         fixed: what goes to other things.
         a_block: bytes of one.
+        group: blocks whose memory comes together.
 
     Raises:
         ShardUnavailable: not even the least would fit.
     """
-    affordable = (left_bytes - fixed) // a_block
+    affordable = (left_bytes - fixed) // a_block // group * group
     if affordable < request.least_blocks:
+        least = -(-request.least_blocks // group) * group
         raise ShardUnavailable(
-            f"{len(request.layers)} layers of {request.model_id} need {human(fixed + request.least_blocks * a_block)}, "
+            f"{len(request.layers)} layers of {request.model_id} need {human(fixed + least * a_block)}, "
             f"and {human(max(0, left_bytes))} may be taken here"
         )
     shared = int(affordable * KV_SHARE)

@@ -15,6 +15,7 @@ from typing import Final
 
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels
+from paceline.backends.working import kv_group
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
 from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
@@ -277,18 +278,24 @@ class WarmShards:
         fixed = self._fixed_bytes(found, request)
         device = running(self._devices, request.weights)
         idle = sum(other.memory_bytes for other in self._shards if other.is_idle and other.weights in device.weights) if shard.claims else 0
-        blocks_for(request, self._limits.max_streams, self.left_bytes(device) + idle, fixed, block_bytes(spec, request, BLOCK_TOKENS))
+        group = kv_group(kernels_for(spec, request.weights))
+        blocks_for(
+            request, self._limits.max_streams, self.left_bytes(device) + idle, fixed, block_bytes(spec, request, BLOCK_TOKENS), group
+        )
 
     async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> Loaded:
         spec = found.source.spec
         fixed, a_block = self._fixed_bytes(found, request), block_bytes(spec, request, BLOCK_TOKENS)
+        kernels = kernels_for(spec, request.weights)
+        group = kv_group(kernels)
+        wanted = fixed + -(-request.n_blocks // group) * group * a_block
         device = running(self._devices, request.weights)
         while self._leaving:
             await asyncio.wait(self._leaving)
         # Nothing makes way for a load that no caller waits for.
-        while shard.claims and fixed + request.n_blocks * a_block > self.left_bytes(device) and await self._evict_one(device):
+        while shard.claims and wanted > self.left_bytes(device) and await self._evict_one(device):
             pass
-        n_blocks = blocks_for(request, self._limits.max_streams, self.left_bytes(device), fixed, a_block)
+        n_blocks = blocks_for(request, self._limits.max_streams, self.left_bytes(device), fixed, a_block, group)
         options = LoadOptions(
             request.layers,
             request.weights,
@@ -301,8 +308,9 @@ class WarmShards:
         )
         runner = await load_in_thread(self._load, found, options, shard.meter.packed.show)
         size = sum(found.source.nbytes(name) for name in found.source.names())
-        shape = model_shape(spec, request.weights, found.source.type_of, kernels_for(spec, request.weights))
-        return Loaded(found.name, spec, shape, runner, options.max_rows, fixed + n_blocks * a_block, size)
+        shape = model_shape(spec, request.weights, found.source.type_of, kernels)
+        held = fixed + -(-n_blocks // group) * group * a_block
+        return Loaded(found.name, spec, shape, runner, options.max_rows, held, size)
 
     def _fixed_bytes(self, found: FoundWeights, request: StageRequest) -> int:
         kernels = kernels_for(found.source.spec, request.weights)

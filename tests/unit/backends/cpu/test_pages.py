@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from paceline.backends.cpu.aligned import aligned
-from paceline.backends.cpu.pages import AHEAD, NEIGHBOURS, KvPages
+from paceline.backends.cpu.pages import AHEAD, KvPages
+from paceline.backends.cpu.sizes import NEIGHBOURS
 
 LAYERS, HEADS, BLOCKS = 3, 2, 4096
 GROUP = 64 << 10

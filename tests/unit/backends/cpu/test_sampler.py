@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -149,3 +150,11 @@ def test_tokens_beyond_the_row_are_left_alone(compiled: Sampler) -> None:
     state = DrawState(SamplingParams(logit_bias={90: 5.0}, repetition_penalty=1.5), 1, (1, 99), banned=[80])
     (drawn,) = compiled.draw(np.zeros((1, 70), np.float32), [state.row(0, 3)])
     assert isinstance(drawn, Drawn)
+
+
+def test_logits_are_not_kept_beyond_their_draw(compiled: Sampler) -> None:
+    logits_RV = np.zeros((2, LARGE), np.float32)
+    compiled.draw(logits_RV, [DrawState(SamplingParams(temperature=0.0), 1, ()).row(row, 5) for row in range(2)])
+    kept = weakref.ref(logits_RV)
+    del logits_RV
+    assert kept() is None

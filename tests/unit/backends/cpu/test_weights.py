@@ -14,8 +14,10 @@ from paceline.backends.choice import NEAREST, formats_of_products, forms_by, hel
 from paceline.backends.cpu.forms import Form
 from paceline.backends.ggml.dequantise import TYPES
 from paceline.backends.numerics import SeededWeights, small
+from paceline.backends.options import LoadOptions
 from paceline.backends.quantize import to_blocks, to_float32
-from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
+from paceline.core.errors import OutOfMemory
+from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, HEAD, BlockTensor
 
 SPEC = ModelSpec("llama", 2, 512, 8, 2, 64, 768, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=False)
@@ -70,6 +72,15 @@ def test_records_are_the_same_on_any_number_of_threads_and_take_what_was_planned
     assert held <= sum(array.nbytes for array in one.arrays) <= held + 64 * 10
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert len(seen) > 3
+
+
+@pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
+def test_a_pool_must_fit_with_the_whole_groups_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SeededWeights(SPEC)
+    weights = part_bytes(held_bytes(SPEC, forms_by(WeightsFormat.BF16, source.type_of)), SPEC.all_layers, edges=True)
+    monkeypatch.setattr(cpu, "available_bytes", lambda: weights + 8 * BLOCK_TOKENS * SPEC.kv_bytes_per_token(SPEC.all_layers))
+    with pytest.raises(OutOfMemory, match="KV pool of 256 tokens"):
+        cpu.load(source, LoadOptions(SPEC.all_layers, WeightsFormat.BF16, 2, BLOCK_TOKENS, 1))
 
 
 @pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")

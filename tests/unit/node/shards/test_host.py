@@ -32,6 +32,7 @@ from tests.unit.node.shards.hosts import (
 
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.working import kv_group
 from paceline.core.errors import (
     BadPipelineRequest,
     NodeUnreachable,
@@ -463,7 +464,8 @@ async def test_memory_is_budgeted() -> None:
 async def test_what_can_not_fit_is_refused_before_it_comes_and_not_behind_other_loads() -> None:
     four, streams = wanted(2, 6), HostLimits().max_streams
     fixed = fixed_bytes(SeededWeights(SPEC), four, kernels_for(SPEC, four.weights), 1, streams)
-    budget = fixed + four.least_blocks * block_bytes(SPEC, four, BLOCK_TOKENS)
+    group = kv_group(kernels_for(SPEC, four.weights))
+    budget = fixed + -(-four.least_blocks // group) * group * block_bytes(SPEC, four, BLOCK_TOKENS)
     net = Net()
     async with hosting(net, "a", limits=HostLimits(memory_bytes=budget)) as a, User(net) as user:
         a.loads.gate.clear()
