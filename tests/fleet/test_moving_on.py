@@ -95,18 +95,24 @@ def test_one_answer_moves_as_often_as_machines_are_lost(trio: Trio) -> None:
     asked = {**LONG, "seed": 5, "temperature": 1.0, "stream": True, "max_tokens": 1500}
     whole = collect(trio.client.chat.completions.create(**asked), {})
 
-    def swap() -> None:
-        trio.serving().node.kill()
-        trio.heal()
+    def doze() -> None:
+        """The last one sleeps until the answer has left it, and is asked again."""
+        left, machine = metric(trio.door, "paceline_fleet_retried_total"), trio.serving()
+        machine.node.process.send_signal(signal.SIGSTOP)
+        until(lambda: metric(trio.door, "paceline_fleet_retried_total") > left)
+        machine.node.process.send_signal(signal.SIGCONT)
+        until(lambda: metric(machine, "paceline_requests_running") == 1)
 
-    assert collect(trio.client.chat.completions.create(**asked), {20: swap, 21: swap}) == whole
+    lost = {20: lambda: trio.serving().node.kill(), 40: doze, 41: doze}
+    assert collect(trio.client.chat.completions.create(**asked), lost) == whole
 
 
 def test_equal_machines_share_what_is_under_way(trio: Trio) -> None:
-    streams = [trio.client.chat.completions.create(**{**LONG, "max_tokens": 1000}, stream=True) for _ in range(4)]
+    streams = [trio.client.chat.completions.create(**{**LONG, "max_tokens": 1000}, stream=True) for _ in range(12)]
     for stream in streams:
         next(iter(stream))
-    assert all(metric(machine, "paceline_requests_running") for machine in trio.runs)  # how many, goes by their measured speeds
+    # How many, goes by their measured speeds, which differ on a busy machine.
+    assert all(metric(machine, "paceline_requests_running") for machine in trio.runs)
     for stream in streams:
         stream.close()
 

@@ -42,11 +42,14 @@ class Seen(Tally):
 
     longest_s: float = 0.0
     last_s: dict[int, float] = field(default_factory=dict[int, float])
+    begun: set[int] = field(default_factory=set[int])
+    """Clients whose answer has begun."""
 
     def begins(self) -> None:
         """A client asks."""
         with self.lock:
             self.last_s[threading.get_ident()] = time.monotonic()
+            self.begun.discard(threading.get_ident())
 
     def token(self) -> None:
         now_s, client = time.monotonic(), threading.get_ident()
@@ -54,6 +57,7 @@ class Seen(Tally):
             self.tokens += 1
             self.longest_s = max(self.longest_s, now_s - self.last_s[client])
             self.last_s[client] = now_s
+            self.begun.add(client)
 
 
 class Places:
@@ -126,6 +130,8 @@ class Clients:
 
     def __init__(self, whole: Trio, right: Right, clients: int, seed: int) -> None:
         self.seen = Seen()
+        self.may_be_refused = False
+        """The door itself is started anew: what it does not begin to answer is asked again."""
         self._whole, self._right = whole, right
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(random.Random(seed + place),)) for place in range(clients)]
@@ -156,8 +162,12 @@ class Clients:
             try:
                 got = answer(door.node.url, body, self.seen)
             except HTTPError as error:
+                if self.may_be_refused and error.code == 503:
+                    continue
                 got = ("", f"{error.code}: {error.read().decode()}")
             except OSError as error:
+                if self.may_be_refused and threading.get_ident() not in self.seen.begun:
+                    continue
                 got = ("", f"{type(error).__name__}: {error}")
             with self.seen.lock:
                 self.seen.answers += 1
