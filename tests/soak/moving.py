@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.error import HTTPError
 
-from tests.fleet.machines import BOUND_S, EMPTY, Machine, free_port, machines, until
+from tests.fleet.machines import BOUND_S, EMPTY, Machine, free_port, machines, token_in, until
 from tests.fleet.network import Network, network, why_not
 from tests.soak.soak import BEGINNINGS, LONGEST_S, MODEL, Tally, answer, metrics
 
@@ -203,10 +203,10 @@ def trio(root: Path) -> Iterator[Trio]:
             machine.options = ("--fleet-host", net.address(machine.name), "--no-mdns")
         door, *runs = made
         address = "127.0.0.1" if net is None else net.address("door")
-        token = door.init("--join-port", str(free_port()), "--address", address)
+        door.init("--join-port", str(free_port()), "--address", address)
         door.up(*EMPTY)
         for machine in runs:
-            machine.run("join", token, "--name", machine.name)
+            machine.run("join", token_in(door.run("token", "--address", address)), "--name", machine.name)
             machine.up(*MODEL_OPTIONS)
         whole = Trio(door, runs, net)
         until(whole.sees_all)
