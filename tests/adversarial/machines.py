@@ -42,6 +42,7 @@ from paceline.transport.wire.generate_pb2_grpc import add_GenerateServiceService
 NAME, DIGEST, NUMERICS = "m", "d" * 64, "n" * 16
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
 TRUTH, LIE = (1, 2, 3), (9, 9, 9)
+LONG = tuple(range(40))
 """Token ids of an answer."""
 
 
@@ -75,7 +76,7 @@ def offer(speed: float, packed_as: bytes | None = None, **changes: object) -> Mo
 class Engine:
     """An `Inference` that always answers the same, and remembers what it was asked."""
 
-    answer: Sequence[int] = TRUTH
+    answer: Sequence[int] | Callable[[GenerationRequest], Sequence[int]] = TRUTH
     pack: Callable[[str], bytes] = lambda name: packed()
     """The tokenizer it gives, by model."""
     digest: str = DIGEST
@@ -95,8 +96,9 @@ class Engine:
         if refusal is not None:
             raise refusal
         self.asked.append(request)
-        for place, token in enumerate(self.answer):
-            finish = FinishReason.STOP if place == len(self.answer) - 1 else None
+        answer = self.answer(request) if callable(self.answer) else self.answer
+        for place, token in enumerate(answer):
+            finish = FinishReason.STOP if place == len(answer) - 1 else None
             yield [GenerationChunk(request.request_id, index, (token,), "x", finish_reason=finish) for index in range(request.n)]
 
     def stats(self) -> EngineStats:
@@ -117,7 +119,7 @@ class Models(LocalModels):
         return None if self._engine is None else self._named(name, self._engine)
 
     def _named(self, name: str, engine: Engine) -> LoadedModel:
-        return LoadedModel(name, engine.digest, "int4", NUMERICS, 0, 4096, engine.tokenizer)
+        return LoadedModel(name, engine.digest, "int4", NUMERICS, 0, 4096, engine.tokenizer, holds_identity=True)
 
     async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
         assert self._engine is not None
@@ -145,6 +147,12 @@ class Machine:
         stream: ChunkStream = self.inference.generate(NAME, GenerationRequest(RequestId("r"), prompt or (4, 7, 1, 1), 8))
         return [token async for chunks in stream for chunk in chunks for token in chunk.token_ids]
 
+    @property
+    def first(self) -> str:
+        """Where a request would go."""
+        route = self.inference._routes.get(NAME)
+        return "" if route is None else route.stops[0].node_id
+
     def saw(self, *prompt: int) -> bool:
         """Whether a request for it ran here."""
         return self.engine is not None and any(asked.prompt_ids == prompt for asked in self.engine.asked)
@@ -161,6 +169,8 @@ class Made:
     policy: TrustPolicy = field(default_factory=TrustPolicy)
     home: Home | None = None
     tokenizer_bytes: int = 1 << 28
+    draw: Callable[[], float] = lambda: 0.999
+    """Which answers it computes again: none, unless a test says so."""
 
 
 @asynccontextmanager
@@ -177,7 +187,7 @@ async def machines(root: Path, *made: Made, fleet: TestFleet | None = None) -> A
             portrait = Still(*one.offers)
             node = FleetNode(settings, folder, portrait, clock)
             models = Models(one.engine, node)
-            inference = FleetInference(node, models, TokenizerStore(home, one.tokenizer_bytes), clock)
+            inference = FleetInference(node, models, TokenizerStore(home, one.tokenizer_bytes), clock, one.draw)
             servicer = GenerateServicer(models)
 
             def register(server: grpc.aio.Server, servicer: GenerateServicer = servicer) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from tests.adversarial.machines import LIE, NAME, TRUTH, Engine, Made, machines, offer
+from tests.adversarial.machines import LIE, LONG, NAME, TRUTH, Engine, Made, machines, offer
 from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.weights.conftest import new_home, sharded  # noqa: F401
 
 from paceline.core.errors import NodeUnreachable, NotTrusted, Overloaded, SourceLost
+from paceline.core.generation import GenerationRequest
 from paceline.core.trust import Trust
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.store.home import Home
@@ -79,3 +80,60 @@ async def test_35_where_a_machine_s_queue_is_full_requests_go_to_the_next_one_an
         assert nas_.saw(1, 2)
         assert visitor_.engine is not None
         assert visitor_.engine.asked == []
+
+
+@in_loop
+async def test_21_a_member_that_claims_a_hundred_times_its_speed_gets_no_request_of_a_machine_that_has_the_model(tmp_path: Path) -> None:
+    desk, boaster = Made("desk", Engine(LONG), (offer(1e8),)), Made("boaster", Engine(LONG), (offer(1e10),))
+    async with machines(tmp_path, desk, boaster) as (desk_, boaster_):
+        assert boaster_.engine is not None
+        assert desk_.first == "desk"
+        await until(lambda: bool(boaster_.engine.asked))  # type: ignore[union-attr]
+        await until(lambda: bool(desk_.inference._proofs._seen))
+        assert await desk_.answer() == list(LONG)
+        assert desk_.first == "desk"
+        assert not boaster_.saw(4, 7, 1, 1)  # what it was asked was no client's prompt
+
+
+@in_loop
+async def test_21_a_request_leaves_for_a_faster_machine_once_that_has_proved_it(tmp_path: Path) -> None:
+    desk, fast = Made("desk", Engine(LONG), (offer(1),)), Made("fast", Engine(LONG), (offer(50),))
+    async with machines(tmp_path, desk, fast) as (desk_, fast_):
+        await until(lambda: desk_.first == "fast")
+        assert await desk_.answer() == list(LONG)
+        assert fast_.saw(4, 7, 1, 1)
+
+
+@in_loop
+async def test_21_where_no_model_is_a_claim_counts_until_its_speed_was_seen(tmp_path: Path) -> None:
+    boaster, honest = Made("boaster", Engine(LONG), (offer(1e10),)), Made("honest", Engine(LONG), (offer(1e8),))
+    async with machines(tmp_path, boaster, honest, Made("nas")) as (_, honest_, nas):
+        await until(lambda: bool(nas.inference.models()) and nas.first == "boaster")
+        assert await nas.answer(1, 2) == list(LONG)
+        await until(lambda: nas.first == "honest")
+        assert await nas.answer(3, 4) == list(LONG)
+        assert honest_.saw(3, 4)
+
+
+@in_loop
+async def test_41_a_whole_answer_that_lies_is_found_before_any_client_s_where_it_lies_always(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk, liar = Made("desk", Engine(LONG), (offer(1),)), Made("liar", Engine(LONG[::-1]), (offer(50),))
+    async with machines(tmp_path, desk, liar) as (desk_, liar_):
+        await until(lambda: "liar gave other tokens for a request than this machine computes" in caplog.text)
+        assert await desk_.answer() == list(LONG)
+        assert not liar_.saw(4, 7, 1, 1)
+
+
+@in_loop
+async def test_41_a_whole_answer_that_lies_now_and_then_is_found_by_computing_some_again(tmp_path: Path) -> None:
+    def lies_to_clients(request: GenerationRequest) -> Sequence[int]:
+        return LONG if request.ignore_eos else LIE
+
+    desk = Made("desk", Engine(LONG), (offer(1),), draw=lambda: 0.0)
+    async with machines(tmp_path, desk, Made("liar", Engine(lies_to_clients), (offer(50),))) as (desk_, _):
+        await until(lambda: desk_.first == "liar")
+        assert await desk_.answer() == list(LIE)
+        await until(lambda: desk_.first == "desk")
+        assert await desk_.answer() == list(LONG)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,13 +22,15 @@ from paceline.core.errors import PacelineError
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId
 from paceline.core.stats import EngineStats
+from paceline.fleet.card import ModelOffer
 from paceline.fleet.effects import Effect
-from paceline.fleet.eligibility import Use
+from paceline.fleet.eligibility import MayAnswer, Use
 from paceline.node.fleet import FleetNode
 from paceline.node.fleet_local import LocalModels
 from paceline.node.fleet_routes import Route, Stop, Weights, routes
 from paceline.node.fleet_tokenizers import Described, TokenizerStore
 from paceline.node.forwarded import Forwarded, Leg
+from paceline.node.proofs import PROBE, Again, Proofs, probe
 from paceline.node.sharing import Sharing
 from paceline.server.inference import ChunkStream, Progress, ServedModel, fingerprint_of
 from paceline.transport.generate_client import RemoteStream
@@ -53,9 +56,22 @@ SETTLE_S = 3.0
 class FleetInference:
     """Implements `server.inference.Inference` over this node's engine and every other node's."""
 
-    def __init__(self, fleet: FleetNode, local: LocalModels, tokenizers: TokenizerStore, clock: Clock) -> None:
+    def __init__(
+        self,
+        fleet: FleetNode,
+        local: LocalModels,
+        tokenizers: TokenizerStore,
+        clock: Clock,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """On the event loop.
+
+        Args:
+            draw: numbers in [0, 1): which answers of others are computed again here.
+        """
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
         self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
+        self._proofs = Proofs(clock, self._changed, draw)
         self._routes: dict[str, Route] = {}
         self._described: OrderedDict[Key, Described] = OrderedDict()
         """That used last at the end."""
@@ -130,6 +146,7 @@ class FleetInference:
     async def close(self) -> None:
         """Stop asking others for tokenizers. Idempotent."""
         self._closed = True
+        await self._proofs.close()
         tasks = list(self._fetching.values())
         for task in tasks:
             task.cancel()
@@ -139,6 +156,9 @@ class FleetInference:
 
     def _on_news(self, effect: Effect) -> None:
         del effect
+        self._changed()
+
+    def _changed(self) -> None:
         self._stale = True
         # Soon, so that all that one message brought is planned with once.
         asyncio.get_running_loop().call_soon(self._refresh)
@@ -150,7 +170,8 @@ class FleetInference:
         self._stale = False
         loaded = {model.name: Weights(model.digest, model.weights, model.tokenizer) for model in self._local.all}
         meanings = {name: route.weights for name, route in self._routes.items()}
-        before, self._routes = self._routes, routes(self._fleet.eligible(Use.ANSWER), loaded, meanings)
+        answerers: MayAnswer = self._fleet.eligible(Use.ANSWER)
+        before, self._routes = self._routes, routes(self._proofs.as_seen(answerers), loaded, meanings)
         now = self._clock.monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
         self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
@@ -160,6 +181,28 @@ class FleetInference:
         for name, route in self._routes.items():
             if name not in loaded:
                 self._fetch(route)
+        if not self._closed:
+            for stop, offer in self._proofs.to_prove(answerers):
+                self._prove(stop, offer)
+
+    def _prove(self, stop: Stop, offer: ModelOffer) -> None:
+        """Have another node, which claims to be faster than this one, show it."""
+        served, loaded = self._local.served(offer.model_id), self._local.find(offer.model_id)
+        if served is None or loaded is None:  # it has another name there
+            return
+        request = probe(served.tokenizer.encode(PROBE))
+        remote = LoadedModel(offer.model_id, offer.digest, offer.weights, offer.numerics_id, 0, 0)
+        stream = RemoteStream(lambda: self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER), stop.node_id, remote, request)
+        self._proofs.prove_later(stop, offer, stream, request, self._again(offer.model_id, stop, Weights(offer.digest, offer.weights)))
+
+    def _again(self, name: str, stop: Stop, weights: Weights) -> Again | None:
+        """What computes here what another node answers; None where the bytes are not the same."""
+        inference, loaded = self._local.inference, self._local.find(name)
+        if inference is None or loaded is None or not loaded.numerics_id or loaded.numerics_id != stop.numerics_id:
+            return None
+        if (loaded.digest, loaded.weights) != (weights.digest, weights.format) or not loaded.holds_identity:
+            return None
+        return lambda request: inference.generate(name, request)
 
     def _shown(self, model: ServedModel) -> ServedModel:
         """This node's model, with the fingerprint of the kernels that would answer."""
@@ -210,7 +253,8 @@ class FleetInference:
             self._fleet.meter.forwarded += 1
             return channel
 
-        return RemoteStream(dial, stop.node_id, loaded, request)
+        stream = RemoteStream(dial, stop.node_id, loaded, request)
+        return self._proofs.watched(stop, route.weights, stream, request, self._again(name, stop, route.weights))
 
     def _wanted(self, route: Route) -> None:
         """A model was asked for."""

@@ -231,7 +231,14 @@ class FleetServing:
 
 def _loaded(node: BuiltNode, model: WarmModel) -> LoadedModel:
     return LoadedModel(
-        model.name, model.digest, str(model.weights), model.speed.numerics_id, node.model.created, model.context, model.tokenizer
+        model.name,
+        model.digest,
+        str(model.weights),
+        model.speed.numerics_id,
+        node.model.created,
+        model.context,
+        model.tokenizer,
+        model.speed.holds_identity,
     )
 
 

@@ -41,6 +41,8 @@ class LoadedModel:
     max_context: int
     tokenizer: str = ""
     """SHA-256 of its packed tokenizer and template."""
+    holds_identity: bool = False
+    """A row's bytes don't depend on what runs beside it."""
 
 
 class Chunks(Protocol):
