@@ -4,7 +4,7 @@
     models/<org>/<name>/         files of a pulled model, and `paceline.json`, its manifest
     partial/<digest>/            files of a model on its way here, or of which only some layers are wanted; they have holes
     cache/digests/               SHA-256 of files and of their pieces, by path, size and modification time
-    cache/tokenizers/            tokenizers built from GGUF metadata
+    cache/tokenizers/            tokenizers built from GGUF metadata, and those of other nodes' models, by SHA-256
     cache/kernels/               compiled kernels, by version and processor
     cache/speeds/                tokens a second that models were measured at here
     cache/memory_rate.json       the memory's bandwidth, as measured since the machine last started
