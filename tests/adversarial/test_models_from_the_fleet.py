@@ -17,11 +17,13 @@ from tests.unit.store.conftest import GgufModel, gguf_model, write_folder  # noq
 from tests.unit.store.test_pull import COMMIT, Hub, server  # noqa: F401
 
 from paceline.cli.models import run_pull
-from paceline.core.errors import HubSilent, WrongBytes
+from paceline.core.errors import DownloadError, HubSilent, ModelNotFound, WrongBytes
 from paceline.core.manifest import FileEntry, ModelManifest, manifest_digest
 from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, Role
+from paceline.node.devices import local_devices
 from paceline.node.fleet_routes import MOST_MODELS
+from paceline.node.offers import Shelf
 from paceline.store.catalog import MANIFEST, open_model
 from paceline.store.home import Home, read_json_object
 from paceline.store.staging import staged
@@ -296,3 +298,30 @@ def test_27_sizes_beyond_the_disk_and_digests_of_other_files_are_refused(tmp_pat
     home = Home(tmp_path)
     with pytest.raises(WrongBytes, match="not those of the model"), staged(REF, replace(described(entry("m.gguf")), digest="e" * 64), home):
         pass
+
+
+@in_loop
+async def test_22_without_a_hub_nodes_that_have_other_files_beside_the_same_weights_are_not_believed(taker: Home, tmp_path: Path) -> None:
+    write_folder(tmp_path / "made")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "made").iterdir()}
+    settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": EVIL}
+    fleet, homes = TestFleet(), (Home(tmp_path / "nas"), Home(tmp_path / "liar"))
+    honest, evil = (
+        with_model(home, files | other)
+        for home, other in zip(homes, ({}, {"tokenizer_config.json": json.dumps(settings).encode()}), strict=True)
+    )
+    assert honest.digest == evil.digest
+    told, other = (next(one for one in Shelf(home, 1, local_devices(home)).offers() if one.model_id == REF) for home in homes)
+    assert told.files
+    assert other.files not in {"", told.files}
+    honest, evil = replace(honest, files=told.files), replace(evil, files=other.files)
+    async with member(fleet, "nas", homes[0], honest) as (nas, _), member(fleet, "liar", homes[1], evil) as (liar, library):
+        belongs(taker, fleet, "taker-1", liar, nas)
+        with pytest.raises(ModelNotFound, match="other files beside the same weights"):
+            await asyncio.to_thread(run_pull, honest.digest)
+    # Nor is one that describes others than its card names.
+    async with member(fleet, "liar", homes[1], replace(evil, files=told.files)) as (liar, library):
+        belongs(taker, fleet, "taker-1", liar)
+        with pytest.raises(DownloadError, match="describes other files than its card says"):
+            await asyncio.to_thread(run_pull, honest.digest)
+        assert library.reads == []

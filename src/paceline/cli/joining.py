@@ -48,7 +48,10 @@ def token(
     uses: Uses = 1,
     address: Addresses = None,
     trust: Annotated[
-        Trust, typer.Option("--trust", help="How far those who join are trusted: guests may ask, and get no requests, layers or models of others.")
+        Trust,
+        typer.Option(
+            "--trust", help="How far those who join are trusted: guests may ask, and get no requests, layers or models of others."
+        ),
     ] = Trust.MEMBER,
     join_port: JoinPort = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Where no node runs here: end, instead of letting them in from here.")] = False,

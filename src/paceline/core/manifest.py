@@ -120,6 +120,11 @@ def manifest_digest(files: Sequence[FileEntry]) -> str:
     return combined_digest((file.name.rpartition("/")[2], file.sha256) for file in files if file.in_digest)
 
 
+def files_digest(files: Iterable[FileEntry]) -> str:
+    """One digest for all files of a model, those that its own digest leaves out too."""
+    return combined_digest((file.name.rpartition("/")[2], file.sha256) for file in files)
+
+
 def pieces_needed(manifest: ModelManifest, part: ModelPart | None) -> list[PieceRun]:
     """The pieces a part of a model needs, in order and without overlap; all where `part` is None.
 

@@ -94,6 +94,8 @@ class ModelOffer:
     """SHA-256 of its packed tokenizer and chat template, hex. Empty where it is not loaded."""
     under_way: int = 0
     """Sequences that run and wait, where it is loaded: a power of four, 0 below four."""
+    files: str = ""
+    """One SHA-256 for all of its files, hex: those that `digest` leaves out too. Empty where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,22 +21,33 @@ class WeightsSource:
     model_id: str
     digest: str
     size_bytes: int
+    files: str = ""
+    """What its card says of all files together; empty: nothing."""
 
 
 def weights_sources(givers: MayGiveWeights, model: str) -> tuple[WeightsSource, ...]:
-    """Other nodes of those that may give weights, that have the whole model and stay, over the best link first. All have one digest, so one may go on where another stopped.
+    """Other nodes of those that may give weights, that have the whole model and stay, over the best link first. All have one digest and the same files
+    beside, so one may go on where another stopped.
 
     Args:
         model: its id in any case (of `org/name`, any GGUF file in it), or at least twelve digits of its digest.
 
     Raises:
-        ModelNotFound: the fleet has different models of that name.
+        ModelNotFound: the fleet has different models of that name, or other files beside the weights.
     """
     digests = digests_of(givers, model)
     if len(digests) > 1:
         listed = ", ".join(f"{name} {digest[:DIGEST_DIGITS]}" for digest, name in sorted(digests.items()))
         raise ModelNotFound(f"the fleet has different models called {model[:200]!r}: {listed}", "Name one by its digest")
-    return sources_of(givers, next(iter(digests))) if digests else ()
+    sources = sources_of(givers, next(iter(digests))) if digests else ()
+    beside = {source.files: source.node_id for source in sources if source.files}
+    if len(beside) > 1:
+        listed = ", ".join(f"{node_id} {files[:DIGEST_DIGITS]}" for files, node_id in sorted(beside.items()))
+        raise ModelNotFound(
+            f"the fleet's nodes have other files beside the same weights of {model[:200]!r}: {listed}",
+            "They differ in tokenizer or template: pull it from a hub, or remove it where it is wrong",
+        )
+    return tuple(source for source in sources if source.files or not beside)
 
 
 def digests_of(givers: MayGiveWeights, model: str) -> dict[str, str]:
@@ -45,7 +56,7 @@ def digests_of(givers: MayGiveWeights, model: str) -> dict[str, str]:
 
 
 def sources_of(givers: MayGiveWeights, digest: str) -> tuple[WeightsSource, ...]:
-    """As `weights_sources`, of one digest."""
+    """As `weights_sources`, of one digest, whatever lies beside."""
     cards, own = live_cards(givers.cards), givers.own
     links = Links(cards)
     found: dict[NodeId, tuple[tuple[float, float, NodeId], WeightsSource]] = {}
@@ -56,7 +67,7 @@ def sources_of(givers: MayGiveWeights, digest: str) -> tuple[WeightsSource, ...]
         rank = (0.0 if link is None else -link.bytes_per_s, 0.0 if link is None else link.rtt_s, card.node_id)
         found[card.node_id] = (
             rank,
-            WeightsSource(card.node_id, _addresses(cards.get(own), card), offer.model_id, offer.digest, offer.size_bytes),
+            WeightsSource(card.node_id, _addresses(cards.get(own), card), offer.model_id, offer.digest, offer.size_bytes, offer.files),
         )
     return tuple(source for _, source in sorted(found.values(), key=lambda pair: pair[0]))
 

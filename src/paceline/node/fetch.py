@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from paceline.core.errors import DownloadError, SourceLost, WeightsError, WrongBytes
-from paceline.core.manifest import ModelManifest, ModelPart, PieceRun, pieces_needed
+from paceline.core.manifest import ModelManifest, ModelPart, PieceRun, files_digest, pieces_needed
 from paceline.fleet.sources import WeightsSource
 from paceline.store.arriving import Arrivals
 from paceline.store.catalog import LocalModel, describe, find_whole
@@ -206,6 +206,8 @@ class _Attempt(Generic[Result]):
             manifest = await client.describe(
                 source.digest, _examined(fetch, f"{source.node_id} reads its files of {source.model_id} first")
             )
+            if self.part is None and fetch.listed is None and source.files not in {"", files_digest(manifest.files)}:
+                raise WrongBytes(f"{source.node_id} describes other files than its card says")
             needed = pieces_needed(manifest, self.part)
             name = source.model_id if fetch.listed is None else fetch.listed.ref.folder
             at = datetime.fromtimestamp(fetch.wall(), UTC).isoformat(timespec="seconds")

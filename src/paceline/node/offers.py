@@ -21,9 +21,10 @@ from paceline.node.devices import LocalDevice
 from paceline.node.shapes import fits_gpu, model_shape
 from paceline.node.speed import Speed, SpeedCache, SpeedKey
 from paceline.store.catalog import ModelLocation, locations, open_weights
-from paceline.store.digests import DigestCache
+from paceline.store.digests import DigestCache, digest_of_files
 from paceline.store.home import Home, identity_key
 from paceline.store.pieces import file_sums
+from paceline.store.selection import BESIDE
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class _Head:
     """The type that each tensor is stored in."""
     digest: str
     """Empty where it is not known yet."""
+    files_digest: str
+    """Of all files, tokenizer and template among them. Empty as `digest`."""
     keys: dict[Path, str]
     """The files, as they were."""
 
@@ -77,8 +80,9 @@ class Shelf:
         known = {location.path for location in here}
         here += [location for location in beside if location.path not in known]
         cold = [offer for location in here for offer in self._offers(location)]
+        files = {offer.digest: offer.files for offer in cold}
         return (
-            *(warm_offer(model) for model in warm),
+            *(replace(warm_offer(model), files=files.get(model.digest, "")) for model in warm),
             *(offer for offer in cold if (offer.digest or offer.model_id, offer.weights) not in loaded),
         )
 
@@ -94,7 +98,7 @@ class Shelf:
                 weights = WeightsFormat.BF16 if cuda else WeightsFormat.STORED
                 shape = model_shape(head.spec, weights, head.types.__getitem__, table.choose(head.spec, weights, cuda=cuda))
                 speed = self._speeds.find(SpeedKey(head.digest, weights, self._threads)) if head.digest else None
-                found.append(_offer(location.name, head.digest, weights, shape, head.size_bytes, speed))
+                found.append(replace(_offer(location.name, head.digest, weights, shape, head.size_bytes, speed), files=head.files_digest))
         except (PacelineError, OSError) as error:
             logger.debug("%s is not offered: %s", location.name, error)
         return found
@@ -103,10 +107,13 @@ class Shelf:
         head = self._heads.get(location.path)
         if head is None or not head.is_current:
             weights = open_weights(location.path, self._digests)
-            keys = {file: identity_key(file, "head") for file in weights.files}
+            beside = [location.path / name for name in BESIDE if location.path.is_dir()]
+            whole = list(dict.fromkeys((*weights.files, *(file for file in beside if file.is_file()))))
+            keys = {file: identity_key(file, "head") for file in whole}
             size = sum(file.stat().st_size for file in weights.files)
             types = {name: weights.type_of(name) for name in tensor_shapes(weights.spec)}
-            head = self._heads[location.path] = _Head(weights.spec, size, types, weights.known_digest or "", keys)
+            together = digest_of_files(self._digests, whole) if weights.known_digest else ""
+            head = self._heads[location.path] = _Head(weights.spec, size, types, weights.known_digest or "", together, keys)
         return head
 
 

@@ -89,7 +89,7 @@ def check_card(card: NodeCard) -> None:
 def _check_offer(who: str, offer: ModelOffer) -> None:
     if not offer.model_id:
         raise MalformedMessage(f"{who} offers a model without a name")
-    _texts(who, (offer.model_id, offer.weights, offer.digest, offer.numerics_id, offer.vocabulary, offer.tokenizer))
+    _texts(who, (offer.model_id, offer.weights, offer.digest, offer.numerics_id, offer.vocabulary, offer.tokenizer, offer.files))
     _rates(who, (offer.tokens_per_second, offer.prefill_tokens_per_second))
     _within(who, "model's size", offer.size_bytes, 0, MOST)
     _within(who, "load", offer.under_way, 0, 1 << 31)

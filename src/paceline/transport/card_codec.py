@@ -136,6 +136,7 @@ def _write_offer(offer: ModelOffer) -> wire.ModelCapability:
         vocabulary=offer.vocabulary,
         tokenizer_sha256=offer.tokenizer,
         under_way=offer.under_way,
+        files_sha256=offer.files,
         shape=None
         if shape is None
         else wire.ModelShape(
@@ -190,6 +191,7 @@ def _read_offer(offer: wire.ModelCapability, role: Role) -> ModelOffer:
         vocabulary=offer.vocabulary,
         tokenizer=offer.tokenizer_sha256,
         under_way=offer.under_way,
+        files=offer.files_sha256,
         shard=_read_shard(offer.shard) if offer.HasField("shard") else None,
     )
 

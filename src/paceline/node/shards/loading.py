@@ -22,7 +22,7 @@ from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.fleet.eligibility import MayGiveWeights
-from paceline.fleet.sources import weights_sources
+from paceline.fleet.sources import sources_of
 from paceline.node import accelerator
 from paceline.node.fetch import Dial, Fetch, fetch_part, in_thread
 from paceline.node.setup import load_runner
@@ -103,7 +103,7 @@ class FleetWeights:
         return FoundWeights(digest[:12] if note is None else note.name, source)
 
     async def _arriving(self, request: StageRequest, part: ModelPart, meter: LoadMeter) -> FoundWeights:
-        sources = weights_sources(self._givers(), request.digest)
+        sources = sources_of(self._givers(), request.digest)
         if not sources:
             return await in_thread(partial(self._refuse, request))
         # Nothing is awaited between the caller's look at what is being fetched and this fetch's entry there.

@@ -74,6 +74,7 @@ class ModelCapability(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     UNDER_WAY_FIELD_NUMBER: _builtins.int
+    FILES_SHA256_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     role: Global___CapabilityRole.ValueType
     quantization: _builtins.str
@@ -97,6 +98,8 @@ class ModelCapability(_message.Message):
     """SHA-256 of its packed tokenizer and chat template, hex: nodes that answer for one another have equal ones. Empty where it is not loaded."""
     under_way: _builtins.int
     """Of a model that is loaded: sequences that run and wait, as a power of four; 0 below four."""
+    files_sha256: _builtins.str
+    """One SHA-256 for all files of the model, hex, those that `digest` leaves out (tokenizer, template) among them. Empty where it is not known."""
     @_builtins.property
     def shape(self) -> Global___ModelShape: ...
     @_builtins.property
@@ -121,10 +124,11 @@ class ModelCapability(_message.Message):
         shard: Global___ShardCapability | None = ...,
         tokenizer_sha256: _builtins.str = ...,
         under_way: _builtins.int = ...,
+        files_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "holds_identity", b"holds_identity", "model_id", b"model_id", "numerics_id", b"numerics_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "role", b"role", "shape", b"shape", "shard", b"shard", "size_bytes", b"size_bytes", "tokenizer_sha256", b"tokenizer_sha256", "tokens_per_second", b"tokens_per_second", "under_way", b"under_way", "vocabulary", b"vocabulary", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "files_sha256", b"files_sha256", "holds_identity", b"holds_identity", "model_id", b"model_id", "numerics_id", b"numerics_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "role", b"role", "shape", b"shape", "shard", b"shard", "size_bytes", b"size_bytes", "tokenizer_sha256", b"tokenizer_sha256", "tokens_per_second", b"tokens_per_second", "under_way", b"under_way", "vocabulary", b"vocabulary", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
