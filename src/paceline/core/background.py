@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.core.clock import Clock
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before work that failed is started again: doubled with each failure. Raising them: a fault that passes is felt for longer."""
@@ -30,6 +33,22 @@ def in_background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[No
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_failure)
     return task
+
+
+def in_background_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result], name: str) -> Future[Result]:
+    """The same on an event loop, from any thread.
+
+    Args:
+        name: of the work, for the log.
+    """
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+
+    def tell_failure(done: Future[Result]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            logger.error("%s failed", name, exc_info=error)
+
+    future.add_done_callback(tell_failure)
+    return future
 
 
 @dataclass(slots=True)

@@ -11,12 +11,14 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from paceline.core.background import in_background_of
 from paceline.core.errors import FleetError, PipelineError
 from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
 from paceline.fleet.card import NodeCard
 from paceline.node.pipelines.choosing import Part, Wanted, choose
 from paceline.node.pipelines.opening import SeesFleet
-from paceline.parallel.sessions import StageRequest
+from paceline.parallel.sessions import StageLoading, StageRequest
 from paceline.transport.shard_client import warm_layers
 
 logger = logging.getLogger(__name__)
@@ -42,15 +44,30 @@ def begin_loads(fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: a
 
     async def ask(part: Part) -> None:
         try:
-            await warm_layers(fleet.channel(part.node_id), part.node_id, replace(request, layers=part.layers))
+            await ask_to_load(fleet, request, part.node_id, part.layers)
         except FleetError as error:
             logger.info("%s does not load ahead: %s", part.node_id, error.message)
 
     async def ask_all() -> None:
         await asyncio.gather(*map(ask, parts))
 
-    asyncio.run_coroutine_threadsafe(ask_all(), loop)
+    in_background_of(loop, ask_all(), f"loads of {request.model_id} ahead")
     return parts
+
+
+async def ask_to_load(fleet: SeesFleet, request: StageRequest, node_id: NodeId, layers: LayerRange) -> StageLoading | None:
+    """Ask a machine to load layers that it may be asked to run. On the event loop.
+
+    Args:
+        request: what every stage is asked for, but for its layers.
+
+    Returns:
+        How far it is; None: it has them.
+
+    Raises:
+        FleetError: it does not, or can't be asked.
+    """
+    return await warm_layers(fleet.channel(node_id), node_id, replace(request, layers=layers))
 
 
 def still_there(parts: Iterable[Part], cards: Sequence[NodeCard], wanted: Wanted, exclude: Collection[NodeId]) -> bool:

@@ -221,7 +221,7 @@ def build_engine_over(
     meter = meter or PipelineMeter()
     if on_opening is not None:
         meter.listen(on_opening)
-    spares = SpareKeeper(fleet, request, wanted, loop, fleet.background) if asked.keep_spares else None
+    spares = SpareKeeper(fleet, request, wanted, loop) if asked.keep_spares else None
     router = FleetRouter(fleet, opener, wanted, loop, clock, meter, spares, ahead)
     fallback = None
     if asked.fallback_to_local:

@@ -9,16 +9,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
-from paceline.core.background import Background
 from paceline.core.errors import FleetError, PlacementError
 from paceline.core.ids import NodeId
 from paceline.fleet.spares import spares_for
+from paceline.node.pipelines.ahead import ask_to_load
 from paceline.node.pipelines.choosing import Part, Wanted, plan_request
 from paceline.node.pipelines.opening import SeesFleet
 from paceline.parallel.sessions import StageRequest
-from paceline.transport.shard_client import warm_layers
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +32,8 @@ class SpareKeeper:
         wanted: what the pipeline is for.
     """
 
-    def __init__(
-        self, fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, background: Background
-    ) -> None:
-        self._fleet, self._request, self._wanted, self._loop, self._background = fleet, request, wanted, loop, background
+    def __init__(self, fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> None:
+        self._fleet, self._request, self._wanted, self._loop = fleet, request, wanted, loop
         self._keeping: asyncio.Task[None] | None = None
         """The event loop's alone."""
         self._said: dict[NodeId, str] = {}
@@ -72,9 +68,8 @@ class SpareKeeper:
             return {}
         have: dict[NodeId, bool] = {}
         for spare in spares:
-            asked = replace(self._request, layers=spare.layers)
             try:
-                loading = await warm_layers(self._fleet.channel(spare.node_id), spare.node_id, asked)
+                loading = await ask_to_load(self._fleet, self._request, spare.node_id, spare.layers)
             except FleetError as error:
                 self._say(spare.node_id, f"is no spare for layers {spare.layers.words}: {error.message}")
                 continue
@@ -93,7 +88,7 @@ class SpareKeeper:
 
     def _begin(self, parts: Sequence[Part], excluded: Callable[[], frozenset[NodeId]]) -> None:
         self._end()
-        self._keeping = self._background.keep(lambda: self._keep(parts, excluded), f"spares of {self._request.model_id}")
+        self._keeping = self._fleet.background.keep(lambda: self._keep(parts, excluded), f"spares of {self._request.model_id}")
 
     def _end(self) -> None:
         if self._keeping is not None:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
+from paceline.core.background import in_background_of
 from paceline.core.errors import FleetError, PipelineError, ShardCorrupt, WeightsMismatch
 from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
@@ -116,7 +117,7 @@ class _Sample:
     sent_TD: WireBits
     asked: int
     """The stage that is asked what arrived; 0: none is, since what arrives at the first one is known."""
-    told: Future[bytes] | None = None
+    told: Future[bytes | None] | None = None
     came_TD: WireBits = field(default_factory=lambda: np.zeros((0, 0), np.uint16))
 
 
@@ -166,8 +167,7 @@ class SpotCheck:
         asked = self._random.randrange(len(route.stages))
         sample = _Sample(route, batch.batch_id, rows, np.array(x_TD[rows]), asked)
         if asked:
-            echo = route.sessions[asked].echo(batch.batch_id, rows.start, rows.stop - rows.start)
-            sample.told = asyncio.run_coroutine_threadsafe(echo, self._loop)
+            sample.told = in_background_of(self._loop, self._told(sample), "asking a stage what arrived")
         self._sample = sample
 
     def came(self, batch: StageBatch, x_TD: WireBits) -> None:
@@ -176,7 +176,7 @@ class SpotCheck:
             return
         self._sample = None
         sample.came_TD = np.array(x_TD[sample.rows])
-        self._running = asyncio.run_coroutine_threadsafe(self._check(sample), self._loop)
+        self._running = in_background_of(self._loop, self._check(sample), "a spot check")
 
     def close(self) -> None:
         """Give up what is being checked."""
@@ -208,16 +208,25 @@ class SpotCheck:
         except (NotOpened, FleetError, TimeoutError) as error:
             logger.info("a spot check could not be made: %s", error or "it took too long")
 
+    async def _told(self, sample: _Sample) -> bytes | None:
+        """What arrived at the stage that is asked; None where it does not tell."""
+        rows = sample.rows
+        try:
+            return await sample.route.sessions[sample.asked].echo(sample.batch_id, rows.start, rows.stop - rows.start)
+        except FleetError as error:
+            logger.info("a spot check goes on without what arrived at %s: %s", sample.route.stages[sample.asked].node_id, error)
+            return None
+
     async def _suspects(self, sample: _Sample, right: Sequence[WireBits]) -> list[int]:
         """Places of the stages of which one, at least, did not do what it should have. None: all did."""
         ends_right = np.array_equal(sample.came_TD, right[-1])
         tells_right = True
         if sample.told is not None:
-            try:
-                tells_right = await asyncio.wrap_future(sample.told) == right[sample.asked].tobytes()
-            except FleetError as error:
-                logger.info("a spot check goes on without what arrived at %s: %s", sample.route.stages[sample.asked].node_id, error)
+            told = await asyncio.wrap_future(sample.told)
+            if told is None:
                 sample.asked = 0
+            else:
+                tells_right = told == right[sample.asked].tobytes()
         if ends_right:
             return [] if tells_right else [sample.asked]
         return list(range(sample.asked, len(right) - 1) if tells_right else range(sample.asked + 1))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import pytest
 from tests.unit.node.fleet.nodes import BOUND_S, in_loop, until
 from tests.unit.node.pipelines.test_spot_check import Eyes as Sees
 from tests.unit.node.shards.hosts import DIGEST, MODEL, SPEC, Hosting, Net, User, hosting, in_thread, wanted
@@ -18,6 +19,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
+from paceline.node.pipelines import ahead
 from paceline.node.pipelines.choosing import Part, Wanted, choose
 from paceline.node.pipelines.spare_keeper import SpareKeeper
 from paceline.node.shapes import model_shape
@@ -57,7 +59,7 @@ def _shard(offer: ModelOffer, state: ShardState, *, warm: bool) -> ModelOffer:
 
 
 def keeper_of(eyes: Eyes) -> SpareKeeper:
-    return SpareKeeper(eyes, wanted(2, 6), WANTED, asyncio.get_running_loop(), eyes.background)
+    return SpareKeeper(eyes, wanted(2, 6), WANTED, asyncio.get_running_loop())
 
 
 @in_loop
@@ -139,7 +141,7 @@ async def test_a_stop_ends_what_another_thread_is_about_to_have_begun() -> None:
     async with hosting(net, "a") as a, User(net) as user:
         before, loop = asyncio.all_tasks(), PausingLoop(asyncio.get_running_loop())
         eyes = Eyes(user, {A: a})
-        keeper = SpareKeeper(eyes, wanted(2, 6), WANTED, cast("asyncio.AbstractEventLoop", loop), eyes.background)
+        keeper = SpareKeeper(eyes, wanted(2, 6), WANTED, cast("asyncio.AbstractEventLoop", loop))
 
         begun = asyncio.create_task(in_thread(keeper.keep, USED, frozenset))
         await until(loop.handed.is_set)
@@ -166,3 +168,17 @@ async def test_an_ask_that_goes_wrong_is_no_end_of_asking() -> None:
         keeper.keep(USED, excluded)
         await until(lambda: bool(b.warm.shards))
         keeper.stop()
+
+
+@in_loop
+async def test_loads_ahead_that_break_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(_: object, __: object) -> None:
+        raise ValueError("a fault of the asking itself")
+
+    net = Net()
+    async with hosting(net, "a") as a, User(net) as user:
+        eyes = Eyes(user, {A: a})
+        monkeypatch.setattr(Eyes, "channel", breaks)
+        monkeypatch.setattr(ahead, "choose", lambda *_: USED)
+        assert ahead.begin_loads(eyes, wanted(2, 6), WANTED, asyncio.get_running_loop()) == tuple(USED)
+        await until(lambda: "ahead failed" in caplog.text)

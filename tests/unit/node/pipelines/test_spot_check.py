@@ -281,3 +281,14 @@ async def test_a_second_holder_that_goes_away_blames_nobody() -> None:
         made.known.others = [[part("c", 0, 3)], [part("d", 3, 7)]]  # a layer that the model does not have
         await made.run()
         assert (made.check.passed, made.check.failed, made.faults) == (0, 0, [])
+
+
+@in_loop
+async def test_a_check_that_breaks_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(_: object, __: object) -> None:
+        raise ValueError("a fault of the check itself")
+
+    async with bench() as made:
+        monkeypatch.setattr(Known, "chain", breaks)
+        await made.run()
+        assert "a spot check failed" in caplog.text
