@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -244,29 +245,34 @@ def build_engine_over(
         router.close()
         head.close()
         raise
-    # An answer that began goes on with less, where machines that take over have less.
-    opener.least_blocks = min(request.least_blocks, _whole_blocks(LEAST_TOKENS))
-    model = setup.served(head, kv, clock)
-    speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
-    stages = ", ".join(map(str, executor.stages))
-    here = f"layers {own.words} here" if own else "no layers here"
-    context = context_of(config, executor)
-    summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}"
-    # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
-    drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
-    drafting = setup.drafting(head, drafts)
-    sampler = setup.sampler()
+    with ExitStack() as undo:
+        undo.callback(executor.close)
+        # An answer that began goes on with less, where machines that take over have less.
+        opener.least_blocks = min(request.least_blocks, _whole_blocks(LEAST_TOKENS))
+        model = setup.served(head, kv, clock)
+        speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
+        stages = ", ".join(map(str, executor.stages))
+        here = f"layers {own.words} here" if own else "no layers here"
+        context = context_of(config, executor)
+        summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}"
+        # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
+        drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
+        drafting = setup.drafting(head, drafts)
+        sampler = setup.sampler()
+        undo.callback(sampler.close)
 
-    def make() -> Engine:
-        return Engine(executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler)
+        def make() -> Engine:
+            return Engine(executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler)
 
-    def rebuild() -> Engine:
-        executor.reset()
-        return make()
+        def rebuild() -> Engine:
+            executor.reset()
+            return make()
 
-    return BuiltPipeline(
-        make(), rebuild, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts, sampler
-    )
+        built = BuiltPipeline(
+            make(), rebuild, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts, sampler
+        )
+        undo.pop_all()
+        return built
 
 
 def _whole_blocks(tokens: int) -> int:
@@ -298,17 +304,23 @@ def _fitting(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock)
 
     Raises:
         PlacementError: others can't run the rest.
-        OutOfMemory: the layers asked for, or none at all, don't fit here.
+        OutOfMemory: the layers asked for, or none at all, don't fit here, or fewer would, and others can't run the rest.
     """
-    asked = order
+    asked, short = order, None
     while True:
-        planned = _planned(fleet, asked, setup, clock)
+        try:
+            planned = _planned(fleet, asked, setup, clock)
+        except PlacementError as error:
+            if short is None:
+                raise
+            raise short from error
         own = LayerRange(0, asked.own_layers if asked.own_layers is not None else len(planned.stages[0].layers))
         try:
             return planned, own, setup.room(own)
-        except OutOfMemory:
+        except OutOfMemory as error:
             if order.own_layers is not None or not own:
                 raise
+            short = error
             asked = replace(asked, own_layers=len(own) - 1)
 
 
