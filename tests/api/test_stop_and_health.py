@@ -80,6 +80,8 @@ def test_a_draining_server_goes_on_and_says_so(serve_with: Serve) -> None:
         assert not service.is_quiet
         service.is_draining = True
         assert httpx.get(f"{served.url}/health").json()["status"] == "stopping"
+        refused = httpx.post(f"{served.url}/v1/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_stopping")
         served.loop.call_soon_threadsafe(served.inference.release)
         assert "[DONE]" in "".join(lines)
 

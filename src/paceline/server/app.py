@@ -103,7 +103,7 @@ class Service:
         """What that thread has to do, and does."""
         self._stopping: asyncio.Future[None] | None = None
         self.is_draining = False
-        """What is under way goes on, and clients are to look elsewhere."""
+        """What is under way goes on, and nothing else begins."""
 
     def stop(self) -> None:
         """End every stream and refuse new calls. Called on the event loop."""
@@ -137,7 +137,7 @@ class Service:
             Refusal, PacelineError: turned into an error answer by the application.
         """
         arrived_s = self.clock.monotonic()
-        if self.is_stopping:
+        if self.is_stopping or self.is_draining:
             raise Refusal(STOPPING)
         async with self._bodies.read(request.scope, request.receive) as body:
             # A tokenizer does one text at a time: beside a long one, a short one would hold the loop until that is done.
