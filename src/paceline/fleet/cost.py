@@ -3,7 +3,7 @@
     P, A       tokens of prompt and answer                  N, l    layers of the model, of a stage
     1/d, 1/p   decode and prefill rates on a card, tok/s    w, e    bytes of a layer, of embedding + norm + head
     M, R, B    memory bytes/s; link RTT s, bytes/s          v       KV bytes of a token in a layer
-    h          2 x hidden bytes: one row of bf16 on the wire    u       v / (M KV_SHARE): reading a token's KV
+    h          2 x hidden bytes: one row of bf16 on the wire    u       v / (M KV_READ_SHARE): reading a token's KV
 
     machine    layer = d w / (N w + e) + u (P + A / 2)          edge = d e / (N w + e)
                prompt layer = p / N + u PROMPT_KV max(0, P - 512) / 2

@@ -19,7 +19,7 @@ from paceline.fleet.plan import PlanRequest
 DECODE_SHARE = 0.5
 """Of a machine's memory bandwidth, what decoding is taken to reach where it was not measured. Low on purpose: a guess should not lightly beat
 a measurement. bench/placement.py saw 1.2 for a model of which the cache holds a third; large ones can't pass 1."""
-KV_SHARE = 0.65
+KV_READ_SHARE = 0.65
 """Of the same, what attention reaches reading the KV of one row. Source: bench/placement.py, contexts of 16 to 4096 tokens: 0.61 to 0.72."""
 PROMPT_KV = 0.15
 """Of a decoded row's attention, what a prompt's row costs: its neighbours read the same KV. Source: as above, 0.13 to 0.16."""
@@ -299,7 +299,7 @@ def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: Plan
     if prefill is None:
         prefill = PREFILL_PER_DECODE * decode
     kv_token = shape.kv_bytes_per_token_per_layer
-    kv_token_s = kv_token / (memory * KV_SHARE) if memory is not None else 0.0
+    kv_token_s = kv_token / (memory * KV_READ_SHARE) if memory is not None else 0.0
     longer = max(0, request.prompt_tokens - MEASURED_PROMPT) / 2
     working = shape.row_bytes * max(0, request.rows)
     held = weights_bytes + working if offer.warm else 0

@@ -14,8 +14,8 @@ from paceline.fleet.plan import LEAST_ROWS
 GPU_SHARE = 0.9
 """Of a GPU's free memory, how much weights may take. Raising it leaves less to KV and to what kernels need while they run."""
 
-TYPICAL_THREADS = 8
-TYPICAL_TOKENS = 8192
+CARD_THREADS = 8
+CARD_TOKENS = 8192
 """Of KV. What a card says of working memory is for these: a card is the same whoever writes it."""
 
 TypeOf = Callable[[str], str]
@@ -45,7 +45,7 @@ def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernel
 
 def _row_bytes(spec: ModelSpec, kernels: Kernels) -> int:
     """Of a stage's working memory, what a row has of a batch of `LEAST_ROWS`. The machine that runs it tells exactly."""
-    whole = working_bytes(kernels, spec, max_rows=LEAST_ROWS, threads=TYPICAL_THREADS, n_blocks=TYPICAL_TOKENS // BLOCK_TOKENS)
+    whole = working_bytes(kernels, spec, max_rows=LEAST_ROWS, threads=CARD_THREADS, n_blocks=CARD_TOKENS // BLOCK_TOKENS)
     return -(-whole // LEAST_ROWS)
 
 

@@ -53,7 +53,6 @@ class GgufHeader:
     """Metadata and tensor table of one file."""
 
     path: Path
-    file_size: int
     metadata: Mapping[str, Scalar | ArrayRef]
     tensors: Mapping[str, StoredAt]
 
@@ -252,7 +251,7 @@ def _parse(cursor: _Cursor) -> GgufHeader:
         if tensor.name in placed:
             raise damaged(path, f"tensor {tensor.name} is there twice")
         placed[tensor.name] = replace(tensor, offset=absolute)
-    return GgufHeader(path, cursor.size, metadata, placed)
+    return GgufHeader(path, metadata, placed)
 
 
 def _parse_metadata(cursor: _Cursor, n_keys: int) -> dict[str, Scalar | ArrayRef]:

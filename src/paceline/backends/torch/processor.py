@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
 from functools import cache
 
 from llvmlite import binding
@@ -30,12 +29,12 @@ _BOUNDS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _UNITS = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16")
 
 
-def onednn_isa(environment: Mapping[str, str] = os.environ) -> str:
+def onednn_isa() -> str:
     """The highest level in use; on other processors than x86, their name and whether they multiply bf16."""
     features = binding.get_host_cpu_features()
     if platform.machine().lower() not in {"x86_64", "amd64"}:
         return f"{platform.machine()}{' bf16' if features.get('bf16', False) else ''}"
-    bound = next((environment[name].upper() for name in _BOUNDS if environment.get(name)), "ALL")
+    bound = next((os.environ[name].upper() for name in _BOUNDS if os.environ.get(name)), "ALL")
     found = "SSE41"
     for level, needs in _LEVELS.items():
         if all(features.get(need, False) for need in needs):

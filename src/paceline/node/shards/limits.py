@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FREE_SHARE = 0.8
+SHARDS_FREE_SHARE = 0.8
 """Of the memory that is free, how much shards may take where nobody set a bound. Raising it leaves less to everything else."""
-KV_SHARE = 0.5
+SHARD_KV_SHARE = 0.5
 """Of what weights leave of that, how much one shard's KV may take beyond what was asked for by whom it is loaded."""
 
 

@@ -11,7 +11,7 @@ from paceline.core.model import ModelSpec
 from paceline.core.weights import WeightSource
 from paceline.fleet.plan import LEAST_ROWS
 from paceline.node.shapes import weights_bytes
-from paceline.node.shards.limits import KV_SHARE
+from paceline.node.shards.limits import SHARD_KV_SHARE
 from paceline.parallel.sessions import StageRequest
 
 
@@ -67,5 +67,5 @@ def blocks_for(request: StageRequest, streams: int, left_bytes: int, fixed: int,
             f"{len(request.layers)} layers of {request.model_id} need {human(fixed + least * a_block)}, "
             f"and {human(max(0, left_bytes))} may be taken here"
         )
-    shared = int(affordable * KV_SHARE)
+    shared = int(affordable * SHARD_KV_SHARE)
     return min(request.n_blocks * streams, max(min(request.n_blocks, affordable), shared))

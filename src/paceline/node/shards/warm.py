@@ -22,7 +22,7 @@ from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.node.devices import LocalDevice, running
 from paceline.node.shapes import model_shape
 from paceline.node.shards.leases import Leases
-from paceline.node.shards.limits import FREE_SHARE, HostLimits
+from paceline.node.shards.limits import SHARDS_FREE_SHARE, HostLimits
 from paceline.node.shards.load_meter import LoadMeter
 from paceline.node.shards.loading import (
     FindsWeights,
@@ -108,7 +108,7 @@ class WarmShards:
         """What further shards may take of a device's memory."""
         free = device.free_bytes()
         bound = self._limits.memory_bytes
-        most = int(free * FREE_SHARE) if bound is None else bound - self.used_bytes
+        most = int(free * SHARDS_FREE_SHARE) if bound is None else bound - self.used_bytes
         return min(most, free - self._low_bytes - self._load_bytes(device.kernels))
 
     async def claim(self, request: StageRequest) -> tuple[Shard, Claim]:

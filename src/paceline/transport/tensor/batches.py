@@ -132,13 +132,10 @@ class StreamSource:
         receiver: the stream; closed with this.
         dtype: how activations are written there.
         width: of a row; None: not checked.
-        look_s: how long to look for a batch before sleeping; about as long as the other stages of a step take.
     """
 
-    def __init__(
-        self, receiver: TensorReceiver, dtype: ActivationDtype = ActivationDtype.BF16, width: int | None = None, look_s: float = LOOK_S
-    ) -> None:
-        receiver.look(look_s)
+    def __init__(self, receiver: TensorReceiver, dtype: ActivationDtype = ActivationDtype.BF16, width: int | None = None) -> None:
+        receiver.look(LOOK_S)
         self._receiver, self._width = receiver, width
         self._dtype = dtype
 

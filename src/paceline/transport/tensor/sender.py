@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -33,9 +32,9 @@ JOINED_BYTES = 48 << 10
 class TensorSender(End):
     """Sends tensors, once `greet` has opened the stream."""
 
-    def __init__(self, pipe: Pipe, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(self, pipe: Pipe) -> None:
         conversation = Conversation()
-        super().__init__(pipe, conversation, Incoming(conversation, FROM_RECEIVER, 4096), on_close)
+        super().__init__(pipe, conversation, Incoming(conversation, FROM_RECEIVER, 4096))
         self._joined = bytearray(JOINED_BYTES)
         self._ready_for: tuple[np.dtype[np.generic], tuple[int, ...]] | None = None
         """Of what tensor the start lies in `_joined`."""
