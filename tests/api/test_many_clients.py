@@ -15,7 +15,10 @@ from paceline.testing.served import BOUND_S, Served
 Serve = Callable[..., Served[ScriptedInference]]
 CLIENTS = 500
 BODY = b'{"model":"echo","messages":[{"role":"user","content":"hello"}],"max_tokens":5,"stream":true}'
-REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+REQUEST = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+    % (len(BODY), BODY)
+)
 OK, REFUSED = b"HTTP/1.1 200 ", b"HTTP/1.1 429 "
 
 

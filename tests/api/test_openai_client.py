@@ -166,10 +166,15 @@ def test_an_answer_can_be_sent_back(served: Served[ScriptedInference]) -> None:
 
 
 def test_key(serve_with: Serve) -> None:
-    served = serve_with(settings=ServerSettings(api_key="sesame"))
+    served = serve_with(settings=ServerSettings(api_key="open-sesame-open-sesame"))
     assert [model.id for model in client_of(served).models.list()] == ["echo"]
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}, {"Authorization": "Bearer sesam"}):
-        for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/none"):
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "open-sesame-open-sesame"},
+        {"Authorization": "Bearer open-sesame-open-sesam"},
+    ):
+        for path in ("/v1/models", "/metrics"):
             answer = httpx.get(served.url + path, headers=headers)
             assert answer.status_code == 401, (headers, path)
             assert answer.json()["error"]["code"] == "invalid_api_key"

@@ -18,7 +18,7 @@ HURRIED = ServerSettings(request_timeout_s=0.2, slow_reader_timeout_s=0.2)
 
 
 def post(body: bytes, length: int | None = None) -> bytes:
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
     return head.encode() + body
 
 
@@ -91,7 +91,10 @@ def test_a_body_without_end_of_its_chunks(serve_with: Serve, endless: tuple[byte
     """Neither trailers, nor one trailer, nor a chunk's extension may go on for ever."""
     served = serve_with()
     with connect(served) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n" + endless[0])
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+            + endless[0]
+        )
         got = flooded(connection, endless[1])
     assert got == b"" or got.startswith(b"HTTP/1.1 431 ")
     assert served.http.get("/health").status_code == 200
@@ -100,7 +103,9 @@ def test_a_body_without_end_of_its_chunks(serve_with: Serve, endless: tuple[byte
 def test_many_small_chunks_are_a_body(serve_with: Serve) -> None:
     body = plain(max_tokens=1).ljust(60_000)
     with connect(serve_with()) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         connection.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
@@ -132,7 +137,7 @@ def test_requests_sent_ahead_are_answered_in_turn(serve_with: Serve, pieces: int
 
 
 @pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("ahead", [b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n", post(plain()), b"GET /heal"])
+@pytest.mark.parametrize("ahead", [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", post(plain()), b"GET /heal"])
 def test_a_request_sent_ahead_does_not_hide_that_the_client_left(serve_with: Serve, ahead: bytes, *, apart: bool) -> None:
     served = serve_with(ScriptedInference(hold_after=0))
     with connect(served) as connection:
@@ -148,7 +153,7 @@ def test_a_flood_behind_a_request_ends_it(serve_with: Serve) -> None:
     with connect(served) as connection:
         connection.sendall(post(plain()))
         served.run(served.inference.until_live(1))
-        assert flooded(connection, b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n" * 1000) == b""
+        assert flooded(connection, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000) == b""
     served.run(served.inference.until_live(0))
 
 
@@ -205,7 +210,7 @@ def test_too_many_connections(serve_with: Serve) -> None:
     with connect(served) as first, connect(served) as second, connect(served) as third:
         assert to_end(third).startswith(b"HTTP/1.1 429 ")
         for connection in (first, second):
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
@@ -213,7 +218,8 @@ def test_expect_100_continue(serve_with: Serve) -> None:
     with connect(serve_with()) as connection:
         body = plain(max_tokens=1)
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n" + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
         )
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
         connection.sendall(body)

@@ -129,7 +129,10 @@ def test_stop_does_not_wait_for_a_client_that_does_not_read(serve_with: Serve) -
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(served.address)
         body = b'{"model":"echo","prompt":"ab","stream":true,"n":128}'
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
         served.run(served.inference.until_live(1))
         served.begin_stop()
         served.join()
@@ -157,7 +160,7 @@ def test_a_taken_port_is_named(serve_with: Serve) -> None:
 def test_all_interfaces_with_a_key() -> None:
     async def start() -> int:
         stop, urls = asyncio.Event(), asyncio.Queue[str]()
-        app = create_app(ScriptedInference(), ServerSettings(api_key="sesame"))
+        app = create_app(ScriptedInference(), ServerSettings(api_key="open-sesame-open-sesame"))
         running = asyncio.create_task(serve(app, "0.0.0.0", 0, stop=stop, on_ready=urls.put_nowait))
         port = httpx.URL(await urls.get()).port
         async with httpx.AsyncClient() as client:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline import __version__
 from paceline.cli import benches, joining
-from paceline.cli.options import AsJson, Context, Device, Draft, KvTokens, MaxRunning, Model, PrefillChunk, StepBudgetMs, Threads, Weights
+from paceline.cli.options import (
+    ApiKeyFile,
+    AsJson,
+    Context,
+    Device,
+    Draft,
+    KvTokens,
+    MaxRunning,
+    Model,
+    PrefillChunk,
+    StepBudgetMs,
+    Threads,
+    Weights,
+)
 from paceline.cli.terminal import EXIT_FAILED, EXIT_USER, discard, report
 from paceline.core.errors import ConfigError, PacelineError, UserError
 from paceline.node.fleet_settings import DEFAULT_PRESET, FLEET_PORT, PRESETS
@@ -32,7 +46,25 @@ def up(
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.")] = 8000,
     host: Annotated[str, typer.Option("--host", help="Anything but loopback needs an API key.")] = "127.0.0.1",
     weights: Weights = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="Asked of every client when set.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            envvar="PACELINE_API_KEY",
+            help="Asked of every client when set. Others on this machine can read a command's arguments: --api-key-file keeps it from them.",
+        ),
+    ] = None,
+    api_key_file: ApiKeyFile = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Serve HTTPS, with a certificate that this machine makes for itself.")] = False,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="Serve HTTPS with this certificate (PEM), and --tls-key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="The key of --tls-cert (PEM).")] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option("--allow-host", help="A name of this machine that clients use without a key. May be repeated.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option("--allow-origin", help="Web pages that may use the API, like https://chat.example.org. May be repeated."),
+    ] = None,
     kv_tokens: KvTokens = None,
     device: Device = None,
     threads: Threads = None,
@@ -86,6 +118,7 @@ def up(
     tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Stop when standard input ends.")] = False,
 ) -> None:
     """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
+    from paceline.cli.api_options import ApiOptions, server_settings
     from paceline.cli.sharing import Sharing, run_shared
 
     if no_model and draft != "auto":
@@ -100,7 +133,8 @@ def up(
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age),
     )
-    run_shared(settings, sharing, host=host, port=port, api_key=api_key, greet=greet)
+    served = server_settings(api_key, api_key_file, allow_host, allow_origin)
+    run_shared(settings, sharing, ApiOptions(host, port, served, tls, tls_cert, tls_key), greet=greet)
 
 
 @app.command()
@@ -128,12 +162,16 @@ def chat(
     threads: Threads = None,
     context: Context = None,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="PACELINE_API_KEY", help="The endpoint's, with --url.")] = None,
+    api_key_file: ApiKeyFile = None,
+    tls_ca: Annotated[Path | None, typer.Option("--tls-ca", help="Certificate (PEM) that the endpoint at --url is known by.")] = None,
 ) -> None:
     """Talk to a model, loaded here or at an endpoint. Input from a pipe or a file is one message, answered once."""
+    from paceline.cli.api_options import read_key
     from paceline.cli.chat import run_chat
 
+    api_key = read_key(api_key, api_key_file)
     settings = NodeSettings(model or DEFAULT_MODEL, weights, context=context, device=device, threads=threads, max_running=1)
-    run_chat(settings, url=url, model=model, system=system, temperature=temperature, seed=seed, api_key=api_key)
+    run_chat(settings, url=url, model=model, system=system, temperature=temperature, seed=seed, api_key=api_key, tls_ca=tls_ca)
 
 
 @app.command()
@@ -212,6 +250,7 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    os.umask(os.umask(0) | 0o022)  # what is kept here can be written by its owner alone
     # gRPC's core writes on the terminal what Paceline says in its own words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:

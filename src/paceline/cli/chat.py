@@ -11,12 +11,14 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from rich.console import Console
 
 from paceline.cli.endpoint import Endpoint
 from paceline.cli.terminal import EXIT_OK, Terminal, report
 from paceline.core.errors import PacelineError, UserError
+from paceline.core.shown import shown
 from paceline.node.settings import NodeSettings
 
 HELP = """\
@@ -40,6 +42,7 @@ def run_chat(
     temperature: float,
     seed: int | None,
     api_key: str | None,
+    tls_ca: Path | None = None,
 ) -> None:
     """Converse until the person leaves.
 
@@ -57,7 +60,7 @@ def run_chat(
             print()
 
     if url is not None:
-        with Endpoint(url, api_key) as endpoint:
+        with Endpoint(url, api_key, tls_ca) as endpoint:
             name = model or next(iter(endpoint.models()), "")
             if not name:
                 raise UserError(f"{url} serves no model", "Name one with --model.")
@@ -128,11 +131,12 @@ def _answer(console: Console, say: Say, messages: list[Message]) -> str:
 
 
 def _write(texts: Generator[str], keep: Callable[[str], object] = lambda _: None) -> None:
-    """Write an answer as it comes: not through rich, so unwrapped and unstyled."""
+    """Write an answer as it comes: not through rich, so unwrapped and unstyled. On a terminal, nothing in it commands that; a file gets all of it."""
+    is_terminal = sys.stdout.isatty()
     with closing(texts):
         for text in texts:
             keep(text)
-            sys.stdout.write(text)
+            sys.stdout.write(shown(text) if is_terminal else text)
             sys.stdout.flush()
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Generator, Mapping, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
 from paceline.core.errors import UserError
+from paceline.core.shown import printable
 
+MAX_WORDS = 2000
 _HINTS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "Give the endpoint's key with --api-key or PACELINE_API_KEY.",
     HTTPStatus.NOT_FOUND: "Check --url and --model.",
@@ -25,15 +29,16 @@ class EndpointError(UserError):
 class Endpoint:
     """One endpoint, over one connection."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, ca: Path | None = None) -> None:
         """Prepare to talk; nothing is sent yet.
 
         Args:
             url: with or without `http://` before it and `/v1` at its end.
             api_key: sent as a bearer token.
+            ca: PEM of whom to believe that it is there; None: the authorities that this system knows.
 
         Raises:
-            EndpointError: the URL is malformed.
+            EndpointError: the URL is malformed, or the file can't be used.
         """
         self._url = (url if "://" in url else f"http://{url}").rstrip("/")
         if not self._url.endswith("/v1"):
@@ -42,7 +47,11 @@ class Endpoint:
         # Reading has no bound of its own: an answer that waits in a queue is not an error. The person has Ctrl-C.
         timeout = httpx.Timeout(10.0, read=None)
         try:
-            self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+            verify = ssl.create_default_context(cafile=ca)
+        except OSError as error:
+            raise EndpointError(f"{ca} can't be used: {error}", "Give a certificate as PEM.") from error
+        try:
+            self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False, verify=verify)
         except (httpx.InvalidURL, ValueError) as error:
             raise EndpointError(f"{url}: {error}", "Give a URL such as http://127.0.0.1:8000/v1.") from error
 
@@ -61,7 +70,7 @@ class Endpoint:
         try:
             response = self._client.get(f"{self._url}/models")
             self._check(response)
-            return [str(model["id"]) for model in response.json()["data"]]
+            return [printable(str(model["id"])) for model in response.json()["data"]]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         except (ValueError, KeyError, TypeError) as error:
@@ -110,18 +119,20 @@ class Endpoint:
         try:
             event: dict[str, Any] = json.loads(data)
             if "error" in event:
-                raise EndpointError(f"{self._url} failed: {event['error']['message']}", "Try again.")
+                raise EndpointError(f"{self._url} failed: {printable(event['error']['message'], MAX_WORDS)}", "Try again.")
             return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EndpointError(f"{self._url} does not stream as an OpenAI endpoint does: {data[:80]}", "Check the URL.") from error
+            raise EndpointError(
+                f"{self._url} does not stream as an OpenAI endpoint does: {printable(data, 80)}", "Check the URL."
+            ) from error
 
     def _check(self, response: httpx.Response) -> None:
         if not response.is_error:
             return
         try:
-            message = str(response.json()["error"]["message"])
+            message = printable(str(response.json()["error"]["message"]), MAX_WORDS)
         except (ValueError, KeyError, TypeError):
-            message = response.reason_phrase
+            message = printable(response.reason_phrase)
         raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", _HINTS.get(response.status_code, ""))
 
     def _unreachable(self, error: Exception) -> EndpointError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ Draft = Annotated[
         "--draft", metavar="auto|off|ngram|fleet|MODEL", help="Guess tokens ahead, with a model of the fleet or without. Changes no byte."
     ),
 ]
+ApiKeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="A file with the key, in place of --api-key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 PromptTokens = Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")]
 AnswerTokens = Annotated[int, typer.Option("--answer", min=2, help="Tokens of each answer.")]

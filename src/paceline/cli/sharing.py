@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
+from paceline.cli.api_options import ApiOptions
 from paceline.core.errors import ConfigError
 from paceline.node.settings import NodeSettings
 
@@ -38,11 +39,12 @@ class Sharing:
     max_revocation_age: str | None = None
 
 
-def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, port: int, api_key: str | None, greet: bool) -> NoReturn:
+def run_shared(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, greet: bool) -> NoReturn:
     """Serve until interrupted.
 
     Args:
         settings: of the model; None: none is loaded here.
+        api: where and to whom it is served.
         greet: ask one question once it is up.
 
     Raises:
@@ -51,7 +53,7 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
     if sharing.tied:
         threading.Thread(target=_stop_at_eof, daemon=True).start()
     if sharing.local_nodes == 1:
-        _run(settings, sharing, host, port, api_key, greet=greet)
+        _run(settings, sharing, api, greet=greet)
     if settings is None:
         raise ConfigError("--local-nodes runs a model, and --no-model was asked for", "Leave one of them out.")
     if sharing.pipeline is False or sharing.serve_shards is False or sharing.peers:
@@ -77,10 +79,10 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, *, host: str, po
     pins = sharing.pins or local.names  # all take part: that is what is to be seen
     sharing = replace(sharing, fleet_port=local.port, fleet_host=local.host, mdns=False, fleet_preset=local.preset, pipeline=True)
     sharing = replace(sharing, pins=pins, throughput=True)
-    _run(settings, sharing, host, port, api_key, greet=greet)
+    _run(settings, sharing, api, greet=greet)
 
 
-def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, api_key: str | None, *, greet: bool) -> NoReturn:
+def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, greet: bool) -> NoReturn:
     _check_names(settings, sharing.propose)
     from paceline.cli.membership import fleet_settings
     from paceline.cli.up import run_up
@@ -99,7 +101,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
         fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
     if fleet is None:
         _check_alone(settings, sharing.propose)
-        run_up(settings, host=host, port=port, api_key=api_key, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose)
+        run_up(settings, api, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose)
     from paceline.fleet.plan import Objective
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.planning import parse_pin
@@ -117,7 +119,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, host: str, port: int, 
     home = Home.from_environment()
     beside = tuple(resolve(path, home) for path in sharing.beside)
     shared = partial(run_up, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose, beside=beside)
-    shared(settings, host=host, port=port, api_key=api_key, greet=greet, drain_s=sharing.drain_s)
+    shared(settings, api, greet=greet, drain_s=sharing.drain_s)
 
 
 def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:

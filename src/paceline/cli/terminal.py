@@ -19,6 +19,7 @@ from typing import IO, NoReturn
 from rich.console import Console
 
 from paceline.core.errors import PacelineError
+from paceline.core.shown import shown
 
 
 class Terminal(Console):
@@ -63,9 +64,9 @@ EXIT_INTERRUPTED = 130
 def report(error: PacelineError) -> None:
     """Print to stderr, plainly: no markup that a model's or a file's name could be taken for."""
     red, dim, plain = ("\033[1;31m", "\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "", "")
-    print(f"{red}error:{plain} {error.message}", file=sys.stderr)
+    print(f"{red}error:{plain} {shown(error.message)}", file=sys.stderr)
     if error.hint:
-        print(f"{dim}hint:{plain}  {error.hint}", file=sys.stderr)
+        print(f"{dim}hint:{plain}  {shown(error.hint)}", file=sys.stderr)
 
 
 AS_FOUND = b"\r\033[2K\033[?25h"

@@ -14,18 +14,20 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
+from paceline.cli.api_options import ApiOptions
 from paceline.cli.bring import ensure
 from paceline.cli.ending import Ending
 from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
 from paceline.core.errors import OutOfMemory
+from paceline.core.shown import shown
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.settings import NodeSettings
-from paceline.server.settings import ServerSettings, check_bind
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.serving import FleetServing
     from paceline.node.shards.serving import Hosting
+    from paceline.server.settings import TlsFiles
     from paceline.store.catalog import ModelLocation
 
 QUESTION = "In one sentence: why is teamwork good?"
@@ -44,10 +47,8 @@ QUESTION = "In one sentence: why is teamwork good?"
 
 def run_up(
     settings: NodeSettings | None,
+    api: ApiOptions,
     *,
-    host: str,
-    port: int,
-    api_key: str | None,
     greet: bool,
     drain_s: float,
     fleet: FleetSettings | None = None,
@@ -61,6 +62,7 @@ def run_up(
 
     Args:
         settings: of the model; None: serve what other nodes have.
+        api: where and to whom it is served.
         greet: ask one question once it is up.
         drain_s: how long live answers may go on at an orderly stop.
         fleet: this node's part in its fleet; None where it is in none.
@@ -73,16 +75,18 @@ def run_up(
     Raises:
         UserError: an address, a model or a setting that can't be used.
     """
-    check_bind(host, api_key)
+    api.check()
+    tls = api.tls_files()
     from paceline.node.open_files import allow_open_files
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
 
-    bind(host, port).close()
+    bind(api.host, api.port).close()
     allow_open_files()
     if fleet is not None:
         _check_fleet(fleet)
     console = Terminal()
+    api.say_what_is_open(console)
     if settings is not None and order is not None:
         ensure(settings.model, console)
     node = None
@@ -97,10 +101,9 @@ def run_up(
             ending = Ending(console, drain_s)
             stop = ending.stop
             async with AsyncExitStack() as stack:
-                served = ServerSettings(api_key=api_key)
                 if fleet is None:
                     assert node is not None, "without a fleet there is a model"
-                    app = create_app(node.host, served)
+                    app = create_app(node.host, api.settings)
                     if proposers:
                         service_of(app).metrics.add(await stack.enter_async_context(_alone(node, proposers)))
                 else:
@@ -109,7 +112,7 @@ def run_up(
                         node = await _spread(whole, settings, order, stop, console)
                         if node is None:
                             return
-                    app = create_app(whole.inference, served)
+                    app = create_app(whole.inference, api.settings)
                     for collector in whole.collectors:
                         service_of(app).metrics.add(collector)
                     await whole.settle(stop)
@@ -124,9 +127,10 @@ def run_up(
                 console.print(f"\n[bold green]Ready[/] at [bold]{reach}/v1[/]{others} (Ctrl-C stops)", soft_wrap=True)
                 if node is not None:
                     # In a thread: what is asked first is asked through the endpoint, on the loop that calls this.
-                    threading.Thread(target=_welcome, args=(console, node.model.name, reach, api_key, greet), daemon=True).start()
+                    told = (console, node.model.name, reach, api.settings.api_key, tls, greet)
+                    threading.Thread(target=_welcome, args=told, daemon=True).start()
 
-            await serve(app, host, port, stop=stop, on_ready=ready)
+            await serve(app, api.host, api.port, stop=stop, on_ready=ready, tls=tls)
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(main())
@@ -268,17 +272,22 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _welcome(console: Console, model: str, url: str, api_key: str | None, greet: bool) -> None:
+def _welcome(console: Console, model: str, url: str, api_key: str | None, tls: TlsFiles | None, greet: bool) -> None:
     """Say what to try, last of all."""
+    ca = tls.certificate if tls is not None and tls.own else None
+    if ca is not None:
+        console.print(f"Clients trust this machine by the file {ca}", markup=False, soft_wrap=True)
     if greet:
-        _greet(console, url, model, api_key)
+        _greet(console, url, model, api_key, ca)
     body = {"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100, "temperature": 0}
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
     key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if api_key else ""
+    key += "" if ca is None else f" --cacert {shlex.quote(str(ca))}"
+    trusting = "" if ca is None else f" --tls-ca {shlex.quote(str(ca))}"
     console.print(
         "Try:" if not api_key or api_key == os.environ.get("PACELINE_API_KEY") else "Try, with the key in PACELINE_API_KEY:",
         f"  {curl}{key} -d {shlex.quote(json.dumps(body))}",
-        f"  {own_command()} chat --url {url}",
+        f"  {own_command()} chat --url {url}{trusting}",
         sep="\n",
         end="\n\n",
         markup=False,
@@ -286,14 +295,14 @@ def _welcome(console: Console, model: str, url: str, api_key: str | None, greet:
     )
 
 
-def _greet(console: Console, url: str, model: str, api_key: str | None) -> None:
+def _greet(console: Console, url: str, model: str, api_key: str | None, ca: Path | None) -> None:
     from paceline.cli.endpoint import Endpoint, EndpointError
 
     console.print(f"> {QUESTION}", style="dim", markup=False)
     try:
-        with Endpoint(url, api_key) as endpoint:
+        with Endpoint(url, api_key, ca) as endpoint:
             for text in endpoint.say(model, [{"role": "user", "content": QUESTION}], temperature=0.0, seed=None, max_tokens=80):
-                console.print(text, end="", markup=False, soft_wrap=True)
+                console.print(shown(text), end="", markup=False, soft_wrap=True)
         console.print("\n")
     except EndpointError as error:
         console.print(f"\nThe answer broke off: {error}", markup=False)

@@ -1,19 +1,21 @@
 """The outermost layer, plain ASGI: who may ask, how many at once, and what was answered.
 
 /health needs no key: it says whether work advances and nothing else, and probes have no key. All else does, /metrics too
-(Prometheus can send one).
+(Prometheus can send one). No path answers a web page that was not allowed.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.server.faults import BAD_KEY, Fault, Refusal, overloaded
+from paceline.core.clock import Clock
+from paceline.server.admission import Headers, Keys, Pages, headers_of
+from paceline.server.faults import Fault, Refusal, overloaded
 from paceline.server.metrics import Meter
 from paceline.server.settings import ServerSettings
 
@@ -23,13 +25,13 @@ BUSY_RETRY_S = 1
 
 
 class Guard:
-    """ASGI middleware: key, concurrency, counts."""
+    """ASGI middleware: pages, key, concurrency, counts."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, meter: Meter) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, meter: Meter, clock: Clock) -> None:
         self._app = app
         self._meter = meter
         self._max_requests = settings.max_requests
-        self._expected = None if settings.api_key is None else b"Bearer " + settings.api_key.encode("ascii")
+        self._pages, self._keys = Pages(settings), Keys(settings, clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it here."""
@@ -38,7 +40,8 @@ class Guard:
             return
         path: str = scope["path"]
         label = path if path in KNOWN_PATHS else "other"
-        meter = self._meter
+        meter, headers = self._meter, headers_of(scope)
+        shared = self._pages.sharing(headers)
         begun = False
 
         def counted(message: Message) -> Awaitable[None]:
@@ -46,15 +49,14 @@ class Guard:
             if not begun:
                 begun = True
                 meter.answers[label, message["status"]] += 1
+                message["headers"] = [*message.get("headers", ()), *shared]
             return send(message)
 
         meter.in_flight += 1
         try:
-            if path not in OPEN_PATHS and not self._knows(scope):
-                await BAD_KEY.response()(scope, receive, counted)
-            elif path not in OPEN_PATHS and meter.in_flight > self._max_requests:
-                fault = overloaded(f"More than {self._max_requests} requests are in flight. Try again in a moment.", BUSY_RETRY_S)
-                await fault.response()(scope, receive, counted)
+            answer = self._answer(scope, headers, path)
+            if answer is not None:
+                await answer(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
         except Exception:
@@ -64,13 +66,18 @@ class Guard:
         finally:
             meter.in_flight -= 1
 
-    def _knows(self, scope: Scope) -> bool:
-        """Whether the request carries the key, compared in constant time."""
-        if self._expected is None:
-            return True
-        sent: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = sent.partition(b" ")
-        return hmac.compare_digest(scheme.title() + b" " + key.strip(), self._expected)
+    def _answer(self, scope: Scope, headers: Headers, path: str) -> Response | None:
+        """What is answered here; None: the application answers."""
+        fault = self._pages.refusal(headers)
+        if fault is None and (told := self._pages.preflight(scope, headers)) is not None:
+            answer = Response(status_code=204)
+            answer.raw_headers += told
+            return answer
+        if fault is None and path not in OPEN_PATHS:
+            fault = self._keys.refusal(scope, headers)
+            if fault is None and self._meter.in_flight > self._max_requests:
+                fault = overloaded(f"More than {self._max_requests} requests are in flight. Try again in a moment.", BUSY_RETRY_S)
+        return None if fault is None else fault.response()
 
 
 class BodyReader:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from paceline.core.errors import ConfigError
 from paceline.server.app import service_of
 from paceline.server.protocol import bounded_protocol
-from paceline.server.settings import check_bind
+from paceline.server.settings import TlsFiles, check_bind
 
 BACKLOG = 2048
 GRACE_S = 1
@@ -61,7 +61,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: FastAPI, host: str, port: int, *, stop: asyncio.Event, on_ready: Callable[[str], None] | None = None) -> None:
+async def serve(
+    app: FastAPI,
+    host: str,
+    port: int,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None] | None = None,
+    tls: TlsFiles | None = None,
+) -> None:
     """Serve `app` (made by `create_app`) until `stop` is set.
 
     Args:
@@ -69,6 +77,7 @@ async def serve(app: FastAPI, host: str, port: int, *, stop: asyncio.Event, on_r
         port: 0 for any free one.
         stop: set it on this event loop; every stream then ends with an error event, and `serve` returns in under 2 s.
         on_ready: called with the base URL once requests are accepted.
+        tls: serve HTTPS with these; None: plain HTTP.
 
     Raises:
         ConfigError: the address can't be used, or is open to a network without an API key.
@@ -76,9 +85,10 @@ async def serve(app: FastAPI, host: str, port: int, *, stop: asyncio.Event, on_r
     service = service_of(app)
     settings = service.settings
     check_bind(host, settings.api_key)
+    context = None if tls is None else tls.context()
     listening = bind(host, port)
     shown = f"[{host}]" if ":" in host and not host.startswith("[") else host or "0.0.0.0"  # noqa: S104 - shown, not bound
-    url = f"http://{shown}:{listening.getsockname()[1]}"
+    url = f"{'http' if tls is None else 'https'}://{shown}:{listening.getsockname()[1]}"
     config = uvicorn.Config(
         app,
         http=bounded_protocol(settings),
@@ -89,10 +99,13 @@ async def serve(app: FastAPI, host: str, port: int, *, stop: asyncio.Event, on_r
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,  # else who asks from this machine could say that it asks from elsewhere
         backlog=BACKLOG,
         timeout_keep_alive=int(settings.idle_timeout_s),
         timeout_graceful_shutdown=GRACE_S,
     )
+    config.load()
+    config.ssl = context
     server = _Server(config, lambda: on_ready(url) if on_ready is not None else None)
 
     async def end() -> None:

@@ -6,19 +6,27 @@ Bounds exist so that no client can hold memory, a connection or a KV block for a
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.core.errors import ConfigError
 
 MIB = 1 << 20
+LEAST_KEY = 16
+"""Letters of a key. Lowering it: keys that can be guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """Settings of one server. The defaults suit a machine that serves a household or a team."""
 
-    api_key: str | None = None
-    """Asked of every path but /health when set (as `Authorization: Bearer`)."""
+    api_key: str | None = field(default=None, repr=False)
+    """Asked of every path but /health when set (as `Authorization: Bearer`, or as `x-api-key`)."""
+    allow_hosts: tuple[str, ...] = ()
+    """Names of this machine beside localhost, in lower case. Asked where there is no key: an evil page may have its own name looked up here."""
+    allow_origins: tuple[str, ...] = ()
+    """Web pages that may use the API, as `admission.check_origin` writes them."""
     max_body_bytes: int = 16 * MIB
     """Longest request body. Raising it lets one request hold the event loop longer (parsing is about 1 ms a megabyte)."""
     max_pending_body_bytes: int = 256 * MIB
@@ -40,6 +48,41 @@ class ServerSettings:
     """Busy without a finished step, or a part of one, for so long is unhealthy, or for several times as long as steps take here."""
 
 
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """A certificate with the chain above it, and its key."""
+
+    certificate: Path
+    key: Path
+    own: bool = False
+    """Made by this machine: clients are given the file, and no authority knows it."""
+
+    def context(self) -> ssl.SSLContext:
+        """TLS 1.3 with them.
+
+        Raises:
+            ConfigError: they can't be read, or don't belong together.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        for path in (self.certificate, self.key):
+            if not path.is_file():
+                raise ConfigError(f"There is no file {path}", "Give a certificate and its key, both PEM.")
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=_no_password)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.certificate} and {self.key} can't be used for TLS: {error}",
+                "Give a certificate and its key, both PEM, without a password.",
+            ) from error
+        return context
+
+
+def _no_password() -> bytes:
+    """In place of asking at the terminal."""
+    raise ValueError("the key has a password")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`. A name other than localhost counts as reachable from elsewhere."""
     if host.lower() == "localhost":
@@ -54,10 +97,12 @@ def check_bind(host: str, api_key: str | None) -> None:
     """Refuse to open the API to a network without a key.
 
     Raises:
-        ConfigError: `host` is not loopback and there is no key, or the key can't travel in a header.
+        ConfigError: `host` is not loopback and there is no key, or the key can't travel in a header or can be guessed.
     """
     if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or api_key != api_key.strip() or not api_key):
         raise ConfigError("The API key is empty or has characters a header can't carry", "Use printable ASCII without spaces around it.")
+    if api_key is not None and len(api_key) < LEAST_KEY:
+        raise ConfigError(f"The API key has fewer than {LEAST_KEY} letters and can be guessed", "Make one: openssl rand -hex 16")
     if api_key is None and not is_loopback(host):
         raise ConfigError(
             f"Refusing to listen on {host or 'every interface'} without an API key: anyone on that network could use this machine",

@@ -8,6 +8,7 @@
     cache/kernels/               compiled kernels, by version and processor
     cache/speeds/                tokens a second that models were measured at here
     cache/memory_rate.json       the memory's bandwidth, as measured since the machine last started
+    api/                         the API's own certificate and its key
     fleet/                       identity, and what belongs to it: see `transport.trust.folder`
 
 Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs time
@@ -20,6 +21,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,12 @@ class Home:
         """The folder `PACELINE_HOME` names, else `~/.paceline`.
 
         Raises:
-            ConfigError: it names the home of a user the system does not know.
+            ConfigError: it names the home of a user the system does not know; or it is another user's, or others may write to it: compiled
+                kernels in it are programs, and keys in it are who this machine is.
         """
-        return cls(expanded(Path(os.environ.get("PACELINE_HOME") or "~/.paceline")).absolute())
+        root = expanded(Path(os.environ.get("PACELINE_HOME") or "~/.paceline")).absolute()
+        check_own(root)
+        return cls(root)
 
     @property
     def models(self) -> Path:
@@ -74,8 +79,33 @@ class Home:
         return self.root / "cache" / "memory_rate.json"
 
     @property
+    def api(self) -> Path:
+        return self.root / "api"
+
+    @property
     def fleet(self) -> Path:
         return self.root / "fleet"
+
+
+def check_own(folder: Path) -> None:
+    """Refuse a folder in which others may put things; one that is not there yet will be ours.
+
+    Raises:
+        ConfigError: it is another user's, or others may write to it.
+    """
+    try:
+        status = folder.stat()
+    except OSError:
+        return  # whatever needs it says why it can't be had
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{folder} belongs to another user, who could change what runs here", "Set PACELINE_HOME to a folder of your own."
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"Others may write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}), and so change what runs here",
+            f"Run: chmod go-w {folder}",
+        )
 
 
 def expanded(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import ssl
 import threading
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
@@ -13,7 +14,7 @@ import httpx
 from paceline.server.app import create_app
 from paceline.server.inference import Inference
 from paceline.server.serve import serve
-from paceline.server.settings import ServerSettings
+from paceline.server.settings import ServerSettings, TlsFiles
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=Inference)
@@ -24,15 +25,19 @@ BOUND_S = 30
 class Served(Generic[Kind]):
     """A running server. Methods may be called from any other thread."""
 
-    def __init__(self, inference: Kind, settings: ServerSettings | None = None) -> None:
+    def __init__(self, inference: Kind, settings: ServerSettings | None = None, tls: TlsFiles | None = None) -> None:
         self.inference = inference
         self.settings = settings or ServerSettings()
         self.app = create_app(inference, self.settings)
+        self._tls = tls
         self._up: concurrent.futures.Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="test-server")
         self._thread.start()
         self.url, self.loop, self._stop = self._up.result(BOUND_S)
-        self.http = httpx.Client(base_url=self.url, timeout=BOUND_S, headers=self.headers)
+        verify = True if tls is None else ssl.create_default_context(cafile=tls.certificate)
+        self.http = httpx.Client(
+            base_url=self.url, timeout=BOUND_S, verify=verify, headers={"Content-Type": "application/json", **self.headers}
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -47,7 +52,7 @@ class Served(Generic[Kind]):
         async def main() -> None:
             stop = asyncio.Event()
             loop = asyncio.get_running_loop()
-            await serve(self.app, "127.0.0.1", 0, stop=stop, on_ready=lambda url: self._up.set_result((url, loop, stop)))
+            await serve(self.app, "127.0.0.1", 0, stop=stop, on_ready=lambda url: self._up.set_result((url, loop, stop)), tls=self._tls)
 
         try:
             asyncio.run(main())

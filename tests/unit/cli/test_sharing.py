@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.api_options import ApiOptions
 from paceline.cli.sharing import Sharing, run_shared
 from paceline.core.errors import ConfigError
 from paceline.node.settings import NodeSettings
@@ -31,7 +32,7 @@ LOCAL = replace(PLAIN, local_nodes=3)
 
 
 def up(sharing: Sharing) -> None:
-    run_shared(NodeSettings("nothing-is-loaded"), sharing, host="127.0.0.1", port=0, api_key=None, greet=False)
+    run_shared(NodeSettings("nothing-is-loaded"), sharing, ApiOptions(), greet=False)
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +68,11 @@ def test_a_model_is_loaded_once_to_draft_with() -> None:
 
 def test_drafts_of_nothing() -> None:
     with pytest.raises(ConfigError, match="--draft names nothing"):
-        run_shared(NodeSettings("nothing-is-loaded", draft=""), PLAIN, host="127.0.0.1", port=0, api_key=None, greet=False)
+        run_shared(NodeSettings("nothing-is-loaded", draft=""), PLAIN, ApiOptions(), greet=False)
 
 
 @pytest.mark.parametrize(("draft", "hint"), [("small", "--propose small"), ("fleet", "Name a model")])
 def test_in_no_fleet_nobody_drafts_but_this_machine(draft: str, hint: str) -> None:
     with pytest.raises(ConfigError, match="in no fleet") as refused:
-        run_shared(NodeSettings("nothing-is-loaded", draft=draft), PLAIN, host="127.0.0.1", port=0, api_key=None, greet=False)
+        run_shared(NodeSettings("nothing-is-loaded", draft=draft), PLAIN, ApiOptions(), greet=False)
     assert hint in refused.value.hint

@@ -21,6 +21,7 @@ ENDS_S = 300
 """Far more than an orderly end takes, and than is left of no process that goes on serving."""
 LOAD_S = 500
 """The first load on a machine compiles kernels."""
+KEY = "open-sesame-open-sesame"
 SMALL = ("--port", "0", "--context", "512", "--kv-tokens", "4096")
 
 
@@ -30,7 +31,7 @@ def wait_ready(process: subprocess.Popen[str]) -> str:
     seen: list[str] = []
     for line in process.stdout:
         seen.append(line)
-        found = re.search(r"Ready at (http://\S+)/v1", line)
+        found = re.search(r"Ready at (https?://\S+)/v1", line)
         if found:
             return found[1]
     pytest.fail(f"ended before it was ready: {''.join(seen)}{process.communicate()[1]}")
@@ -122,11 +123,11 @@ def test_an_interrupt_while_loading_ends_it(start_paceline: Start, tmp_path: Pat
 
 
 def test_a_key_is_asked_for(start_paceline: Start) -> None:
-    process = start_paceline("up", *SMALL, PACELINE_API_KEY="secret")
+    process = start_paceline("up", *SMALL, PACELINE_API_KEY=KEY)
     url = wait_ready(process)
     with pytest.raises(OSError, match="401"):
         next(ask(url))
-    assert b"usage" in b"".join(ask(url, "secret", max_tokens=2))
+    assert b"usage" in b"".join(ask(url, KEY, max_tokens=2))
     chat = start_paceline("chat", "--url", url)
     assert "--api-key" in chat.communicate("Hi.", timeout=LOAD_S)[1]
     assert chat.returncode == 2
@@ -149,13 +150,31 @@ def test_greet_answers_through_the_endpoint_and_then_says_what_to_try(start_pace
 
 
 def test_what_to_try_names_the_key_that_was_given(start_paceline: Start) -> None:
-    given = start_paceline("up", *SMALL, "--host", "0.0.0.0", "--api-key", "se cret")
+    given = start_paceline("up", *SMALL, "--host", "0.0.0.0", "--api-key", "se cret of a dozen")
     # Where 0.0.0.0 is listened to, the address that is shown is one that can be connected to.
     assert wait_ready(given).startswith("http://127.0.0.1:")
     tries = "".join(until(given, "chat --url"))
-    assert "se cret" not in tries
+    assert "se cret of a dozen" not in tries
     assert "Try, with the key in PACELINE_API_KEY:" in tries
     assert "Bearer $PACELINE_API_KEY" in tries
+
+
+def test_tls_is_served_and_the_chat_that_is_said_to_try_trusts_it(start_paceline: Start) -> None:
+    process = start_paceline("up", *SMALL, "--tls", "--host", "0.0.0.0", PACELINE_API_KEY=KEY)
+    url = wait_ready(process)
+    assert url.startswith("https://127.0.0.1:")
+    command = shlex.split(until(process, "chat --url")[-1])
+    chat = start_paceline(*command[command.index("chat") :], PACELINE_API_KEY=KEY)
+    answer, faults = chat.communicate("Hi.", timeout=LOAD_S)
+    assert (chat.returncode, faults) == (0, "")
+    assert answer.strip()
+    stranger = start_paceline("chat", "--url", url, PACELINE_API_KEY=KEY)
+    assert "certificate" in stranger.communicate("Hi.", timeout=LOAD_S)[1]
+
+
+def test_plain_http_on_a_network_is_warned_of(start_paceline: Start) -> None:
+    process = start_paceline("up", *SMALL, "--host", "0.0.0.0", PACELINE_API_KEY=KEY)
+    assert "warning: the API is plain HTTP" in "".join(until(process, "warning"))
 
 
 def test_a_server_whose_output_nobody_reads_goes_on(start_paceline: Start) -> None:

@@ -14,17 +14,17 @@ from paceline.testing.scripted_inference import ScriptedInference
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST", "::1", "[::1]"])
 def test_loopback_needs_no_key(host: str) -> None:
     check_bind(host, None)
-    check_bind(host, "key")
+    check_bind(host, "a-key-of-16-letters")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "fe80::1", "localhost.example.org", "::ffff:1.2.3.4"])
 def test_other_hosts_need_one(host: str) -> None:
-    check_bind(host, "key")
+    check_bind(host, "a-key-of-16-letters")
     with pytest.raises(ConfigError, match="without an API key"):
         check_bind(host, None)
 
 
-@pytest.mark.parametrize("key", ["", " key", "k\u00e9y", "a\nb", "a\tb"])
+@pytest.mark.parametrize("key", ["", " key", "k\u00e9y", "a\nb", "a\tb", "fifteen-letters"])
 def test_a_key_must_fit_a_header(key: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
         check_bind("127.0.0.1", key)

@@ -1,0 +1,166 @@
+"""What a web page in the owner's browser, or a stranger on the network, can have of the API: nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+
+import httpx
+import openai
+import pytest
+
+from paceline.server.admission import REFILL_S, WRONG_KEYS, Keys, headers_of
+from paceline.server.settings import ServerSettings
+from paceline.testing.clock import FakeClock
+from paceline.testing.scripted_inference import ScriptedInference
+from paceline.testing.served import Served
+
+Serve = Callable[[ServerSettings], Served[ScriptedInference]]
+BODY = json.dumps({"model": "echo", "prompt": "ab", "max_tokens": 2})
+KEY = "open-sesame-open-sesame"
+EVIL, CHAT = "https://evil.example", "https://chat.example"
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/echo", "/metrics", "/openapi.json", "/health", "/")
+CORS = "access-control-allow-origin"
+
+
+@pytest.fixture
+def serve() -> Generator[Serve, None, None]:
+    started: list[Served[ScriptedInference]] = []
+
+    def start(settings: ServerSettings) -> Served[ScriptedInference]:
+        started.append(Served(ScriptedInference(), settings))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.close()
+
+
+def code_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Origin": EVIL}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}]
+)
+@pytest.mark.parametrize("key", [None, KEY])
+def test_row_42_a_page_that_posts_text_is_refused(serve: Serve, key: str | None, headers: dict[str, str]) -> None:
+    served = serve(ServerSettings(api_key=key))
+    for kind in ("text/plain", "application/json"):
+        answer = served.http.post("/v1/completions", content=BODY, headers={"Content-Type": kind, **headers})
+        assert code_of(answer) == (403, "origin_not_allowed")
+        assert CORS not in answer.headers
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "text/json"])
+def test_row_42_a_body_that_a_page_could_send_unasked_is_no_json(serve: Serve, kind: str) -> None:
+    served = serve(ServerSettings())
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert code_of(served.http.post(path, content=BODY, headers={"Content-Type": kind})) == (415, "unsupported_media_type")
+    assert served.http.post("/v1/completions", content=BODY, headers={"Content-Type": "Application/JSON; charset=utf-8"}).is_success
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "localhost:1@evil.example"]
+)
+def test_row_43_a_name_that_is_not_this_machines_is_refused_on_every_path(serve: Serve, host: str) -> None:
+    served = serve(ServerSettings())
+    for path in PATHS:
+        assert code_of(served.http.request("GET", path, headers={"Host": host})) == (403, "host_not_allowed"), path
+        assert code_of(served.http.post(path, content=BODY, headers={"Host": host})) == (403, "host_not_allowed"), path
+
+
+def test_row_43_own_names_and_addresses_are_answered(serve: Serve) -> None:
+    served = serve(ServerSettings(allow_hosts=("nas.local",)))
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]", "192.168.1.5:8000", "nas.local", "NAS.local:8000"):
+        assert served.http.get("/v1/models", headers={"Host": host}).is_success, host
+    keyed = serve(ServerSettings(api_key=KEY))  # a page that had its own name looked up has no key
+    assert keyed.http.get("/v1/models", headers={"Host": "any.name"}).is_success
+
+
+def test_row_44_a_preflight_from_a_foreign_page_gets_no_cors_headers(serve: Serve) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    for settings in (ServerSettings(), ServerSettings(api_key=KEY), ServerSettings(allow_origins=(CHAT,))):
+        served = serve(settings)
+        for path in PATHS:
+            answer = served.http.options(path, headers={"Origin": EVIL, **asked})
+            assert code_of(answer) == (403, "origin_not_allowed")
+            assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_row_44_a_page_that_was_allowed_asks_first_and_is_answered(serve: Serve, key: str | None) -> None:
+    served = serve(ServerSettings(api_key=key, allow_origins=(CHAT,)))
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}
+    answer = httpx.options(served.url + "/v1/chat/completions", headers={"Origin": CHAT, "Sec-Fetch-Site": "cross-site", **asked})
+    assert answer.status_code == 204
+    assert answer.headers[CORS] == CHAT
+    assert answer.headers["access-control-allow-headers"] == asked["Access-Control-Request-Headers"]
+    assert "Origin" in answer.headers["vary"]
+    answer = served.http.post("/v1/completions", content=BODY, headers={"Origin": CHAT, "Sec-Fetch-Site": "cross-site"})
+    assert (answer.status_code, answer.headers[CORS]) == (200, CHAT)
+    if key is not None:  # so that the page can say what is wrong
+        answer = httpx.get(served.url + "/v1/models", headers={"Origin": CHAT})
+        assert (answer.status_code, answer.headers[CORS]) == (401, CHAT)
+
+
+def test_row_44_own_pages_and_clients_that_are_no_pages_pass(serve: Serve) -> None:
+    served = serve(ServerSettings())
+    own = {"Origin": served.url, "Sec-Fetch-Site": "same-origin"}
+    assert served.http.post("/v1/completions", content=BODY, headers=own).is_success
+    assert served.http.get("/v1/models", headers={"Sec-Fetch-Site": "none"}).is_success
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    assert client.completions.create(model="echo", prompt="ab", max_tokens=2).choices[0].text == "ab"
+
+
+def asking(address: str, key: str) -> dict[str, object]:
+    return {"type": "http", "client": (address, 1), "headers": [(b"authorization", b"Bearer " + key.encode())]}
+
+
+def test_row_47_wrong_keys_are_answered_slowly() -> None:
+    clock = FakeClock()
+    keys = Keys(ServerSettings(api_key=KEY), clock)
+
+    def status(address: str, key: str) -> int:
+        scope = asking(address, key)
+        fault = keys.refusal(scope, headers_of(scope))
+        return 200 if fault is None else fault.status
+
+    seconds, checked = 100, 0
+    for _ in range(seconds):
+        for guess in range(1000):
+            checked += status("10.0.0.9", f"guess {guess}") == 401
+        clock.advance(REFILL_S)
+    assert checked <= WRONG_KEYS + seconds
+    for _ in range(WRONG_KEYS + 1):
+        status("10.0.0.9", "guess")
+    assert status("10.0.0.9", KEY) == 429  # else a guess would be checked
+    assert status("10.0.0.8", KEY) == 200
+    assert [status(f"fd00::{guess:x}", "guess") for guess in range(20)].count(401) == WRONG_KEYS  # one household
+    clock.advance(WRONG_KEYS * REFILL_S)
+    assert status("10.0.0.9", KEY) == 200
+
+
+def test_row_47_a_key_is_taken_in_either_header(serve: Serve) -> None:
+    served = serve(ServerSettings(api_key=KEY))
+    for headers in ({"x-api-key": KEY}, {"Authorization": f"bearer {KEY}"}, {"Authorization": "Basic eDp5", "x-api-key": KEY}):
+        assert httpx.get(served.url + "/v1/models", headers=headers).is_success, headers
+    for headers in ({"x-api-key": "no"}, {"Authorization": "Bearer no", "x-api-key": KEY}):
+        assert httpx.get(served.url + "/v1/models", headers=headers).status_code == 401, headers
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"echo","prompt":"a","seed":' + b"9" * (4 << 20) + b"}",
+        b'{"model":"echo","prompt":"a","top_p":2.' + b"1" * (4 << 20) + b"}",
+        b'{"model":"echo","prompt":' + b"[" * (1 << 20) + b"]" * (1 << 20) + b"}",
+        b'{"model":"echo","prompt":"a","metadata":' + b'{"a":' * (1 << 18) + b"1" + b"}" * (1 << 18) + b"}",
+        b'{"model":"echo","prompt":[' + b"1," * (4 << 20) + b"1]}",
+    ],
+    ids=["digits", "fraction", "depth", "objects", "commas"],
+)
+def test_row_46_bodies_of_digits_depth_and_commas_are_refused_and_others_served(serve: Serve, body: bytes) -> None:
+    served = serve(ServerSettings())
+    assert 400 <= served.http.post("/v1/completions", content=body).status_code < 500
+    assert served.http.post("/v1/completions", content=BODY).is_success
