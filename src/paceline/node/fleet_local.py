@@ -9,7 +9,8 @@ from paceline.core.errors import UnknownModel
 from paceline.core.generation import GenerationRequest
 from paceline.node.fleet_meter import FleetMeter
 from paceline.server.inference import ChunkStream, Inference, ServedModel
-from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
+from paceline.store.bounded_tokenizer import BoundedTokenizer
+from paceline.store.tokenizer import pack_tokenizer, tokenizer_digest
 from paceline.transport.generate_service import LoadedModel
 
 STALL_S = 6.0
@@ -86,7 +87,7 @@ class LocalModels:
 
     def _pack(self, name: str) -> tuple[str, bytes]:
         model = self.served(name)
-        if model is None or not isinstance(model.tokenizer, ModelTokenizer):
+        if model is None or not isinstance(model.tokenizer, BoundedTokenizer):
             raise UnknownModel(f"The model {name[:200]!r} has no tokenizer that could be sent")
-        packed = pack_tokenizer(model.tokenizer)
+        packed = pack_tokenizer(model.tokenizer.model)
         return tokenizer_digest(packed), packed

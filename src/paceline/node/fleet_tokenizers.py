@@ -17,9 +17,10 @@ from paceline.core.errors import FleetError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.node.fleet_routes import Weights
 from paceline.server.inference import ServedModel, fingerprint_of
+from paceline.store.bounded_tokenizer import BoundedTokenizer, TokenizerProcess
 from paceline.store.catalog import find_whole, open_model
 from paceline.store.home import Home, write_cache
-from paceline.store.tokenizer import MAX_PACKED_BYTES, ModelTokenizer, tokenizer_digest, unpack_tokenizer
+from paceline.store.tokenizer import MAX_PACKED_BYTES, tokenizer_digest, unpack_tokenizer
 from paceline.transport.generate_client import describe_model
 from paceline.transport.generate_service import LoadedModel
 
@@ -32,13 +33,17 @@ FETCH_S = 30.0
 MOST_DISK_BYTES = 256 << 20
 """Of all that are kept for later; those used longest ago go first."""
 
+IDLE_S = 900
+"""Without a text for a model of another node, until the process of its tokenizer ends. Raising it: models that are asked for now and then hold some
+50 MB each for longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Described:
     """A model of another node, ready to be shown and tokenized for."""
 
     loaded: LoadedModel
-    tokenizer: ModelTokenizer
+    tokenizer: BoundedTokenizer
 
     def served(self, numerics_id: str) -> ServedModel:
         """As the API shows it, run by a node with these kernels."""
@@ -56,7 +61,7 @@ class TokenizerStore:
 
     def __init__(self, home: Home, most_bytes: int = MOST_DISK_BYTES) -> None:
         self._home, self._most_bytes = home, most_bytes
-        self._built: WeakValueDictionary[str, ModelTokenizer] = WeakValueDictionary()
+        self._built: WeakValueDictionary[str, BoundedTokenizer] = WeakValueDictionary()
         """By hash: as long as a model is shown with it."""
         self._asking: WeakValueDictionary[NodeId, asyncio.Lock] = WeakValueDictionary()
 
@@ -81,7 +86,7 @@ class TokenizerStore:
                 tokenizer = self._built[sha256] = await asyncio.to_thread(self._take, sha256, said.tokenizer or b"", node_id)
             return Described(model, tokenizer)
 
-    def _here(self, weights: Weights) -> ModelTokenizer | None:
+    def _here(self, weights: Weights) -> BoundedTokenizer | None:
         """What this node has on disk: the model's own files come before what any other node says of it."""
         try:
             whole = find_whole(weights.digest, self._home)
@@ -89,8 +94,8 @@ class TokenizerStore:
         except PacelineError as error:
             logger.debug("this node's own files have no tokenizer: %s", error)
             own = None
-        if isinstance(own, ModelTokenizer):
-            return own
+        if own is not None:
+            return BoundedTokenizer(own, IDLE_S)
         path = self._path(weights.tokenizer)
         try:
             packed = path.read_bytes()
@@ -100,16 +105,17 @@ class TokenizerStore:
         try:
             if tokenizer_digest(packed) != weights.tokenizer:
                 raise FleetError(f"{path} is damaged")
-            tokenizer = self._built[weights.tokenizer] = unpack_tokenizer(packed, path)
+            tokenizer = self._built[weights.tokenizer] = BoundedTokenizer(unpack_tokenizer(packed, path), IDLE_S)
             return tokenizer
         except PacelineError as error:
             logger.warning("a tokenizer that was kept is removed, and fetched again: %s", error)
             path.unlink(missing_ok=True)
             return None
 
-    def _take(self, sha256: str, packed: bytes, node_id: NodeId) -> ModelTokenizer:
+    def _take(self, sha256: str, packed: bytes, node_id: NodeId) -> BoundedTokenizer:
         """Read what came, and keep it once it is understood."""
-        tokenizer = unpack_tokenizer(packed, Path(f"the tokenizer of {node_id}"))
+        TokenizerProcess(packed).end()  # what is read here was read before within bounds
+        tokenizer = BoundedTokenizer(unpack_tokenizer(packed, Path(f"the tokenizer of {node_id}")), IDLE_S)
         write_cache(self._path(sha256), packed)
         self._make_room()
         return tokenizer

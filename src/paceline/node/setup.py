@@ -30,9 +30,10 @@ from paceline.node.shapes import fits_gpu, model_shape, weights_bytes
 from paceline.node.sizing import KvPlan, plan_kv
 from paceline.node.speed import Speed
 from paceline.server.inference import ServedModel, fingerprint_of
+from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
-from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
+from paceline.store.tokenizer import pack_tokenizer, tokenizer_digest
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
@@ -152,12 +153,13 @@ class Setup:
         """The model as the API shows it, once `runner` has its layers, or the first of them."""
         opened = self.opened
         fingerprint = fingerprint_of(self.digest, self.weights, runner.numerics_id)
-        return ServedModel(opened.name, int(clock.wall()), kv.context, opened.tokenizer, fingerprint)
+        tokenizer = BoundedTokenizer(opened.tokenizer)
+        tokenizer.begin()
+        return ServedModel(opened.name, int(clock.wall()), kv.context, tokenizer, fingerprint)
 
     @property
     def _tokenizer(self) -> str:
-        tokenizer = self.opened.tokenizer
-        return tokenizer_digest(pack_tokenizer(tokenizer)) if isinstance(tokenizer, ModelTokenizer) else ""
+        return tokenizer_digest(pack_tokenizer(self.opened.tokenizer))
 
     def warm(self, kv: KvPlan, speed: Speed) -> WarmModel:
         """The model as this node's card shows it."""

