@@ -211,7 +211,8 @@ class _Attempt(Generic[Result]):
             needed = pieces_needed(manifest, self.part)
             name = source.model_id if fetch.listed is None else fetch.listed.ref.folder
             at = datetime.fromtimestamp(fetch.wall(), UTC).isoformat(timespec="seconds")
-            with staged(name, manifest, fetch.home, fetch.listed, {"from": source.node_id, "at": at}) as staging:
+            origin, for_others = {"from": source.node_id, "at": at}, self.part is not None
+            with staged(name, manifest, fetch.home, fetch.listed, origin, for_others=for_others) as staging:
                 fetch.announce(f"{name} comes from {source.node_id}")
                 tally = _Tally(fetch, manifest, needed)
                 lacking = await in_thread(partial(staging.missing, needed, tally.found), tally.stop)

@@ -21,6 +21,7 @@ from paceline.store.catalog import PART, find_whole, open_weights
 from paceline.store.digests import DigestCache
 from paceline.store.faults import damaged
 from paceline.store.home import Home, read_json_object
+from paceline.store.partial_budget import note_use
 from paceline.store.selection import gguf_models
 from paceline.store.tensor_files import StoredAt, TensorFiles
 
@@ -123,7 +124,10 @@ def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:
     whole = find_whole(digest, home)
     if whole is not None:
         return whole[1]
-    found = _open(home.partial / digest, home) if is_sha256(digest) else None
+    folder = home.partial / digest
+    found = _open(folder, home) if is_sha256(digest) else None
+    if found is not None:
+        note_use(folder)
     if found is None or not found.holds(part):
         which = f"layers {part.layers.words} of the model with digest {digest[:12]}"
         raise ModelNotFound(f"{which} are not on this machine", "Fetch them from a node that has them")

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -23,6 +24,7 @@ from paceline.store.download import can_not_write, verify
 from paceline.store.home import Home, read_json_object
 from paceline.store.locks import only_one
 from paceline.store.partial import PartNote, Runs, read_note, write_note
+from paceline.store.partial_budget import make_way
 from paceline.store.pieces import FileSums, remember_sums
 from paceline.store.pull import check_space, entries_of, folder_lock, unlist, write_manifest
 from paceline.store.selection import BESIDE, gguf_models
@@ -34,7 +36,13 @@ _ZEROS_SHA256: Final = hashlib.sha256(_ZEROS).digest()
 
 @contextlib.contextmanager
 def staged(
-    name: str, manifest: ModelManifest, home: Home, listed: hub.Listed | None = None, origin: Mapping[str, str] | None = None
+    name: str,
+    manifest: ModelManifest,
+    home: Home,
+    listed: hub.Listed | None = None,
+    origin: Mapping[str, str] | None = None,
+    *,
+    for_others: bool = False,
 ) -> Generator[Staging]:
     """Begin to fetch a model, or go on with it.
 
@@ -42,6 +50,7 @@ def staged(
         name: what it will be called here.
         listed: what the hub says it is made of; None: the description alone says so.
         origin: where it comes from, for the list of what is here.
+        for_others: another node wants layers of it to run here: they have a budget.
 
     Raises:
         FetchInProgress: another process of this machine is at it.
@@ -58,7 +67,7 @@ def staged(
         _check_listed(manifest, listed)
     folder = home.partial / manifest.digest
     with only_one(home.partial / f"{manifest.digest}.lock", name):
-        staging = Staging(name, manifest, home, folder, listed, origin or {})
+        staging = Staging(name, manifest, home, folder, listed, origin or {}, for_others=for_others)
         try:
             yield staging
         except OSError as error:
@@ -71,10 +80,19 @@ class Staging:
     """The files of one model that is being fetched. Made by `staged`; one thread at a time."""
 
     def __init__(
-        self, name: str, manifest: ModelManifest, home: Home, folder: Path, listed: hub.Listed | None, origin: Mapping[str, str]
+        self,
+        name: str,
+        manifest: ModelManifest,
+        home: Home,
+        folder: Path,
+        listed: hub.Listed | None,
+        origin: Mapping[str, str],
+        *,
+        for_others: bool = False,
     ) -> None:
         self._listed: Final = listed
         self._origin: Final = origin
+        self._for_others: Final = for_others
         self._name: Final = name
         self._manifest: Final = manifest
         self._home: Final = home
@@ -94,7 +112,7 @@ class Staging:
             examined: told the bytes that are here, as they are found.
 
         Raises:
-            DownloadError: the disk is too small for the rest.
+            DownloadError: the disk, or what layers for others may have of it, is too small for the rest.
         """
         lacking: list[PieceRun] = []
         here = 0
@@ -113,6 +131,8 @@ class Staging:
                 else:
                     lacking.append(PieceRun(run.file, piece, piece + 1))
         self._check_space(lacking, on_disk=0)
+        if self._for_others:
+            make_way(self._name, self._manifest.digest, self._nbytes(lacking), self._home, time.time())
         self._unseal(lacking)
         return lacking
 
@@ -167,9 +187,11 @@ class Staging:
             return self._install()
 
     def _check_space(self, runs: Sequence[PieceRun], *, on_disk: int) -> None:
+        check_space(self._name, self._folder, self._nbytes(runs) - on_disk)
+
+    def _nbytes(self, runs: Sequence[PieceRun]) -> int:
         files = self._manifest.files
-        nbytes = sum(PIECE * len(run) - (PIECE - files[run.file].piece_size(run.stop - 1)) for run in runs if len(run))
-        check_space(self._name, self._folder, nbytes - on_disk)
+        return sum(PIECE * len(run) - (PIECE - files[run.file].piece_size(run.stop - 1)) for run in runs if len(run))
 
     def _install(self) -> LocalModel:
         """Put checked files in place."""
