@@ -67,6 +67,10 @@ class GenerationRequest:
     so_far: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """Where the answer began at another node: the tokens of each sequence that has not ended, by index. They are run and not said again. Empty:
     it begins here."""
+    caller: str = ""
+    """The node that asks; empty: a client of this one."""
+    cache_salt: str = ""
+    """Prompts are computed once for requests of one caller and one salt: how soon an answer begins tells no other what was asked."""
 
     @property
     def indices(self) -> Sequence[int]:

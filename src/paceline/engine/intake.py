@@ -12,6 +12,9 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import DRAFTS
 from paceline.engine.executor import Executor
 
+SHARES = 3
+"""Parts of the queue: no other node has more than one of them, unless by a single request, and all together leave one to this node's own clients.
+Raising it: a node that floods keeps less from others, and one that alone asks for many is refused sooner."""
 RETRY_SPAN_S = 60
 """Longest wait asked of a client that was refused."""
 
@@ -74,13 +77,19 @@ def check_draft(draft: str | None, models: Collection[str]) -> None:
         raise InvalidRequest(f"draft: nobody drafts with {printable(draft, 200)!r}", f"There are: {there}.", field="draft")
 
 
-def check_room(live: int, more: int, config: EngineConfig) -> None:
+def check_room(live: int, more: int, config: EngineConfig, held: int | None = None) -> None:
     """Check that `more` sequences may join those that are live.
 
+    Args:
+        held: of those that are live, how many the node has that asks; None: a client of this node asks.
+
     Raises:
-        Overloaded: the queue is full; when to come back goes by how many are before the client.
+        Overloaded: the queue is full, or that node's share of it; when to come back goes by how many are before the client.
     """
     most = config.max_running + config.max_waiting
-    if live + more > most:
-        wait_s = min(RETRY_SPAN_S, max(1, 2 * math.ceil(live / config.max_running)))
-        raise Overloaded(f"{live} answers are running or waiting, and {most} is the most", "Try again later.", retry_after_s=wait_s)
+    wait_s = min(RETRY_SPAN_S, max(1, 2 * math.ceil(live / config.max_running)))
+    if held and held + more > most // SHARES:
+        raise Overloaded(f"{held} answers of that node are running or waiting here", "Try again later.", retry_after_s=wait_s)
+    room = most if held is None or not live else most - most // SHARES
+    if live + more > room:
+        raise Overloaded(f"{live} answers are running or waiting, and {room} is the most", "Try again later.", retry_after_s=wait_s)

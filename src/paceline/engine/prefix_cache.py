@@ -21,6 +21,11 @@ def root_key(numerics_id: str, model_digest: str) -> bytes:
     return hashlib.blake2b(f"{numerics_id}\0{model_digest}".encode(), digest_size=16).digest()
 
 
+def salted_key(root: bytes, caller: str, salt: str) -> bytes:
+    """The root of the blocks that one caller's requests of one salt share."""
+    return hashlib.blake2b(f"{caller}\0{salt}".encode(), key=root, digest_size=16).digest() if caller or salt else root
+
+
 def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a block that holds `token_ids` and follows the block of key `parent`."""
     key = parent

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from paceline.core.ids import BlockId
 from paceline.engine.config import EngineConfig
 from paceline.engine.executor import Executor
-from paceline.engine.prefix_cache import PrefixCache, chain_key, prompt_keys, root_key
+from paceline.engine.prefix_cache import PrefixCache, chain_key, prompt_keys, root_key, salted_key
 from paceline.engine.sequence import SequenceState
 
 _UNBOUNDED = 1 << 62
@@ -32,7 +32,7 @@ class Prefixes:
     def name(self, seq: SequenceState) -> None:
         """Name the blocks of a new sequence's prompt."""
         if self._caching:
-            seq.keys = prompt_keys(self._root, seq.tokens[: seq.n_prompt], self._block_size)
+            seq.keys = prompt_keys(self._root_of(seq), seq.tokens[: seq.n_prompt], self._block_size)
             seq.n_publishable = _UNBOUNDED if self._one_path else len(seq.keys)
 
     def use_blocks_of(self, tokens: int, waiting: Iterable[SequenceState]) -> None:
@@ -64,7 +64,7 @@ class Prefixes:
         for index in range(seq.n_published, min(settled // self._block_size, seq.n_publishable)):
             if index == len(seq.keys):
                 start = index * self._block_size
-                parent = seq.keys[-1] if seq.keys else self._root
+                parent = seq.keys[-1] if seq.keys else self._root_of(seq)
                 seq.keys.append(chain_key(parent, seq.tokens[start : start + self._block_size]))
             cache.insert(seq.keys[index], seq.blocks[index])
             self._waive(seq, seq.keys[index])
@@ -78,6 +78,9 @@ class Prefixes:
     def check_invariants(self, holders: Container[SequenceState]) -> None:
         """Assert that a sequence that others wait for holds blocks."""
         assert all(seq in holders for seq in self._computing.values()), "a key waits for a sequence that is gone"
+
+    def _root_of(self, seq: SequenceState) -> bytes:
+        return salted_key(self._root, seq.request.caller, seq.request.cache_salt)
 
     def _wanted(self, seq: SequenceState) -> Sequence[bytes]:
         """Keys of blocks that may be found. The last token's row must run: its logits are what is wanted."""

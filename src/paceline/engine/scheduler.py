@@ -2,7 +2,7 @@
 
 Laws:
 - Each step, every running sequence with one row to run gets it, and prompts share what `chunking` gives them beside: neither starves the other.
-- First come, first admitted; but one that would only hold blocks behind prompts which fill a step anyway, or that finds no blocks, is passed by those
+- First come, first admitted, this node's own clients before other nodes'; but one that would only hold blocks behind prompts which fill a step anyway, or that finds no blocks, is passed by those
   that can run, `PASSED` of them at most. The latest to come is preempted first, so the earliest always advances. A preempted sequence resumes by
   recompute, on the paths its positions had: prompt path below the prompt's length, generated path from there on.
 - A sequence is in more than one batch in flight only with guessed rows, or with chunks of its prompt. Its blocks stay its own until its last batch is
@@ -86,7 +86,7 @@ class Scheduler:
         """A new sequence waits its turn."""
         self.prefixes.name(seq)
         seq.most_tokens = self._most_tokens(seq)
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=_turn)
         self._most_blocks = max(self._most_blocks, self._blocks_of(seq))
 
     def end(self, seq: SequenceState) -> None:
@@ -356,7 +356,7 @@ class Scheduler:
         seq.computed = 0
         seq.preempt_when_collected = False
         seq.phase = Phase.WAITING
-        insort(self.waiting, seq, key=_arrival)
+        insort(self.waiting, seq, key=_turn)
 
     def _trim(self, seq: SequenceState) -> None:
         """Give back the blocks that only rejected guesses stood in."""
@@ -385,8 +385,8 @@ class Scheduler:
         assert all(seq.phase is Phase.RUNNING for seq in self.running), "a sequence that does not run stands among those that do"
         assert all(seq.in_flight for seq in self._draining), "a sequence drains that is not in flight"
         assert all(seq.flights or not seq.guess for seq in self.running), "guesses outlived the batch they were in"
-        for queue in (self.waiting, self.running):
-            assert all(a.id < b.id for a, b in pairwise(queue)), "a queue is out of the order of arrival"
+        assert all(_turn(a) < _turn(b) for a, b in pairwise(self.waiting)), "those that wait are out of their turn"
+        assert all(a.id < b.id for a, b in pairwise(self.running)), "those that run are out of the order of arrival"
         self.prefixes.check_invariants({*self.running, *self._draining})
         if not self.running and not self._draining:
             assert self.pool.used == 0, "blocks are held with nothing running"
@@ -403,3 +403,8 @@ def _first(prompts: Sequence[SequenceState], most: int) -> Sequence[SequenceStat
 
 def _arrival(seq: SequenceState) -> SequenceId:
     return seq.id
+
+
+def _turn(seq: SequenceState) -> tuple[bool, SequenceId]:
+    """Those of other nodes come last, until they have begun."""
+    return bool(seq.request.caller) and seq.cached_tokens is None, seq.id

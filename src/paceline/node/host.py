@@ -152,7 +152,7 @@ class EngineHost:
             raise EngineGone(f"The engine of {model} failed: {self._died}", "Restart paceline if this lasts.")
         if request.request_id in self._live:
             raise InvalidRequest(f"The request id {request.request_id} is in use", "Give each request its own.")
-        check_room(self._live_sequences, len(request.indices), self._config)
+        check_room(self._live_sequences, len(request.indices), self._config, self._held_by(request.caller) if request.caller else None)
         self._bind_loop()
         self._live[request.request_id] = stream
         self._live_sequences += len(request.indices)
@@ -167,6 +167,10 @@ class EngineHost:
             self._send(Abort(request.request_id))
 
     # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _held_by(self, caller: str) -> int:
+        """Sequences of another node."""
+        return sum(len(stream.request.indices) for stream in self._live.values() if stream.request.caller == caller)
 
     def _bind_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -260,7 +264,7 @@ class _Stream:
     def __init__(self, host: EngineHost, model: str, request: GenerationRequest) -> None:
         self._host = host
         self._model = model
-        self._request = request
+        self.request = request
         self._items: list[GenerationChunk] = []
         self._running = set(request.indices)
         self._error: PacelineError | None = None
@@ -273,7 +277,7 @@ class _Stream:
 
     async def __anext__(self) -> Sequence[GenerationChunk]:
         if not self._admitted and not self._over:
-            self._host.admit(self, self._model, self._request)
+            self._host.admit(self, self._model, self.request)
             self._admitted = True
         while not self._items:
             if self._error is not None:
@@ -320,11 +324,11 @@ class _Stream:
     def fail(self, reason: str, code: str | None = None) -> None:
         """End what still runs with an error chunk."""
         for index in sorted(self._running):
-            self.push(GenerationChunk(self._request.request_id, index, (), "", finish_reason=FinishReason.ERROR, error=reason, code=code))
+            self.push(GenerationChunk(self.request.request_id, index, (), "", finish_reason=FinishReason.ERROR, error=reason, code=code))
         self.wake()
 
     def _finish(self, *, ended: bool) -> None:
         if not self._over:
             self._over = True
             if self._admitted:
-                self._host.leave(self._request, ended=ended)
+                self._host.leave(self.request, ended=ended)

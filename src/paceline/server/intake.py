@@ -172,6 +172,7 @@ class Intake:
                     stop_ids=stop_ids,
                     ignore_eos=bool(asked.ignore_eos),
                     draft=asked.draft,
+                    cache_salt=asked.cache_salt or "",
                 )
                 for place, ids in enumerate(prompts)
             ),

@@ -98,6 +98,9 @@ class Sampling(Strict):
         default=None,
         description="Beyond OpenAI's: what tokens are guessed with: `off`, `ngram`, `auto`, or the id of a draft model. Changes no byte.",
     )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        default=None, description="Beyond OpenAI's: prompts are computed once for requests of the same salt. Changes no byte."
+    )
 
     user: str | None = Field(default=None, description="Ignored.")
     metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")

@@ -27,7 +27,8 @@ from paceline.transport.trust.seals import Voids
 MAX_CHANNELS = 512
 """Open at once; the one used longest ago is closed."""
 MAX_MESSAGE_BYTES = 8 << 20
-"""A link's measure carries 4 MiB, 256 cards of 16 KB as much. Raising it: what one message can make a node hold."""
+"""Of an answer: a view may have 256 cards of 16 KB. What a node takes in is bounded by method (`server.REQUESTS`). Raising it: what one message can make a
+node hold."""
 MAX_CARD_MESSAGE_BYTES = 128 << 10
 """What a node that is only met may say: one card."""
 MAX_BLOCK_BYTES = 64 << 10

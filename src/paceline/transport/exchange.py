@@ -146,7 +146,8 @@ class Exchanger:
         self._doubted.add(address)
 
 
-MAX_MEASURE_BYTES = 4 << 20
+MAX_MEASURE_BYTES = 1 << 20
+"""What a link is measured with, each way (`fleet.links`). Raising it: what one message makes a node hold."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

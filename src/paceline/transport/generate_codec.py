@@ -23,6 +23,7 @@ MAX_N = 128
 MAX_STOPS = 64
 MAX_STOP_LETTERS = 64 << 10
 MAX_DRAFT_LETTERS = 512
+MAX_SALT_LETTERS = 512
 """None lower than the API's own."""
 MAX_NOTICES = 16
 MAX_DETAILS = 16
@@ -59,11 +60,15 @@ def write_request(model: str, digest: str, weights: str, numerics_id: str, reque
         ignore_eos=request.ignore_eos,
         draft=request.draft or "",
         so_far=[wire.SequenceSoFar(index=index, token_ids=tokens) for index, tokens in request.so_far.items()],
+        cache_salt=request.cache_salt,
     )
 
 
-def read_request(message: wire.GenerateRequest, request_id: RequestId) -> GenerationRequest:
+def read_request(message: wire.GenerateRequest, request_id: RequestId, caller: str = "") -> GenerationRequest:
     """The request in a message, under an id of this process's own.
+
+    Args:
+        caller: the node that sent it.
 
     Raises:
         InvalidRequest: a count that no request has, or a sampling parameter out of its range. What the model decides (its context, its vocabulary) is checked at admission.
@@ -78,6 +83,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
         ("stop_token_ids", len(message.stop_ids), 0, MAX_STOPS),
         ("draft", len(message.draft), 0, MAX_DRAFT_LETTERS),
         ("so_far", len(message.so_far), 0, MAX_N),
+        ("cache_salt", len(message.cache_salt), 0, MAX_SALT_LETTERS),
     ):
         if not least <= value <= most:
             raise InvalidRequest(f"{field} is {value}, and {least} to {most} are taken", field=field)
@@ -110,6 +116,8 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId) -> Genera
         ignore_eos=message.ignore_eos,
         draft=message.draft or None,
         so_far=so_far,
+        caller=caller,
+        cache_salt=message.cache_salt,
     )
 
 

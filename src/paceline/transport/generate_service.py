@@ -19,6 +19,7 @@ from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.transport.generate_codec import read_request, write_chunks
 from paceline.transport.rpc_faults import abort
+from paceline.transport.trust.handlers import caller_of
 from paceline.transport.wire import generate_pb2 as wire
 from paceline.transport.wire.generate_pb2_grpc import GenerateServiceServicer
 
@@ -82,7 +83,7 @@ class GenerateServicer(GenerateServiceServicer):
         try:
             self._check(request)
             # Ids are the caller's; two callers may have chosen one.
-            wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"))
+            wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"), caller_of(context))
             async with (
                 aclosing(self._models.generate(request.model_id, wanted)) as stream,
                 _Notices(context, self._models.advances) as notices,

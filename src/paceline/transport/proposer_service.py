@@ -9,13 +9,16 @@ from typing import Any
 
 import grpc.aio
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidRequest, PacelineError
 from paceline.engine.drafts import BlockProposal
 from paceline.transport.proposer_desk import MOST_SESSIONS, MOST_WAITING, BlockAsk, ProposerDesk
 from paceline.transport.rpc_faults import abort
 from paceline.transport.trust.certificates import Member
 from paceline.transport.wire import propose_pb2 as wire
 from paceline.transport.wire.propose_pb2_grpc import ProposerServiceServicer, add_ProposerServiceServicer_to_server
+
+MOST_ENDED = 16 * MOST_SESSIONS
+"""Sessions that one message may end: more than a caller can have. Raising it: what one message makes the event loop do."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -57,6 +60,8 @@ class ProposerServicer(ProposerServiceServicer):
         try:
             async with asyncio.TaskGroup() as answering:
                 async for request in requests:
+                    if len(request.ended_sessions) > MOST_ENDED:
+                        raise InvalidRequest(f"{len(request.ended_sessions)} sessions that ended at once", field="ended_sessions")
                     self._desk.end(caller, request.ended_sessions)
                     for session in request.ended_sessions:
                         seen.pop(session, None)
@@ -73,8 +78,11 @@ class ProposerServicer(ProposerServiceServicer):
                     else:
                         answering.create_task(answer(ask))
                         await asyncio.sleep(0)  # so that it begins before news that its session is over
-        except* PacelineError as errors:
-            await abort(context, _first(errors))
+        except BaseExceptionGroup as errors:
+            error = _first(errors)
+            if isinstance(error, PacelineError):
+                await abort(context, error)
+            raise error from None
         finally:
             # Sessions end with the call that spoke of them: a peer that calls again says everything again.
             self._desk.end(caller, tuple(seen))
@@ -112,6 +120,6 @@ def proposer_service(desk: ProposerDesk, who: Callable[[Context], Member]) -> Ca
     return register
 
 
-def _first(group: BaseExceptionGroup[PacelineError]) -> PacelineError:
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     first = group.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -10,14 +10,20 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import ConfigError
-from paceline.transport.channels import COMMON, Options
+from paceline.transport.channels import COMMON, RECEIVE, Options
+from paceline.transport.exchange import MAX_MEASURE_BYTES
 from paceline.transport.exchange_codec import MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS
+from paceline.transport.proposer_desk import MOST_SESSIONS
 from paceline.transport.trust.addresses import join_host
 from paceline.transport.trust.connections import ConnectionWatch
 from paceline.transport.trust.credentials import server_credentials
 from paceline.transport.trust.guard import PeerGuard
 from paceline.transport.trust.handlers import Behaviour, Context, Limit, Request, Response, WellFormed, rewrap
 from paceline.transport.trust.identity import Identity
+from paceline.transport.weights_servicer import MAX_RANGES
+from paceline.transport.wire.fleet_pb2 import MeasureLinkRequest
+from paceline.transport.wire.generate_pb2 import GenerateRequest
+from paceline.transport.wire.propose_pb2 import ProposeBlockRequest, ProposeBlocksRequest
 
 
 class RpcMeter(grpc.aio.ServerInterceptor):
@@ -60,24 +66,49 @@ IDLE_S = 300
 """Without any call, until the server takes leave; the next call dials anew."""
 AGE_S = 3600
 """Until calls go by a new connection, whose certificate is looked at again."""
+KIB = 1 << 10
+REQUESTS = {
+    f"/paceline.v1.{method}": limit
+    for method, limit in {
+        "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own
+        "CapabilityService/GetNodeCapability": Limit(KIB, 64),
+        "CapabilityService/MeasureLink": Limit(MAX_MEASURE_BYTES + KIB, 8, bulk=MeasureLinkRequest.PAYLOAD_FIELD_NUMBER),
+        "ControlService/GetFleetView": Limit(KIB, 8),
+        # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
+        "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=GenerateRequest.PROMPT_IDS_FIELD_NUMBER),
+        "GenerateService/DescribeModel": Limit(4 * KIB, 8),
+        "ProposerService/ProposeBlock": Limit(2048 * KIB, 64, bulk=ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER),
+        # All that is inside of a block is numbers.
+        "ProposerService/ProposeBlocks": Limit(2048 * KIB, 2 * MOST_SESSIONS, bulk=ProposeBlocksRequest.BLOCK_FIELD_NUMBER),
+        "ShardService/OpenStage": Limit(4 * KIB, 64),
+        "ShardService/ConnectStage": Limit(64 * KIB, 128),
+        "ShardService/WarmLayers": Limit(4 * KIB, 64),
+        "ShardService/EchoRows": Limit(KIB, 16),
+        "WeightsService/DescribeWeights": Limit(KIB, 8),
+        "WeightsService/FetchPieces": Limit(128 * KIB, MAX_RANGES + 8),
+    }.items()
+}
+"""What is read of a request at most. Every method of a node's port has its limit: a message takes 35 times its size once it is parsed, on the
+event loop."""
+MAX_REQUEST_BYTES = max(limit.nbytes for limit in REQUESTS.values()) + 256 * KIB
+"""gRPC gathers a message of so many bytes before any of this code sees it; some more than any may have, so that one that is too long is told so."""
+
+MAX_STREAMS = 128
+"""RPCs of one connection at once. Raising it: messages that a peer may have begun and not ended. More than the answers that a node may have here
+at once (`engine.intake.SHARES`), so that one more is refused in words and does not wait for a place."""
 SERVER_OPTIONS: Options = [
-    *COMMON,
+    *(option for option in COMMON if option[0] != RECEIVE),
+    (RECEIVE, MAX_REQUEST_BYTES),
     ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
     ("grpc.keepalive_permit_without_calls", 1),  # else a connection without calls outlives a machine that lost its power
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
-    ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_connection_idle_ms", IDLE_S * 1000),
     ("grpc.max_connection_age_ms", AGE_S * 1000),  # calls under way go on
 ]
-
-REQUESTS = {
-    "/paceline.v1.CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS),
-    "/paceline.v1.CapabilityService/GetNodeCapability": Limit(1 << 10, 64),
-}
-"""What is read of a request at most, where less than `MAX_MESSAGE_BYTES` is enough."""
 
 Register = Callable[[grpc.aio.Server], None]
 

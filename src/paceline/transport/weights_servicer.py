@@ -1,15 +1,16 @@
 """Gives weights to other nodes: descriptions and pieces, of models in this machine's catalog and of nothing else.
 
 Disks are read in threads. A stream holds at most two pieces in memory (one on its way, one read ahead), and only so many streams are served
-at once; a node that comes then is told to try elsewhere.
+at once, half of them to one node; a node that comes then is told to try elsewhere. One that asks and does not read is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -17,7 +18,8 @@ import grpc.aio
 from paceline.core.errors import ModelFileError, ModelNotFound, NotTrusted
 from paceline.core.manifest import ModelManifest, is_sha256
 from paceline.transport.rpc_faults import abort
-from paceline.transport.trust.handlers import Context
+from paceline.transport.trust.handlers import Context, caller_of
+from paceline.transport.trust.sockets import hang_up, remote_of
 from paceline.transport.weights_codec import parts
 from paceline.transport.wire import weights_pb2 as wire
 from paceline.transport.wire import weights_pb2_grpc
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RANGES: Final = 4096
 _HEARTBEAT_S: Final = 1.0
+WRITE_S: Final = 20.0
+"""Raising it: callers that hang keep others from their weights for longer."""
 
 FetchContext = grpc.aio.ServicerContext[wire.FetchPiecesRequest, wire.FetchPiecesResponse]
 DescribeContext = grpc.aio.ServicerContext[wire.DescribeWeightsRequest, wire.DescribeWeightsResponse]
@@ -53,12 +57,16 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
     Args:
         admit: raises NotTrusted for callers that may not take weights.
         streams: calls served at once. Raising it serves more nodes at a time and each of them slower; the disk and the link are shared.
+        write_s: how long a caller may take nothing of what it asked for.
     """
 
-    def __init__(self, library: WeightsLibrary, admit: Callable[[Context], None], *, streams: int = 4) -> None:
+    def __init__(self, library: WeightsLibrary, admit: Callable[[Context], None], *, streams: int = 4, write_s: float = WRITE_S) -> None:
         self._library: Final = library
         self._admit: Final = admit
-        self._free = streams
+        self._free, self._share = streams, max(1, streams // 2)
+        self._write_s: Final = write_s
+        self._served: Final = Counter[str]()
+        """Calls under way, by caller. A node that loads layers of two models has two."""
         self._describing: Final = asyncio.Lock()
         self._examined = (0, 0)
         """(bytes, of bytes) of the model that is read now; who waits for another one is told this too, as a sign that things go on."""
@@ -68,7 +76,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         self, request: wire.DescribeWeightsRequest, context: DescribeContext
     ) -> None:
         await self._check(request.digest, context)
-        self._free -= 1
+        caller = self._take_stream(context)
         begun, left = False, False
 
         def examined(done: int, total: int) -> None:
@@ -86,9 +94,11 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         task = asyncio.create_task(describe())
         try:
             while not (await asyncio.wait({task}, timeout=_HEARTBEAT_S))[0]:
-                await context.write(wire.DescribeWeightsResponse(examined_bytes=self._examined[0], bytes_to_examine=self._examined[1]))
+                await self._write(
+                    context, wire.DescribeWeightsResponse(examined_bytes=self._examined[0], bytes_to_examine=self._examined[1])
+                )
             for part in parts(task.result()):
-                await context.write(part)
+                await self._write(context, part)
         except (ModelNotFound, ModelFileError) as error:
             await _refuse(context, error)
         finally:
@@ -96,7 +106,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             if not begun:
                 task.cancel()
             await _ended(task)
-            self._free += 1
+            self._give_stream(caller)
 
     async def FetchPieces(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: wire.FetchPiecesRequest, context: FetchContext
@@ -104,20 +114,20 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         await self._check(request.digest, context)
         if len(request.ranges) > MAX_RANGES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.ranges)} ranges are more than {MAX_RANGES}")
-        self._free -= 1
+        caller = self._take_stream(context)
         wanted = _pieces(request)
         ahead = self._read(request.digest, next(wanted, None))
         try:
             while ahead is not None:
                 got = await asyncio.shield(ahead)
                 ahead = self._read(request.digest, next(wanted, None))
-                await context.write(got)
+                await self._write(context, got)
         except (ModelNotFound, ModelFileError) as error:
             await _refuse(context, error)
         finally:
             if ahead is not None:
                 await _ended(ahead)
-            self._free += 1
+            self._give_stream(caller)
 
     def _read(self, digest: str, place: tuple[int, int] | None) -> asyncio.Task[wire.FetchPiecesResponse] | None:
         if place is None:
@@ -135,8 +145,34 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             await abort(context, error)
         if not is_sha256(digest):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a model is asked for by its digest, 64 hexadecimal digits")
-        if self._free <= 0:
+        if self._free <= 0 or self._served[caller_of(context)] >= self._share:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives weights to as many others as it will")
+
+    async def _write(
+        self, context: FetchContext | DescribeContext, message: wire.FetchPiecesResponse | wire.DescribeWeightsResponse
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._write_s):
+                await cast("Context", context).write(message)
+        except TimeoutError:
+            # A status would wait behind what is not taken.
+            logger.warning(
+                "%s takes nothing of the weights that it asked for: its connection is ended", caller_of(cast("Context", context))
+            )
+            hang_up(remote_of(context.peer()))
+            raise asyncio.CancelledError from None
+
+    def _take_stream(self, context: FetchContext | DescribeContext) -> str:
+        caller = caller_of(context)
+        self._free -= 1
+        self._served[caller] += 1
+        return caller
+
+    def _give_stream(self, caller: str) -> None:
+        self._free += 1
+        self._served[caller] -= 1
+        if not self._served[caller]:
+            del self._served[caller]
 
 
 def _pieces(request: wire.FetchPiecesRequest) -> Iterator[tuple[int, int]]:

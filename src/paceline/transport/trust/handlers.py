@@ -4,7 +4,7 @@ A message that protobuf can't parse would be an exception inside gRPC, logged wi
 log with where it came from. A message may take 35 times its size once it is parsed (millions of empty parts), so of some methods they are counted.
 
 Parts are counted before a message is decoded: an empty one takes two bytes on the wire and seventy in memory. Only the outermost fields are looked
-at; what is inside of them is bounded where it is opened.
+at; what is inside of them is bounded by their length, and where it is opened.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from paceline.transport.trust.sockets import remote_of
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 
 
-def check_parts(data: bytes, most: int) -> None:
+def check_parts(data: bytes, most: int, inner_bytes: int | None = None, bulk: int | None = None) -> None:
     """Raise unless these bytes are at most `most` fields.
 
+    Args:
+        inner_bytes: of one of them, at most; None: any.
+        bulk: the number of a field that may be longer.
+
     Raises:
-        MessageTooLarge: there are more.
+        MessageTooLarge: there are more, or one is too long.
         MalformedMessage: they are no message.
     """
     at, count = 0, 0
@@ -44,6 +48,8 @@ def check_parts(data: bytes, most: int) -> None:
             _, at = _varint(data, at)
         elif kind == _LEN:
             size, at = _varint(data, at)
+            if inner_bytes is not None and size > inner_bytes and tag >> 3 != bulk:
+                raise MessageTooLarge(f"A part of a message has {size} bytes; the bound is {inner_bytes}")
             at += size
         elif kind == _I64:
             at += 8
@@ -69,6 +75,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def caller_of(context: Context) -> str:
+    """The node that calls, as its certificate names it: the guard has checked it. Without one, where it calls from."""
+    name = next(iter(context.auth_context().get("x509_common_name") or ()), b"")
+    return name.decode("utf-8", "replace") or remote_of(context.peer())[0]
+
+
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -76,11 +90,15 @@ Response = TypeVar("Response")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of a method's requests."""
+    """Of a method's requests, looked at before anything is decoded."""
 
     nbytes: int
     parts: int
-    """Outermost fields, counted before anything is decoded."""
+    """Outermost fields."""
+    inner_bytes: int = 64 << 10
+    """In one of them, where it is not `bulk`: what is inside of it may be as many parts as it has room for."""
+    bulk: int | None = None
+    """The number of the field that may be long: it holds numbers, which take no more room decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +184,7 @@ def _reader(handler: grpc.RpcMethodHandler[Any, Any], limit: Limit | None) -> Ca
             if limit is not None:
                 if len(data) > limit.nbytes:
                     raise MessageTooLarge(f"A request of {len(data)} bytes; the bound is {limit.nbytes}")
-                check_parts(data, limit.parts)
+                check_parts(data, limit.parts, limit.inner_bytes, limit.bulk)
             return read(data)
         except GossipRefused as error:
             return _Unreadable(error)

@@ -136,6 +136,7 @@ class GenerateRequest(_message.Message):
     STOP_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     SO_FAR_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
@@ -150,6 +151,8 @@ class GenerateRequest(_message.Message):
     ignore_eos: _builtins.bool
     draft: _builtins.str
     """What tokens are guessed with: off, ngram, auto, or the id of a draft model. Empty: as the node is set. Changes no byte of an answer."""
+    cache_salt: _builtins.str
+    """Prompts are computed once for requests of one node and one salt."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -180,11 +183,12 @@ class GenerateRequest(_message.Message):
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         draft: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
         so_far: _abc.Iterable[Global___SequenceSoFar] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "draft", b"draft", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "digest", b"digest", "draft", b"draft", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
