@@ -95,7 +95,7 @@ def test_row_48_the_next_request_is_served(bounded: Any) -> None:
     tokenizer = bounded(model(source))
     plain = model(source)
     assert tokenizer.render_chat(CHAT, NOW) == plain.render_chat(CHAT, NOW)
-    with pytest.raises(InvalidRequest, match="was ended: it did not end in time"):
+    with pytest.raises(InvalidRequest, match="was ended"):
         tokenizer.render_chat([{"role": "user", "content": "attack"}], NOW)
     assert tokenizer.render_chat(CHAT, NOW) == plain.render_chat(CHAT, NOW)
 

@@ -22,10 +22,11 @@ from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, UnsupportedModel
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
-from paceline.store.tokenizer_child import FAULT, HEAD, limit_of, write_time
+from paceline.store.tokenizer_child import BUILD_S, FAULT, HEAD, limit_of, write_time
 
-BUILD_S: Final = 30.0
-"""For a process to start and read its tokenizer; large ones take a second. Raising it: a file that is no tokenizer holds up its requests longer."""
+PATIENCE: Final = 10.0
+"""By the clock a process may take so many times as long as by the processor's time, which it counts itself: others want the processor too. Raising it:
+one that is stopped holds up its requests for longer."""
 _MOST_ANSWER: Final = 256 << 20
 _PART: Final = 1 << 16
 _MODULE: Final = "paceline.store.tokenizer_child"
@@ -160,7 +161,7 @@ class TokenizerProcess:
             ProcessLost: there is none in time.
             PacelineError: what it answered, in its type.
         """
-        until = time.monotonic() + limit_s
+        until = time.monotonic() + PATIENCE * limit_s
         self._send(HEAD.pack(len(data)) + data, until)
         size = HEAD.unpack(self._receive(HEAD.size, until))[0]
         if not 1 <= size <= _MOST_ANSWER:

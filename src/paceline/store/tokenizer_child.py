@@ -21,6 +21,8 @@ from paceline.core.errors import InvalidRequest, PacelineError, RequestError, Un
 
 BUILD_BYTES: Final = 1 << 30
 """Memory for reading a tokenizer: the largest, of 260,000 tokens, takes a third. Raising it: what a file may make this machine hold."""
+BUILD_S: Final = 20.0
+"""Of the processor's time, for the same; large ones take a second."""
 RENDER_BYTES: Final = 64 << 20
 """Memory for one text, and `PER_BYTE` for each of its bytes. Raising it: the same for one request."""
 PER_BYTE: Final = 48
@@ -30,7 +32,7 @@ IDS, FAULT = b"I", b"F"
 
 
 def limit_of(nbytes: int) -> float:
-    """Seconds that a request of so many bytes may take."""
+    """Seconds of the processor's time that a request of so many bytes may take: on a busy machine that is longer by the clock."""
     return min(20.0, 2.0 + nbytes / 200_000)
 
 
@@ -41,10 +43,11 @@ def main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to hear
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, in the middle of anything
+    for ends in (signal.SIGPROF, signal.SIGALRM):  # in the middle of anything
+        signal.signal(ends, signal.SIG_DFL)
     _limit_memory(BUILD_BYTES)
     packed = _read(source)
-    signal.alarm(60)  # the parent counts too, but may be gone
+    signal.setitimer(signal.ITIMER_PROF, BUILD_S)
     from paceline.store.tokenizer import unpack_tokenizer
 
     try:
@@ -55,9 +58,11 @@ def main() -> None:
     del packed
     _write(sink, IDS, b"")
     while True:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(idle_s)
         data = _read(source)
-        signal.alarm(int(limit_of(len(data))) + 5)
+        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, limit_of(len(data)))
         _limit_memory(RENDER_BYTES + PER_BYTE * len(data))
         try:
             asked: dict[str, Any] = json.loads(data)

@@ -77,6 +77,7 @@ REQUESTS = {
         # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
         "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=GenerateRequest.PROMPT_IDS_FIELD_NUMBER),
         "GenerateService/DescribeModel": Limit(4 * KIB, 8),
+        "RenewalService/Renew": Limit(8 * KIB, 8),
         "ProposerService/ProposeBlock": Limit(2048 * KIB, 64, bulk=ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER),
         # All that is inside of a block is numbers.
         "ProposerService/ProposeBlocks": Limit(2048 * KIB, 2 * MOST_SESSIONS, bulk=ProposeBlocksRequest.BLOCK_FIELD_NUMBER),

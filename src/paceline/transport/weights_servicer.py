@@ -19,7 +19,6 @@ from paceline.core.errors import ModelFileError, ModelNotFound, NotTrusted
 from paceline.core.manifest import ModelManifest, is_sha256
 from paceline.transport.rpc_faults import abort
 from paceline.transport.trust.handlers import Context, caller_of
-from paceline.transport.trust.sockets import hang_up, remote_of
 from paceline.transport.weights_codec import parts
 from paceline.transport.wire import weights_pb2 as wire
 from paceline.transport.wire import weights_pb2_grpc
@@ -155,11 +154,8 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             async with asyncio.timeout(self._write_s):
                 await cast("Context", context).write(message)
         except TimeoutError:
-            # A status would wait behind what is not taken.
-            logger.warning(
-                "%s takes nothing of the weights that it asked for: its connection is ended", caller_of(cast("Context", context))
-            )
-            hang_up(remote_of(context.peer()))
+            # Not an abort: a status would wait behind what is not taken, and the place with it.
+            logger.warning("%s takes nothing of the weights that it asked for: it is left", caller_of(cast("Context", context)))
             raise asyncio.CancelledError from None
 
     def _take_stream(self, context: FetchContext | DescribeContext) -> str:
