@@ -124,16 +124,15 @@ def build_pipeline(
     loop: asyncio.AbstractEventLoop,
     clock: Clock,
     *,
-    meter: PipelineMeter | None = None,
-    progress: LoadProgress | None = None,
-    on_opening: Callable[[Opening], None] | None = None,
-    on_end: Callable[[], None] = lambda: None,
+    meter: PipelineMeter,
+    progress: LoadProgress | None,
+    on_opening: Callable[[Opening], None] | None,
+    on_end: Callable[[], None],
 ) -> BuiltNode:
     """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there.
 
     `on_end` is called once the pipeline has ended.
     """
-    meter = meter or PipelineMeter()
     built = build_engine_over(settings, order, fleet, ends, loop, clock, meter=meter, progress=progress, on_opening=on_opening)
 
     def release() -> None:
