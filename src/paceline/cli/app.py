@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,7 +21,6 @@ from paceline.cli.options import (
     Draft,
     KvTokens,
     MaxRunning,
-    Model,
     PrefillChunk,
     StepBudgetMs,
     Threads,
@@ -42,7 +43,12 @@ app = typer.Typer(
 
 @app.command()
 def up(
-    model: Model = DEFAULT_MODEL,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help=f"A model's name, a folder, or a GGUF file. Default: {DEFAULT_MODEL}.")
+    ] = None,
+    served_name: Annotated[
+        list[str] | None, typer.Option("--served-name", metavar="NAME", help="Another name for it, for clients. May be repeated.")
+    ] = None,
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.")] = 8000,
     host: Annotated[str, typer.Option("--host", help="Anything but loopback needs an API key.")] = "127.0.0.1",
     weights: Weights = None,
@@ -73,6 +79,10 @@ def up(
     step_budget_ms: StepBudgetMs = 250,
     context: Context = None,
     draft: Draft = "auto",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option("--log-level", help="info: a line for each request, not for refused ones only."),
+    ] = "warning",
     greet: Annotated[bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.")] = False,
     no_model: Annotated[bool, typer.Option("--no-model", help="Load none: serve what other machines of the fleet have.")] = False,
     fleet_port: Annotated[
@@ -121,19 +131,36 @@ def up(
     from paceline.cli.api_options import ApiOptions, server_settings
     from paceline.cli.sharing import Sharing, run_shared
 
+    logging.basicConfig(level=log_level.upper(), format="%(message)s")
+    if model is not None and len(model) > 1:
+        raise ConfigError(
+            f"--model is given {len(model)} times, and one process serves one model",
+            "Start `paceline up` for each, on a --port of its own.",
+        )
     if no_model and draft != "auto":
         raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
     settings = (
         None
         if no_model
-        else NodeSettings(model, weights, kv_tokens, context, device, threads, max_running, prefill_chunk, step_budget_ms, draft=draft)
+        else NodeSettings(
+            DEFAULT_MODEL if not model else model[0],
+            weights,
+            kv_tokens,
+            context,
+            device,
+            threads,
+            max_running,
+            prefill_chunk,
+            step_budget_ms,
+            draft=draft,
+        )
     )
     sharing = Sharing(
         *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age),
     )
-    served = server_settings(api_key, api_key_file, allow_host, allow_origin)
+    served = replace(server_settings(api_key, api_key_file, allow_host, allow_origin), served_names=tuple(served_name or ()))
     run_shared(settings, sharing, ApiOptions(host, port, served, tls, tls_cert, tls_key), greet=greet)
 
 
@@ -150,9 +177,12 @@ def status(
 
 @app.command()
 def chat(
+    question: Annotated[str | None, typer.Argument(help="Answer this once, and end. Default: a conversation.")] = None,
     url: Annotated[
-        str | None, typer.Option("--url", "-u", help="A running endpoint. Default: load the model here, without a server.")
+        str | None,
+        typer.Option("--url", "-u", help="An endpoint. Default: one that runs on this machine; where none does, load the model."),
     ] = None,
+    load: Annotated[bool, typer.Option("--load", help="Load the model here, even where an endpoint runs.")] = False,
     model: Annotated[str | None, typer.Option("--model", "-m", help=f"Default: the endpoint's first, or {DEFAULT_MODEL}.")] = None,
     system: Annotated[str | None, typer.Option("--system", "-s", help="A system message to begin with.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, max=2.0)] = 0.7,
@@ -165,13 +195,25 @@ def chat(
     api_key_file: ApiKeyFile = None,
     tls_ca: Annotated[Path | None, typer.Option("--tls-ca", help="Certificate (PEM) that the endpoint at --url is known by.")] = None,
 ) -> None:
-    """Talk to a model, loaded here or at an endpoint. Input from a pipe or a file is one message, answered once."""
+    """Talk to a model, at an endpoint or loaded here. A question, or input from a pipe or a file, is answered once."""
     from paceline.cli.api_options import read_key
     from paceline.cli.chat import run_chat
 
-    api_key = read_key(api_key, api_key_file)
+    if load and url is not None:
+        raise ConfigError("--load and --url contradict one another", "Give one of them.")
     settings = NodeSettings(model or DEFAULT_MODEL, weights, context=context, device=device, threads=threads, max_running=1)
-    run_chat(settings, url=url, model=model, system=system, temperature=temperature, seed=seed, api_key=api_key, tls_ca=tls_ca)
+    run_chat(
+        settings,
+        question=question,
+        url=url,
+        load_here=load,
+        model=model,
+        system=system,
+        temperature=temperature,
+        seed=seed,
+        api_key=read_key(api_key, api_key_file),
+        tls_ca=tls_ca,
+    )
 
 
 @app.command()

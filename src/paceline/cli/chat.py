@@ -1,42 +1,54 @@
-"""`paceline chat`: a conversation in the terminal, with a model loaded here or at an endpoint.
+"""`paceline chat`: a conversation in the terminal, with an endpoint of this machine, another one, or a model loaded here.
 
-Ctrl-C during an answer ends the answer; at the prompt it ends the chat. Where standard input is no terminal, all of it is one message:
-the answer alone goes to standard output, and an answer that fails or is interrupted is an exit code.
+Ctrl-C during an answer ends the answer; at the prompt it clears the line. A question on the command line is answered once, and so is all of standard
+input where that is no terminal: the answer alone goes to standard output, and an answer that fails or is interrupted is an exit code.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from paceline.cli.endpoint import Endpoint
+from paceline.cli.running import Running, running
 from paceline.cli.terminal import EXIT_OK, Terminal, report
-from paceline.core.errors import PacelineError, UserError
+from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.shown import shown
 from paceline.node.settings import NodeSettings
+from paceline.store.home import Home
+
+if TYPE_CHECKING:
+    from paceline.cli.ask import Asker
 
 HELP = """\
   /reset   forget the conversation
-  /quit    leave (also Ctrl-D, or Ctrl-C here)
+  /drop    forget its oldest question and answer
+  /quit    leave (also /bye, Ctrl-D, or Ctrl-C twice)
   /help    this
-A line that ends in \\ goes on in the next. Three double quotes open a text of many lines, and three more close it.
-Ctrl-C during an answer stops the answer."""
-FENCE = '"""'
+A line that ends in \\ goes on in the next. Three double quotes open a text of many lines, and three more close it; pasted lines are one message.
+Ctrl-C during an answer stops the answer; at the prompt it clears the line."""
+_COMMAND = re.compile(r"/[a-z-]*(?=\s|$)")
+CUT = "(cut: the context is full. /drop forgets the oldest question and answer, /reset all)"
 
 Message = dict[str, str]
-Say = Callable[[list[Message]], Generator[str]]
+Say = Callable[[list[Message]], Generator[str, None, bool]]
+"""Streams an answer's text; returns whether the context cut it."""
 
 
 def run_chat(
     settings: NodeSettings,
     *,
+    question: str | None,
     url: str | None,
+    load_here: bool,
     model: str | None,
     system: str | None,
     temperature: float,
@@ -44,27 +56,38 @@ def run_chat(
     api_key: str | None,
     tls_ca: Path | None = None,
 ) -> None:
-    """Converse until the person leaves.
+    """Converse until the person leaves; with a question, or input that is no terminal, answer once.
+
+    Args:
+        url: None: an endpoint of this machine where one serves the model, else the model is loaded here.
 
     Raises:
-        UserError: the endpoint or the model can't be used, or the one message that was piped in can't be answered.
+        UserError: the endpoint or the model can't be used, or the one message can't be answered.
     """
-    piped = None if sys.stdin.isatty() else _all_input()
+    once = _one_message(question)
 
     def converse(name: str, say: Say) -> None:
         opening: list[Message] = [{"role": "system", "content": system}] if system else []
-        if piped is None:
-            _converse(Terminal(), name, opening, say)
-        else:
-            _write(say([*opening, {"role": "user", "content": piped}]))
+        if once is not None:
+            _write(say([*opening, {"role": "user", "content": once}]), _show_plain)
             print()
+            return
+        from paceline.cli.ask import Asker
 
-    if url is not None:
-        with Endpoint(url, api_key, tls_ca) as endpoint:
+        console = Terminal()
+        console.print(f"Chatting with {name}. /help says how, /quit leaves.", style="dim", markup=False)
+        _Conversation(console, Asker(Home.from_environment().chat_history), opening, say).run()
+
+    here = None if load_here or url is not None else _endpoint_here(settings, model, api_key)
+    found, ca = (url, tls_ca) if here is None else (here.url, here.authority)
+    if found is not None:
+        with Endpoint(found, api_key, ca) as endpoint:
             name = model or next(iter(endpoint.models()), "")
             if not name:
-                raise UserError(f"{url} serves no model", "Name one with --model.")
-            converse(name, lambda messages: endpoint.say(name, messages, temperature=temperature, seed=seed))
+                raise UserError(f"{found} serves no model", "Name one with --model.")
+            if here is not None:
+                print(f"{found} serves {name} on this machine: it answers (--load loads the model here instead)", file=sys.stderr)
+            converse(name, partial(endpoint.say, name, temperature=temperature, seed=seed))
         return
     from paceline.cli.terminal import end_now
     from paceline.cli.up import load
@@ -73,99 +96,137 @@ def run_chat(
     node = load(settings, Terminal(stderr=True))
     try:
         with LocalChat(node.host, node.model) as local:
-            converse(node.model.name, lambda messages: local.say(messages, temperature=temperature, seed=seed))
+            converse(node.model.name, partial(local.say, temperature=temperature, seed=seed))
     finally:
         node.close()
     end_now(EXIT_OK)
 
 
-def _all_input() -> str:
-    text = sys.stdin.read()
-    if not text.strip():
+def _one_message(question: str | None) -> str | None:
+    """The one message to answer: the question, and behind it what is piped in. None: there is a conversation."""
+    if sys.stdin.isatty():
+        return question
+    piped = sys.stdin.read()
+    if question is not None:
+        return f"{question}\n\n{piped}" if piped.strip() else question
+    if not piped.strip():
         raise UserError("There is no message on standard input", "Pipe one in, or start the chat in a terminal.")
-    return text
+    return piped
 
 
-def _converse(console: Console, name: str, opening: list[Message], say: Say) -> None:
-    _enable_line_editing()
-    console.print(f"Chatting with {name}. /help says how, /quit leaves.", style="dim", markup=False)
-    messages = list(opening)
-    while True:
+def _endpoint_here(settings: NodeSettings, model: str | None, api_key: str | None) -> Running | None:
+    """An endpoint of this machine that serves the model. None where there is none, or the person asked how the model is to be loaded."""
+    if NodeSettings(settings.model, max_running=settings.max_running) != settings:
+        return None
+    for one in running(Home.from_environment()):
+        if one.has_key and api_key is None:
+            continue
         try:
-            text = read_message(input, prompt=">>> ")
-        except (EOFError, KeyboardInterrupt):
-            console.print()
-            return
-        match text.strip():
-            case "":
-                continue
-            case "/quit" | "/exit":
-                return
-            case "/reset":
-                messages = list(opening)
-                console.print("Forgotten.", style="dim")
-            case "/help":
-                console.print(HELP, markup=False)
-            case command if command.startswith("/") and " " not in command and "\n" not in command:
-                console.print(f"There is no {command}; /help lists what there is.", markup=False)
+            with Endpoint(one.url, api_key, one.authority) as endpoint:
+                names = endpoint.models()
+        except UserError:
+            continue
+        if (model is None and names) or model in names:
+            return one
+    return None
+
+
+class _Conversation:
+    """Questions and answers, until the person leaves."""
+
+    def __init__(self, console: Console, asker: Asker, opening: list[Message], say: Say) -> None:
+        self._console, self._asker, self._opening, self._say = console, asker, opening, say
+        self._messages = list(opening)
+
+    def run(self) -> None:
+        goes_on = True
+        while goes_on:
+            try:
+                goes_on = self._turn()
+            except KeyboardInterrupt:  # between an answer and the next prompt
+                self._console.print()
+
+    def _turn(self) -> bool:
+        """One message and what follows it; returns whether the chat goes on."""
+        text = self._asker.message()
+        if text is None:
+            return False
+        command = _COMMAND.match(text.strip())
+        if command is not None:
+            return self._obey(command.group(), text.strip())
+        if text.strip():
+            self._answer(text)
+        return True
+
+    def _obey(self, command: str, line: str) -> bool:
+        """Do what a line that begins with a slash says; returns whether the chat goes on."""
+        match command:
+            case "/quit" | "/exit" | "/bye" if line == command:
+                return False
+            case "/reset" if line == command:
+                self._messages = list(self._opening)
+                self._console.print("Forgotten.", style="dim")
+            case "/drop" if line == command:
+                self._drop()
+            case "/help" if line == command:
+                self._console.print(HELP, markup=False)
             case _:
-                messages.append({"role": "user", "content": text})
-                answer = _answer(console, say, messages)
-                # A question that got no answer is taken back, so that the roles still alternate.
-                messages = [*messages, {"role": "assistant", "content": answer}] if answer else messages[:-1]
+                self._console.print(f"There is no {line.splitlines()[0]}; /help lists what there is.", markup=False)
+        return True
 
+    def _drop(self) -> None:
+        first = len(self._opening)
+        if len(self._messages) == first:
+            self._console.print("There is nothing to forget.", style="dim")
+            return
+        del self._messages[first : first + 2]
+        self._console.print(f"Forgot the oldest; {(len(self._messages) - first) // 2} left.", style="dim")
 
-def _answer(console: Console, say: Say, messages: list[Message]) -> str:
-    parts: list[str] = []
-    try:
-        _write(say(messages), parts.append)
-    except KeyboardInterrupt:
-        console.print(" [dim](stopped)[/]", end="")
-    except PacelineError as error:
+    def _answer(self, text: str) -> None:
+        from paceline.cli.ask import untyped
+        from paceline.cli.wrap import WordWrap
+
+        asked: list[Message] = [*self._messages, {"role": "user", "content": text}]
+        parts: list[str] = []
+        wrap = WordWrap(shutil.get_terminal_size().columns)
+
+        def show(piece: str) -> None:
+            parts.append(piece)
+            sys.stdout.write(wrap.feed(shown(piece)))
+
+        cut = False
+        try:
+            with untyped():
+                cut = _write(self._say(asked), show)
+        except KeyboardInterrupt:
+            print(wrap.end(), end="")
+            self._console.print(" [dim](stopped)[/]", end="")
+        except PacelineError as error:
+            print(wrap.end())
+            report(error)
+            if isinstance(error, ContextOverflow):
+                self._console.print("/drop forgets the oldest question and answer, /reset all; then ask again.", style="dim")
+            return  # a question that got no answer is taken back, so that the roles still alternate
+        print(wrap.end())
+        if cut:
+            self._console.print(CUT, style="dim", markup=False)
+        self._console.print()
         if parts:
-            console.print()
-        report(error)
-        return ""
-    console.print("\n")
-    return "".join(parts)
+            self._messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
 
 
-def _write(texts: Generator[str], keep: Callable[[str], object] = lambda _: None) -> None:
-    """Write an answer as it comes: not through rich, so unwrapped and unstyled. On a terminal, nothing in it commands that; a file gets all of it."""
-    is_terminal = sys.stdout.isatty()
+def _write(texts: Generator[str, None, bool], show: Callable[[str], object]) -> bool:
+    """Show an answer as it comes: not through rich, so unstyled. Returns whether the context cut it."""
     with closing(texts):
-        for text in texts:
-            keep(text)
-            sys.stdout.write(shown(text) if is_terminal else text)
+        while True:
+            try:
+                text = next(texts)
+            except StopIteration as end:
+                return bool(end.value)
+            show(text)
             sys.stdout.flush()
 
 
-def read_message(read: Callable[[str], str], prompt: str) -> str:
-    """One message of one or many lines.
-
-    Args:
-        read: reads a line after showing a prompt; `input`.
-        prompt: for the first line.
-
-    Raises:
-        EOFError: there is nothing more to read.
-    """
-    line = read(prompt)
-    more = "... " if prompt else ""
-    if line.lstrip().startswith(FENCE):
-        lines = [line.lstrip().removeprefix(FENCE)]
-        while not lines[-1].rstrip().endswith(FENCE):
-            lines.append(read(more))
-        lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
-        return "\n".join(lines).strip("\n")
-    lines = [line]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1].removesuffix("\\")
-        lines.append(read(more))
-    return "\n".join(lines)
-
-
-def _enable_line_editing() -> None:
-    # Importing it is what gives `input` a history and arrow keys; some Pythons are built without it.
-    if find_spec("readline") is not None:
-        import_module("readline")
+def _show_plain(text: str) -> None:
+    """On a terminal, nothing in it commands that; a file gets all of it."""
+    sys.stdout.write(shown(text) if sys.stdout.isatty() else text)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import httpx
 
-from paceline.core.errors import UserError
+from paceline.core.errors import ContextOverflow, UserError
 from paceline.core.shown import printable
 
 MAX_WORDS = 2000
@@ -84,11 +84,12 @@ class Endpoint:
         temperature: float,
         seed: int | None,
         max_tokens: int | None = None,
-    ) -> Generator[str]:
-        """Stream the answer's text. Closing the generator hangs up, which ends the generation.
+    ) -> Generator[str, None, bool]:
+        """Stream the answer's text; returns whether it was cut for want of room. Closing the generator hangs up, which ends the generation.
 
         Raises:
             EndpointError: it can't be reached, refused, or the answer broke off.
+            ContextOverflow: the conversation has outgrown the context.
         """
         body: dict[str, Any] = {"model": model, "messages": list(messages), "stream": True, "temperature": temperature}
         body |= {"seed": seed} if seed is not None else {}
@@ -98,29 +99,32 @@ class Endpoint:
                 if response.is_error:
                     response.read()
                 self._check(response)
-                yield from self._texts(response)
+                return (yield from self._texts(response))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
 
-    def _texts(self, response: httpx.Response) -> Generator[str]:
+    def _texts(self, response: httpx.Response) -> Generator[str, None, bool]:
+        cut = False
         for line in response.iter_lines():
             if not line.startswith("data: "):
                 continue
             data = line.removeprefix("data: ")
             if data == "[DONE]":
-                return
-            text = self._text(data)
+                return cut
+            text, ended = self._text(data)
+            cut = cut or ended == "length"
             if text:
                 yield text
         raise EndpointError("the answer broke off before its end", "Try again.")
 
-    def _text(self, data: str) -> str:
-        """The text an event of a stream brings; empty where it brings something else."""
+    def _text(self, data: str) -> tuple[str, str | None]:
+        """The text an event of a stream brings, empty where it brings something else, and why the answer ended, once it did."""
         try:
             event: dict[str, Any] = json.loads(data)
             if "error" in event:
                 raise EndpointError(f"{self._url} failed: {printable(event['error']['message'], MAX_WORDS)}", "Try again.")
-            return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            return text, next((choice["finish_reason"] for choice in event["choices"] if choice.get("finish_reason")), None)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EndpointError(
                 f"{self._url} does not stream as an OpenAI endpoint does: {printable(data, 80)}", "Check the URL."
@@ -130,9 +134,12 @@ class Endpoint:
         if not response.is_error:
             return
         try:
-            message = printable(str(response.json()["error"]["message"]), MAX_WORDS)
-        except (ValueError, KeyError, TypeError):
-            message = printable(response.reason_phrase)
+            error: dict[str, Any] = response.json()["error"]
+            message, code = printable(str(error["message"]), MAX_WORDS), error.get("code")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            message, code = printable(response.reason_phrase), None
+        if code == "context_length_exceeded":
+            raise ContextOverflow(message, "Shorten it.")
         raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", _HINTS.get(response.status_code, ""))
 
     def _unreachable(self, error: Exception) -> EndpointError:

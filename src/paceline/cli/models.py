@@ -17,7 +17,7 @@ from paceline.core.errors import HubSilent, NotAtHub
 from paceline.store.catalog import LocalModel, list_models
 from paceline.store.home import Home
 from paceline.store.partial import list_parts
-from paceline.store.selection import parse_ref
+from paceline.store.selection import from_url, parse_ref
 
 
 def run_models(*, as_json: bool) -> None:
@@ -60,6 +60,7 @@ def run_pull(ref: str) -> None:
     """
     console = Terminal()
     home = Home.from_environment()
+    ref = from_url(ref)
     if not console.is_terminal:
         console.print(f"Pulling {ref}", markup=False, soft_wrap=True)
     try:

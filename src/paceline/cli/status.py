@@ -1,4 +1,4 @@
-"""`paceline status`: the fleet as this machine's node sees it: who is there, since when that is known, what they have, and who runs what."""
+"""`paceline status`: the endpoints of this machine and how busy they are, and the fleet as this machine's node sees it: who is there, since when that is known, what they have, and who runs what."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.backends.memory import human
+from paceline.cli.membership import is_member
+from paceline.cli.status_here import EndpointLoad, endpoints_here, show_endpoints
 from paceline.cli.terminal import Terminal, counted
-from paceline.core.errors import PlacementError
+from paceline.core.errors import PlacementError, UserError
+from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Use
@@ -33,41 +36,55 @@ WATCH_S = 1.0
 
 
 def run_status(*, as_json: bool, watch: bool) -> None:
-    """Print the fleet, once or whenever it changes.
+    """Print this machine's endpoints and its fleet, once or whenever the fleet changes.
 
     Raises:
-        UserError: this machine is in no fleet, or its node does not run.
+        UserError: nothing runs here: no endpoint, and no node of a fleet.
     """
     console = Terminal()
     home = Home.from_environment()
+    endpoints = endpoints_here(home)
+    if endpoints and not is_member():
+        if as_json:
+            print(json.dumps({"endpoints": [asdict(one) for one in endpoints]}, indent=2))
+        else:
+            show_endpoints(endpoints, console)
+            console.print(
+                "This machine is in no fleet: paceline init, or paceline join, makes one of several.", style="dim", soft_wrap=True
+            )
+        return
+    if not is_member():
+        raise UserError("Nothing runs here: no endpoint, and this machine is in no fleet", "Start an endpoint: paceline up.")
 
     async def show_changes() -> None:
         last: object = None
         while True:
             looked = await look(home)
-            said = _said(looked) if as_json else _facts(looked)
+            said = _said(looked, []) if as_json else _facts(looked)
             if said != last:
                 last = said
-                _print(looked, console, as_json=as_json, watch=True)
+                _print(looked, endpoints_here(home), console, as_json=as_json, watch=True)
             await asyncio.sleep(WATCH_S)
 
     if watch:
         asyncio.run(show_changes())
     else:
-        _print(asyncio.run(look(home)), console, as_json=as_json, watch=False)
+        _print(asyncio.run(look(home)), endpoints, console, as_json=as_json, watch=False)
 
 
-def _print(looked: Looked, console: Console, *, as_json: bool, watch: bool) -> None:
+def _print(looked: Looked, endpoints: list[EndpointLoad], console: Console, *, as_json: bool, watch: bool) -> None:
     if as_json:
-        print(json.dumps(_said(looked), indent=None if watch else 2), flush=True)
+        print(json.dumps(_said(looked, endpoints), indent=None if watch else 2), flush=True)
     else:
+        show_endpoints(endpoints, console)
         _show(looked, console)
 
 
-def _said(looked: Looked) -> dict[str, Any]:
+def _said(looked: Looked, endpoints: list[EndpointLoad]) -> dict[str, Any]:
     """The whole of it, for programs."""
     view = looked.sight.view
     return {
+        "endpoints": [asdict(one) for one in endpoints],
         "fleet_id": looked.fleet_id,
         "own_node_id": view.own,
         "rounds": looked.sight.rounds,
@@ -81,7 +98,7 @@ def _said(looked: Looked) -> dict[str, Any]:
             }
             for live in view.nodes
         ],
-        "plans": [{"model": name, "plan": line} for name, line in _plans(view)],
+        "plans": [{"model": name, "plan": line} for name, line in _plans(looked)],
         "drafts": [asdict(use) for use in looked.sight.drafts],
         "clashes": [asdict(clash) for clash in view.clashes],
         "revoked": list(view.revoked),
@@ -111,23 +128,28 @@ def _memory(device: NodeCard | Device) -> str:
 
 
 def _show(looked: Looked, console: Console) -> None:
-    view = looked.sight.view
+    view, lost = looked.sight.view, _lost(looked)
     console.print(Text.assemble("fleet ", (looked.fleet_id, "bold"), f", seen by {view.own}"))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("node", "trust", "heard", "at", "backend", "memory free", "models"):
-        table.add_column(heading, justify="right" if heading in {"heard", "memory free"} else "left", overflow="fold")
+        # Where it goes to a program, nothing is broken over lines.
+        table.add_column(
+            heading, justify="right" if heading in {"heard", "memory free"} else "left", overflow="fold", no_wrap=heading in {"at", "node"}
+        )
     for live in view.nodes:
         card = live.card
         heard = "here" if card.node_id == view.own else f"{live.age_s:.0f} s ago"
+        if card.node_id in lost:
+            heard += ", no answer now"
         devices = (card, *card.devices)
         backends, memory = "\n".join(device.backend for device in devices), "\n".join(map(_memory, devices))
         row = (card.node_id, live.trust, heard, "\n".join(card.addresses), backends, memory, "\n".join(_models(card)))
         # As texts: in a string [fd00::1] would be taken for markup.
-        table.add_row(*map(Text, row))
+        table.add_row(*map(Text, row), style="red" if card.node_id in lost else None)
     console.print(table)
     for line in _links(view):
         console.print(line, markup=False)
-    for name, line in _plans(view):
+    for name, line in _plans(looked):
         console.print(Text.assemble("plan for ", (name, "bold"), f", were it begun anew: {line}"))
     proposers = any(offer.role is Role.PROPOSER and offer.warm for card in view.cards for offer in card.models)
     for use in looked.sight.drafts:
@@ -205,9 +227,18 @@ def _links(view: FleetView) -> list[str]:
     ]
 
 
-def _plans(view: FleetView) -> list[tuple[str, str]]:
-    """Who would run each running model, were it planned now; what runs stays as it is."""
-    cards = read_trust_policy(Home.from_environment()).eligible(view, Use.ANSWER).cards
+def _lost(looked: Looked) -> frozenset[NodeId]:
+    """Nodes whose card is still good, and which do not answer at any of their addresses."""
+    silent = {failure.address for failure in looked.sight.failures}
+    cards = (card for card in looked.sight.view.cards if card.node_id != looked.sight.view.own)
+    return frozenset(card.node_id for card in cards if card.addresses and silent.issuperset(card.addresses))
+
+
+def _plans(looked: Looked) -> list[tuple[str, str]]:
+    """Who would run each running model, were it planned now, without nodes that do not answer; what runs stays as it is."""
+    lost = _lost(looked)
+    eligible = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER)
+    cards = [card for card in eligible.cards if card.node_id not in lost]
     names = sorted({offer.model_id for card in cards for offer in card.models if offer.warm and offer.role is Role.VERIFIER})
     lines: list[tuple[str, str]] = []
     for name in names:

@@ -13,7 +13,7 @@ import shlex
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,11 +23,14 @@ from paceline.cli.api_options import ApiOptions
 from paceline.cli.bring import ensure
 from paceline.cli.ending import Ending
 from paceline.cli.progress import byte_bar, opening_bar
+from paceline.cli.running import announced
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
 from paceline.core.errors import OutOfMemory
 from paceline.core.shown import shown
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.settings import NodeSettings
+from paceline.store.catalog import resolve
+from paceline.store.home import Home
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -123,6 +126,9 @@ def run_up(
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+                notes.enter_context(
+                    announced(reach, has_key=api.settings.api_key is not None, certificate=None if tls is None else tls.certificate)
+                )
                 others = "" if reach == url else ", and at this machine's other addresses"
                 console.print(f"\n[bold green]Ready[/] at [bold]{reach}/v1[/]{others} (Ctrl-C stops)", soft_wrap=True)
                 if node is not None:
@@ -130,7 +136,8 @@ def run_up(
                     told = (console, node.model.name, reach, api.settings.api_key, tls, greet)
                     threading.Thread(target=_welcome, args=told, daemon=True).start()
 
-            await serve(app, api.host, api.port, stop=stop, on_ready=ready, tls=tls)
+            with ExitStack() as notes:
+                await serve(app, api.host, api.port, stop=stop, on_ready=ready, tls=tls)
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(main())
@@ -214,6 +221,7 @@ def load_alone(settings: NodeSettings, console: Console, *, or_spread: bool) -> 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:
     """Build a node with a progress bar. Ctrl-C meanwhile ends the process at once. A model that only the fleet has is fetched first."""
     ensure(settings.model, console)
+    resolve(settings.model, Home.from_environment())  # what is not there is not said to load
     began_s = time.perf_counter()
     with interrupts_end_now(EXIT_INTERRUPTED), _loading(settings.model, console) as progress:
         from paceline.node.build import build_node

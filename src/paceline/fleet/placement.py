@@ -167,7 +167,7 @@ def _nothing(
         hint = "A pipeline takes two or more machines, and one that has the model is all there is: paceline join, or up --local-nodes 3 to try."
     elif first is not None and all(machine.node_id in barred for machine in hosts):
         trusted = " that are trusted enough" if hosts else ""
-        hint = f"No other machines{trusted} serve shards of it: set serve_shards = true in [pipeline.host] of their config.toml."
+        hint = f"No other machines{trusted} that answer serve shards of it: start them, with `paceline up --serve-shards`."
     elif not linked and len(machines) > 1 and (first is not None or constraint is Constraint.MEMORY):
         hint = "No links between them have been measured yet; together they may hold it."
     elif constraint is Constraint.MEMORY:
@@ -224,8 +224,8 @@ def _notes(best: Choice, others: Sequence[Choice], free: Choice | None) -> list[
         )
     if not best.estimate.measured:
         notes.append("not all speeds behind this estimate were measured yet")
-    ids = {stage.numerics_id for stage in best.stages}
-    if len(best.stages) > 1 and len(ids) > 1:
+    known = {stage.numerics_id for stage in best.stages if stage.numerics_id}  # a machine that never loaded it has none yet
+    if len(known) > 1:
         notes.append("the stages compute with different kernels: another machine in the place of one may give other bytes")
     return notes
 

@@ -28,8 +28,8 @@ class LocalChat:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._runner.close()
 
-    def say(self, messages: Sequence[Mapping[str, str]], *, temperature: float, seed: int | None) -> Generator[str]:
-        """Stream the answer's text. Closing the generator ends the generation.
+    def say(self, messages: Sequence[Mapping[str, str]], *, temperature: float, seed: int | None) -> Generator[str, None, bool]:
+        """Stream the answer's text; returns whether it was cut for want of room. Closing the generator ends the generation.
 
         Raises:
             ContextOverflow: the conversation has outgrown the context.
@@ -43,15 +43,18 @@ class LocalChat:
         sampling = SamplingParams(temperature=temperature, seed=seed)
         request = GenerationRequest(RequestId(f"chat-{uuid4().hex}"), prompt, None, sampling)
         stream = self._inference.generate(self._model.name, request)
+        cut = False
         try:
             while (chunks := self._runner.run(_next(stream))) is not None:
                 for chunk in chunks:
                     if chunk.finish_reason is FinishReason.ERROR:
                         raise PacelineError(chunk.error or "The generation failed")
+                    cut = cut or chunk.finish_reason is FinishReason.LENGTH
                     if chunk.text:
                         yield chunk.text
         finally:
             self._runner.run(stream.aclose())
+        return cut
 
 
 async def _next(stream: ChunkStream) -> Sequence[GenerationChunk] | None:

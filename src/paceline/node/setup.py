@@ -15,6 +15,7 @@ from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.backends.working import kv_group, working_bytes
 from paceline.core.clock import Clock
+from paceline.core.errors import ConfigError
 from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
@@ -37,6 +38,10 @@ from paceline.store.tokenizer import pack_tokenizer, tokenizer_digest
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
+
+
+MOST_THREADS_A_CORE = 8
+"""More only take memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +184,9 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
     Raises:
         UserError: something asked for can't be had.
     """
+    cores = usable_cores()
+    if settings.threads is not None and settings.threads > MOST_THREADS_A_CORE * cores:
+        raise ConfigError(f"--threads {settings.threads}: this machine has {cores} cores to use", f"Ask for {cores}, or leave it out.")
     opened = open_model(settings.model)
     spec, type_of, notes = opened.spec, opened.weights.type_of, list[str]()
     cuda = settings.device in {None, Kernels.CUDA} and accelerator.has_cuda()
@@ -194,7 +202,7 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
     if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16:
         kept = sorted(set(torch_formats(spec, weights, type_of).values()))
         notes.append(f"{kernels} holds matrices in {' and '.join(kept)}, each in the one nearest to what the file has of it")
-    return Setup(settings, opened, weights, kernels, settings.threads or usable_cores(), tuple(notes))
+    return Setup(settings, opened, weights, kernels, settings.threads or cores, tuple(notes))
 
 
 def must_compile() -> bool:

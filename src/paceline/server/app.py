@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import orjson
@@ -24,8 +25,10 @@ from paceline.server.call import Call
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
 from paceline.server.inference import Inference, ServedModel
-from paceline.server.intake import Intake, not_served
+from paceline.server.intake import Intake, find_model
 from paceline.server.metrics import Meter, MetricsPage
+from paceline.server.page import front
+from paceline.server.request_log import RequestLog
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 from paceline.server.settings import ServerSettings
 
@@ -103,7 +106,7 @@ class Service:
         self.clock = clock
         self.meter = Meter()
         self.metrics = MetricsPage(inference, self.meter)
-        self._intake = Intake(inference, clock)
+        self._intake = Intake(inference, clock, settings.served_names)
         self._bodies = BodyReader(settings)
         self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
         self._stopping: asyncio.Future[None] | None = None
@@ -197,6 +200,7 @@ def create_app(inference: Inference, settings: ServerSettings | None = None) -> 
     )
     app.state.service = service
     app.add_middleware(Guard, settings=service.settings, meter=service.meter, clock=service.clock)
+    app.add_middleware(RequestLog, clock=service.clock)
     _add_faults(app)
     _add_routes(app, service)
     app.openapi = lambda: document(app, inference, with_key=service.settings.api_key is not None)
@@ -247,17 +251,22 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.answer(request, Intake.completion)
 
+    @app.get("/", include_in_schema=False)
+    async def page(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return front(request.headers.get("accept", ""))
+
     @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **failing})
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json({"object": "list", "data": [_model(model) for model in service.inference.models()]})
+        served = service.inference.models()
+        names = [model.name for model in served]
+        aliases = [replace(served[0], name=name) for name in service.settings.served_names if served and name not in names]
+        return _json({"object": "list", "data": [_model(model) for model in (*served, *aliases)]})
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.Model}, 404: _FAULTS[404], **failing})
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        for one in service.inference.models():
-            if one.name == model_id:
-                return _json(_model(one))
-        raise not_served(model_id, service.inference)
+        return _json(_model(find_model(model_id, service.inference, service.settings.served_names)))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         status, body = service.health()

@@ -1,7 +1,7 @@
 """The outermost layer, plain ASGI: who may ask, how many at once, and what was answered.
 
-/health needs no key: it says whether work advances and nothing else, and probes have no key. All else does, /metrics too
-(Prometheus can send one). No path answers a web page that was not allowed.
+/health needs no key: it says whether work advances and nothing else, and probes have no key; nor does the page at /, which asks for it.
+All else does, /metrics too (Prometheus can send one). No path answers a web page that was not allowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.server.faults import Fault, Refusal, overloaded
 from paceline.server.metrics import Meter
 from paceline.server.settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/", "/health"})
 KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"})
 BUSY_RETRY_S = 1
 

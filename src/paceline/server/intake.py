@@ -5,7 +5,7 @@ A text is refused by its length before it is tokenized where even the longest to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import TypeVar
 from uuid import uuid4
@@ -35,9 +35,9 @@ SPECIAL_TOKEN_BYTES = 64
 class Intake:
     """Turns request bodies into calls for the models served."""
 
-    def __init__(self, inference: Inference, clock: Clock) -> None:
+    def __init__(self, inference: Inference, clock: Clock, aliases: Collection[str] = ()) -> None:
         self._inference = inference
-        self._clock = clock
+        self._clock, self._aliases = clock, aliases
         self._longest_token: dict[str, int] = {}
 
     def chat(self, body: bytes) -> Call:
@@ -106,11 +106,7 @@ class Intake:
             raise Refusal(of_validation(error)) from error
 
     def _model(self, name: str) -> ServedModel:
-        models = self._inference.models()
-        for model in models:
-            if model.name == name:
-                return model
-        raise not_served(name, self._inference)
+        return find_model(name, self._inference, self._aliases)
 
     def _check_length(self, model: ServedModel, texts: list[str], field: str) -> None:
         """Refuse texts that can't fit, by their length alone.
@@ -182,6 +178,25 @@ class Intake:
             logprobs=logprobs is not None,
             include_events=bool(asked.stream_options and asked.stream_options.include_events),
         )
+
+
+def find_model(name: str, inference: Inference, aliases: Collection[str]) -> ServedModel:
+    """The model that a client means: by its name, else by an alias of this machine's own, else without case and `:latest`.
+
+    Raises:
+        UnknownModel, ModelAway: there is none.
+    """
+    models = inference.models()
+    by_name = {model.name: model for model in models}
+    if name in by_name:
+        return by_name[name]
+    if models and name in aliases:
+        return models[0]
+    plain = name.lower().removesuffix(":latest")
+    meant = [model for model in models if model.name.lower() == plain]
+    if len(meant) == 1:
+        return meant[0]
+    raise not_served(name, inference)
 
 
 def not_served(name: str, inference: Inference) -> UnknownModel | ModelAway:

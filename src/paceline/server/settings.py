@@ -27,6 +27,8 @@ class ServerSettings:
     """Names of this machine beside localhost, in lower case. Asked where there is no key: an evil page may have its own name looked up here."""
     allow_origins: tuple[str, ...] = ()
     """Web pages that may use the API, as `admission.check_origin` writes them."""
+    served_names: tuple[str, ...] = ()
+    """Names that mean this machine's model too, for clients that ask for one name only."""
     max_body_bytes: int = 16 * MIB
     """Longest request body. Raising it lets one request hold the event loop longer (parsing is about 1 ms a megabyte)."""
     max_pending_body_bytes: int = 256 * MIB

@@ -9,6 +9,8 @@
     cache/speeds/                tokens a second that models were measured at here
     cache/memory_rate.json       the memory's bandwidth, as measured since the machine last started
     api/                         the API's own certificate and its key
+    running/                     a note of each endpoint that runs now: see `cli.running`
+    chat_history                 what was typed in chats, for the arrow keys
     fleet/                       identity, and what belongs to it: see `transport.trust.folder`
 
 Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs time
@@ -81,6 +83,14 @@ class Home:
     @property
     def api(self) -> Path:
         return self.root / "api"
+
+    @property
+    def running(self) -> Path:
+        return self.root / "running"
+
+    @property
+    def chat_history(self) -> Path:
+        return self.root / "chat_history"
 
     @property
     def fleet(self) -> Path:

@@ -9,6 +9,10 @@ from typing import Final
 
 from paceline.core.errors import ModelNotFound, UnsupportedModel
 
+_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>[^/\s]+/[^/?#\s]+)"
+    r"(?:/(?:tree|blob|resolve|raw)/(?P<revision>[^/?#\s]+)(?:/(?P<file>[^?#\s]+))?)?/?(?:[?#]\S*)?$"
+)
 _SPLIT: Final = re.compile(r"^(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$", re.IGNORECASE)
 _REF: Final = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?(:(?P<selector>[^:]+))?$")
 INDEX: Final = "model.safetensors.index.json"
@@ -36,6 +40,15 @@ class HubRef:
 def is_path(ref: str) -> bool:
     """Whether a name is a path wherever it is read, and nothing else."""
     return ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref)
+
+
+def from_url(ref: str) -> str:
+    """A hub's address, as copied from a browser, as a name: `org/name[@revision][:file]`. Anything else as it is."""
+    match = _URL.match(ref)
+    if match is None:
+        return ref
+    revision = "" if match["revision"] in {None, "main"} else f"@{match['revision']}"
+    return match["repo"] + revision + (f":{match['file']}" if match["file"] else "")
 
 
 def parse_ref(ref: str) -> HubRef | None:

@@ -47,20 +47,6 @@ def test_a_chat_remembers_resets_and_says_what_a_command_is(start_paceline: Star
     assert after.replace(">>>", "").replace("...", "").strip()
 
 
-def test_an_interrupt_during_an_answer_ends_the_answer_and_not_the_chat(start_paceline: Start, typist: Typist) -> None:
-    process = start_paceline("chat", "--context", "4096", "--temperature", "0", stdin=typist.stdin)
-    typist.type("Write a very long poem with one hundred verses about the sea.\n")
-    assert process.stdout is not None
-    assert "Chatting" in process.stdout.readline()
-    process.stdout.read(len(">>> ") + 1)
-    process.send_signal(signal.SIGINT)
-    typist.type("/reset\n/quit\n")
-    out, err = process.communicate(timeout=LOAD_S)
-    assert process.returncode == 0, err
-    assert "(stopped)" in out
-    assert "Forgotten." in out
-
-
 def test_all_that_is_piped_in_is_one_message_and_only_the_answer_comes_out(start_paceline: Start) -> None:
     piped = "Name three colours.\n/reset\nAnd one more."
     alone, said = start_paceline(*ALONE).communicate(piped, timeout=LOAD_S)
