@@ -35,7 +35,6 @@ app = typer.Typer(
     name="paceline",
     help="One OpenAI endpoint out of the machines you already own.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -44,13 +43,15 @@ app = typer.Typer(
 @app.command()
 def up(
     model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help=f"A model's name, a folder, or a GGUF file. Default: {DEFAULT_MODEL}.")
+        list[str] | None,
+        typer.Option("--model", "-m", help=f"A model's name, a folder, or a GGUF file. Default: {DEFAULT_MODEL}.", rich_help_panel="Model"),
     ] = None,
     served_name: Annotated[
-        list[str] | None, typer.Option("--served-name", metavar="NAME", help="Another name for it, for clients. May be repeated.")
+        list[str] | None,
+        typer.Option("--served-name", metavar="NAME", help="Another name for it, for clients. May be repeated.", rich_help_panel="Server"),
     ] = None,
-    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.")] = 8000,
-    host: Annotated[str, typer.Option("--host", help="Anything but loopback needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.", rich_help_panel="Server")] = 8000,
+    host: Annotated[str, typer.Option("--host", help="Anything but loopback needs an API key.", rich_help_panel="Server")] = "127.0.0.1",
     weights: Weights = None,
     api_key: Annotated[
         str | None,
@@ -58,18 +59,30 @@ def up(
             "--api-key",
             envvar="PACELINE_API_KEY",
             help="Asked of every client when set. Others on this machine can read a command's arguments: --api-key-file keeps it from them.",
+            rich_help_panel="Server",
         ),
     ] = None,
     api_key_file: ApiKeyFile = None,
-    tls: Annotated[bool, typer.Option("--tls", help="Serve HTTPS, with a certificate that this machine makes for itself.")] = False,
-    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="Serve HTTPS with this certificate (PEM), and --tls-key.")] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="The key of --tls-cert (PEM).")] = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Serve HTTPS, with a certificate that this machine makes for itself.", rich_help_panel="Server")
+    ] = False,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Serve HTTPS with this certificate (PEM), and --tls-key.", rich_help_panel="Server")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="The key of --tls-cert (PEM).", rich_help_panel="Server")] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option("--allow-host", help="A name of this machine that clients use without a key. May be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--allow-host", help="A name of this machine that clients use without a key. May be repeated.", rich_help_panel="Server"
+        ),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option("--allow-origin", help="Web pages that may use the API, like https://chat.example.org. May be repeated."),
+        typer.Option(
+            "--allow-origin",
+            help="Web pages that may use the API, like https://chat.example.org. May be repeated.",
+            rich_help_panel="Server",
+        ),
     ] = None,
     kv_tokens: KvTokens = None,
     device: Device = None,
@@ -81,47 +94,94 @@ def up(
     draft: Draft = "auto",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        typer.Option("--log-level", help="info: a line for each request, not for refused ones only."),
+        typer.Option("--log-level", help="info: a line for each request, not for refused ones only.", rich_help_panel="Server"),
     ] = "warning",
-    greet: Annotated[bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.")] = False,
-    no_model: Annotated[bool, typer.Option("--no-model", help="Load none: serve what other machines of the fleet have.")] = False,
+    greet: Annotated[
+        bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.", rich_help_panel="Server")
+    ] = False,
+    no_model: Annotated[
+        bool, typer.Option("--no-model", help="Load none: serve what other machines of the fleet have.", rich_help_panel="Fleet")
+    ] = False,
     fleet_port: Annotated[
-        int, typer.Option("--fleet-port", min=0, max=65535, help="For the fleet's machines. 0: any free one.")
+        int, typer.Option("--fleet-port", min=0, max=65535, help="For the fleet's machines. 0: any free one.", rich_help_panel="Fleet")
     ] = FLEET_PORT,
-    fleet_host: Annotated[str, typer.Option("--fleet-host", help="Address for the fleet's machines. Default: all of this one's.")] = "",
-    peer: Annotated[list[str] | None, typer.Option("--peer", help="host:port of a machine of the fleet. May be repeated.")] = None,
-    no_mdns: Annotated[bool, typer.Option("--no-mdns", help="Neither look for others on this network, nor be found there.")] = False,
+    fleet_host: Annotated[
+        str, typer.Option("--fleet-host", help="Address for the fleet's machines. Default: all of this one's.", rich_help_panel="Fleet")
+    ] = "",
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", help="host:port of a machine of the fleet. May be repeated.", rich_help_panel="Fleet")
+    ] = None,
+    no_mdns: Annotated[
+        bool, typer.Option("--no-mdns", help="Neither look for others on this network, nor be found there.", rich_help_panel="Fleet")
+    ] = False,
     max_revocation_age: Annotated[
         str | None,
-        typer.Option("--max-revocation-age", help="Refuse other machines while it is longer since this one heard who was revoked: 30d."),
+        typer.Option(
+            "--max-revocation-age",
+            help="Refuse other machines while it is longer since this one heard who was revoked: 30d.",
+            rich_help_panel="Fleet",
+        ),
     ] = None,
     fleet_preset: Annotated[
-        str, typer.Option("--fleet-preset", envvar="PACELINE_FLEET_PRESET", help=f"{', '.join(PRESETS)}: the same on all machines.")
+        str,
+        typer.Option(
+            "--fleet-preset",
+            envvar="PACELINE_FLEET_PRESET",
+            help=f"{', '.join(PRESETS)}: the same on all machines.",
+            rich_help_panel="Fleet",
+        ),
     ] = DEFAULT_PRESET,
     pipeline: Annotated[
-        bool | None, typer.Option("--pipeline/--no-pipeline", help="Run the model over several machines, as the plan says.")
+        bool | None,
+        typer.Option("--pipeline/--no-pipeline", help="Run the model over several machines, as the plan says.", rich_help_panel="Pipeline"),
     ] = None,
     serve_shards: Annotated[
-        bool | None, typer.Option("--serve-shards/--no-serve-shards", help="Run layers of models for other machines of the fleet.")
+        bool | None,
+        typer.Option(
+            "--serve-shards/--no-serve-shards", help="Run layers of models for other machines of the fleet.", rich_help_panel="Pipeline"
+        ),
     ] = None,
     fallback_to_local: Annotated[
-        bool | None, typer.Option("--fallback-to-local/--no-fallback-to-local", help="Go on alone when a pipeline has no machines left.")
+        bool | None,
+        typer.Option(
+            "--fallback-to-local/--no-fallback-to-local",
+            help="Go on alone when a pipeline has no machines left.",
+            rich_help_panel="Pipeline",
+        ),
     ] = None,
-    pin: Annotated[list[str] | None, typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.")] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("--pin", help="NODE or NODE:FIRST-LAST: who runs layers. Once for each machine.", rich_help_panel="Pipeline"),
+    ] = None,
     own_layers: Annotated[
-        int | None, typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.")
+        int | None,
+        typer.Option("--own-layers", min=0, help="How many a pipeline runs here. Default: as planned.", rich_help_panel="Pipeline"),
     ] = None,
-    throughput: Annotated[bool, typer.Option("--throughput", help="Plan a pipeline for many answers at once, not for one.")] = False,
+    throughput: Annotated[
+        bool, typer.Option("--throughput", help="Plan a pipeline for many answers at once, not for one.", rich_help_panel="Pipeline")
+    ] = False,
     propose: Annotated[
         list[str] | None,
         typer.Option(
-            "--propose", metavar="MODEL", help="Draft with it for the fleet's machines. jacobi:MODEL: whole blocks. May be repeated."
+            "--propose",
+            metavar="MODEL",
+            help="Draft with it for the fleet's machines. jacobi:MODEL: whole blocks. May be repeated.",
+            rich_help_panel="Drafts",
         ),
     ] = None,
     local_nodes: Annotated[
-        int, typer.Option("--local-nodes", min=1, max=16, help="Try it: a fleet of so many nodes on this machine, with a pipeline.")
+        int,
+        typer.Option(
+            "--local-nodes",
+            min=1,
+            max=16,
+            help="Try it: a fleet of so many nodes on this machine, with a pipeline.",
+            rich_help_panel="Pipeline",
+        ),
     ] = 1,
-    drain_s: Annotated[float, typer.Option("--drain-s", min=0, help="Seconds that live answers may go on at Ctrl-C.")] = 30.0,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", min=0, help="Seconds that live answers may go on at Ctrl-C.", rich_help_panel="Server")
+    ] = 30.0,
     beside: Annotated[
         list[str] | None, typer.Option("--beside", hidden=True, help="A model that lies elsewhere, to run layers of for others.")
     ] = None,

@@ -11,26 +11,51 @@ from paceline.backends.table import Kernels
 from paceline.core.model import WeightsFormat
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A model's name, a folder, or a GGUF file.", show_default=True)]
-Weights = Annotated[WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: as the file has it.")]
-KvTokens = Annotated[int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.")]
-Context = Annotated[int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.")]
+Weights = Annotated[
+    WeightsFormat | None, typer.Option("--weights", "-w", help="Format in memory. Default: as the file has it.", rich_help_panel="Model")
+]
+KvTokens = Annotated[
+    int | None, typer.Option("--kv-tokens", min=16, help="Tokens of KV to hold. Default: by free memory.", rich_help_panel="Model")
+]
+Context = Annotated[
+    int | None, typer.Option("--context", min=16, help="Longest prompt and answer together. Default: the model's.", rich_help_panel="Model")
+]
 Device = Annotated[
     Kernels | None,
-    typer.Option("--device", "-d", metavar="<kernels>", help=f"{', '.join(Kernels)}. Default: the fastest that apply."),
+    typer.Option(
+        "--device", "-d", metavar="<kernels>", help=f"{', '.join(Kernels)}. Default: the fastest that apply.", rich_help_panel="Model"
+    ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.")]
-MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.")]
-PrefillChunk = Annotated[int, typer.Option("--prefill-chunk", min=16, max=4096, help="Prompt tokens in one step while nothing else waits.")]
+Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: one a physical core.", rich_help_panel="Model")]
+MaxRunning = Annotated[
+    int, typer.Option("--max-running", min=1, max=64, help="Answers generated side by side; others wait.", rich_help_panel="Model")
+]
+PrefillChunk = Annotated[
+    int,
+    typer.Option("--prefill-chunk", min=16, max=4096, help="Prompt tokens in one step while nothing else waits.", rich_help_panel="Model"),
+]
 StepBudgetMs = Annotated[
-    int, typer.Option("--step-budget-ms", min=1, max=60_000, help="What a step may take while an answer waits for its next token.")
+    int,
+    typer.Option(
+        "--step-budget-ms",
+        min=1,
+        max=60_000,
+        help="What a step may take while an answer waits for its next token.",
+        rich_help_panel="Model",
+    ),
 ]
 Draft = Annotated[
     str,
     typer.Option(
-        "--draft", metavar="auto|off|ngram|fleet|MODEL", help="Guess tokens ahead, with a model of the fleet or without. Changes no byte."
+        "--draft",
+        metavar="auto|off|ngram|fleet|MODEL",
+        help="Guess tokens ahead, with a model of the fleet or without. Changes no byte.",
+        rich_help_panel="Drafts",
     ),
 ]
-ApiKeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="A file with the key, in place of --api-key.")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option("--api-key-file", help="A file with the key, in place of --api-key.", rich_help_panel="Server")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 PromptTokens = Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")]
 AnswerTokens = Annotated[int, typer.Option("--answer", min=2, help="Tokens of each answer.")]
