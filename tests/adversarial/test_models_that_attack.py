@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from paceline.cli.chat import _write
+from paceline.cli.chat import _show_plain, _write
 from paceline.cli.endpoint import Endpoint, EndpointError
 from paceline.cli.terminal import report
 from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError
@@ -253,14 +253,15 @@ def test_row_51_an_answer_commands_no_terminal_whatever_its_pieces() -> None:
 
 
 def test_row_51_a_chat_shows_what_a_model_says_and_no_more(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer() -> Generator[str]:
+    def answer() -> Generator[str, None, bool]:
         yield from ESCAPES
+        return False
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    _write(answer())
+    _write(answer(), _show_plain)
     assert capsys.readouterr().out == shown(ESCAPES)
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
-    _write(answer())
+    _write(answer(), _show_plain)
     assert capsys.readouterr().out == ESCAPES  # a file gets all of it
 
 
