@@ -54,7 +54,10 @@ def run_status(*, as_json: bool, watch: bool) -> None:
             )
         return
     if not is_member():
-        raise UserError("Nothing runs here: no endpoint, and this machine is in no fleet", "Start an endpoint: paceline up. Begin a fleet: paceline init, or join one: paceline join.")
+        raise UserError(
+            "Nothing runs here: no endpoint, and this machine is in no fleet",
+            "Start an endpoint: paceline up. Begin a fleet: paceline init, or join one: paceline join.",
+        )
 
     async def show_changes() -> None:
         last: object = None

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.cli.test_up import LOAD_S, wait_ready
 
 PROMPT = ">>>"
-SHOWN_S = 120
+SHOWN_S = 60
 """Far more than anything takes here."""
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 LONG = "Write a very long poem with one hundred verses about the sea."
@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def endpoint(home: dict[str, str]) -> Iterator[str]:
-    command = [sys.executable, "-m", "paceline", "up", "--port", "0", "--context", "400", "--kv-tokens", "4096"]
+    command = [sys.executable, "-m", "paceline", "up", "--port", "0", "--context", "2048", "--kv-tokens", "4096"]
     process = subprocess.Popen(command, env=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield wait_ready(process)
@@ -69,11 +69,11 @@ class Screen:
     def end(self) -> int:
         """The exit code, once it ends."""
         try:
-            while os.read(self._hands, 1 << 16):
+            while select([self._hands], [], [], SHOWN_S)[0] and os.read(self._hands, 1 << 16):
                 pass
         except OSError:
-            pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+            return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        pytest.fail("it goes on")
 
     def close(self) -> None:
         try:
@@ -100,6 +100,7 @@ def test_ctrl_c_clears_a_half_typed_line_and_keeps_the_conversation(screen: Scre
     screen.until(PROMPT)
     screen.type("/drop\r")
     screen.until("nothing to forget")
+    screen.until(PROMPT)
     screen.type(CTRL_C)
     screen.until("once more")
     screen.until(PROMPT)
@@ -116,6 +117,7 @@ def test_ctrl_c_during_an_answer_ends_the_answer_and_not_the_chat(screen: Screen
     screen.until("(stopped)")
     screen.type("/reset\r")
     screen.until("Forgotten.")
+    screen.until(PROMPT)
     screen.type(CTRL_D)
     assert screen.end() == 0
 
@@ -139,6 +141,7 @@ def test_a_slash_word_with_words_behind_it_is_no_message(screen: Screen) -> None
 def test_what_was_typed_is_there_in_the_next_chat(screen: Screen, home: dict[str, str]) -> None:
     screen.type("/remember-me\r")
     screen.until("There is no")
+    screen.until(PROMPT)
     screen.type(CTRL_D)
     assert screen.end() == 0
     later = Screen(home, "--temperature", "0")
