@@ -141,6 +141,10 @@ class Exchanger:
         return member
 
     def _doubt(self, address: str) -> None:
+        """Ask for the certificate next time; every other time only, since on a slow link asking and calling take longer than a round."""
+        if address in self._doubted:
+            self._doubted.discard(address)
+            return
         if len(self._doubted) >= 256:
             self._doubted.clear()
         self._doubted.add(address)
