@@ -15,7 +15,8 @@ from paceline.testing.clock import FakeClock
 
 async def _asked(log: RequestLog, path: str = "/v1/models") -> None:
     async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        await asyncio.Event().wait()  # the client stays
+        raise AssertionError
 
     async def send(_: Message) -> None:
         pass
