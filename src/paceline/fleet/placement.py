@@ -167,7 +167,7 @@ def _nothing(
         hint = "A pipeline takes two or more machines, and one that has the model is all there is: paceline join, or up --local-nodes 3 to try."
     elif first is not None and all(machine.node_id in barred for machine in hosts):
         trusted = " that are trusted enough" if hosts else ""
-        hint = f"No other machines{trusted} that answer serve shards of it: start them, with `paceline up --serve-shards`."
+        hint = f"No other machines{trusted} serve shards of it now: start them, with `paceline up --serve-shards`."
     elif not linked and len(machines) > 1 and (first is not None or constraint is Constraint.MEMORY):
         hint = "No links between them have been measured yet; together they may hold it."
     elif constraint is Constraint.MEMORY:

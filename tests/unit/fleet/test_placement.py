@@ -557,7 +557,7 @@ def test_who_may_not_hold_layers_for_others_holds_none(change: dict[str, object]
 
 def test_an_orchestrator_alone_says_what_is_missing() -> None:
     view = sharing(bee={"serves_shards": False}, cat={"serves_shards": False})
-    with pytest.raises(PlacementError, match=r"No other machines that answer serve shards of it: start them"):
+    with pytest.raises(PlacementError, match=r"No other machines serve shards of it now: start them"):
         plan(view, ORCHESTRATED)
     with pytest.raises(PlacementError, match="No other machines that are trusted enough serve"):
         plan(sharing(), replace(ORCHESTRATED, min_host_trust=Trust.TRUSTED))
