@@ -70,7 +70,11 @@ class ApiOptions:
 
 
 def server_settings(
-    api_key: str | None, api_key_file: Path | None, allow_hosts: Sequence[str] | None, allow_origins: Sequence[str] | None
+    api_key: str | None,
+    api_key_file: Path | None,
+    allow_hosts: Sequence[str] | None,
+    allow_origins: Sequence[str] | None,
+    served_names: Sequence[str] | None,
 ) -> ServerSettings:
     """Settings as options say them.
 
@@ -83,6 +87,7 @@ def server_settings(
         api_key=read_key(api_key, api_key_file),
         allow_hosts=tuple(map(check_host, allow_hosts or ())),
         allow_origins=tuple(map(check_origin, allow_origins or ())),
+        served_names=tuple(served_names or ()),
     )
 
 

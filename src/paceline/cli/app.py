@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -220,7 +219,7 @@ def up(
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age),
     )
-    served = replace(server_settings(api_key, api_key_file, allow_host, allow_origin), served_names=tuple(served_name or ()))
+    served = server_settings(api_key, api_key_file, allow_host, allow_origin, served_name)
     run_shared(settings, sharing, ApiOptions(host, port, served, tls, tls_cert, tls_key), greet=greet)
 
 

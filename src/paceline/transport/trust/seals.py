@@ -91,10 +91,7 @@ def open_revocation(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRev
         NotTrusted: it did not.
         MalformedMessage: what was signed is no revocation, or one that no CA makes.
     """
-    if len(signed.revocation) > MAX_REVOCATION_BYTES or len(signed.signature) > MAX_SIGNATURE_BYTES:
-        raise MalformedMessage("A revocation is longer than any of ours")
-    if not verifies(root.public_key, signed.signature, Kind.REVOCATION, signed.revocation):
-        raise NotTrusted("A revocation was not signed by this fleet's CA", who="CA")
+    _check_signed("A revocation", Kind.REVOCATION, signed.revocation, signed.signature, root)
     said = read_strictly(wire.Revocation, signed.revocation)
     if not is_node_id(said.node_id):
         raise MalformedMessage("A revocation names no node")
@@ -124,10 +121,7 @@ def open_list(signed: wire.SignedRevocationList, root: FleetRoot) -> SealedList:
         NotTrusted: it did not.
         MalformedMessage: what was signed is no list, or one that no CA makes.
     """
-    if len(signed.list) > MAX_REVOCATION_BYTES or len(signed.signature) > MAX_SIGNATURE_BYTES:
-        raise MalformedMessage("A list of revocations is longer than any of ours")
-    if not verifies(root.public_key, signed.signature, Kind.REVOCATION_LIST, signed.list):
-        raise NotTrusted("A list of revocations was not signed by this fleet's CA", who="CA")
+    _check_signed("A list of revocations", Kind.REVOCATION_LIST, signed.list, signed.signature, root)
     said = read_strictly(wire.RevocationList, signed.list)
     root.check_time("A list of revocations", said.signed_at_unix)
     if not is_node_id(said.issuer_node_id):
@@ -136,6 +130,14 @@ def open_list(signed: wire.SignedRevocationList, root: FleetRoot) -> SealedList:
     return SealedList(
         RevocationList(said.signed_at_unix, said.digest, NodeId(said.issuer_node_id)), sealed.SerializeToString(deterministic=True)
     )
+
+
+def _check_signed(what: str, kind: Kind, data: bytes, signature: bytes, root: FleetRoot) -> None:
+    """Raise unless the CA signed what it is said to have signed."""
+    if len(data) > MAX_REVOCATION_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
+        raise MalformedMessage(f"{what} is longer than any of ours")
+    if not verifies(root.public_key, signature, kind, data):
+        raise NotTrusted(f"{what} was not signed by this fleet's CA", who="CA")
 
 
 def open_kept_list(kept: bytes | None, root: FleetRoot) -> SealedList | None:
