@@ -145,8 +145,9 @@ def compare(entrants: list[Entrant], scenarios: tuple[Scenario, ...], rounds: in
     for turn in range(rounds):
         for scenario in scenarios:
             for entrant in entrants:
-                print(f"round {turn + 1} of {rounds}: {scenario.name}: {entrant.kind.name}", file=sys.stderr)
-                entrant.measured.setdefault(scenario.name, []).append(measure(entrant.at(scenario), scenario, prompts, patience))
+                found = measure(entrant.at(scenario), scenario, prompts, patience)
+                print(f"round {turn + 1} of {rounds}: {scenario.name}: {entrant.kind.name} {found.value:.1f}", file=sys.stderr)
+                entrant.measured.setdefault(scenario.name, []).append(found)
 
 
 def result(entrants: list[Entrant], scenarios: tuple[Scenario, ...]) -> dict[str, Any]:
