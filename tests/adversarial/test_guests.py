@@ -87,7 +87,7 @@ async def test_21_a_member_that_claims_a_hundred_times_its_speed_gets_no_request
         assert boaster_.engine is not None
         assert desk_.first == "desk"
         await until(lambda: bool(boaster_.engine.asked))  # type: ignore[union-attr]
-        await until(lambda: bool(desk_.inference._proofs._seen))
+        await until(lambda: any(record.decode for record in desk_.inference._proofs._records.values()))
         assert await desk_.answer() == list(LONG)
         assert desk_.first == "desk"
         assert not boaster_.saw(4, 7, 1, 1)  # what it was asked was no client's prompt

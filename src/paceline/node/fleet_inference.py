@@ -193,7 +193,7 @@ class FleetInference:
         request = probe(served.tokenizer.encode(PROBE))
         remote = LoadedModel(offer.model_id, offer.digest, offer.weights, offer.numerics_id, 0, 0)
         stream = RemoteStream(lambda: self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER), stop.node_id, remote, request)
-        self._proofs.prove_later(stop, offer, stream, request, self._again(offer.model_id, stop, Weights(offer.digest, offer.weights)))
+        self._proofs.prove(stop, offer, stream, request, self._again(offer.model_id, stop, Weights(offer.digest, offer.weights)))
 
     def _again(self, name: str, stop: Stop, weights: Weights) -> Again | None:
         """What computes here what another node answers; None where the bytes are not the same."""

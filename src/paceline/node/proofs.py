@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from paceline.core.background import in_background
@@ -28,7 +29,7 @@ from paceline.server.inference import ChunkStream
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY = 16
-"""One answer of so many is computed again. Raising it: a node that lies is found later; lowering it: this machine works more."""
+"""One answer of so many is computed again. Raising it: wrong answers are found later; lowering it: this machine works more."""
 LEAST_TOKENS = 8
 """Of an answer whose speed counts, and the first one does not."""
 LONG_PROMPT = 256
@@ -42,16 +43,25 @@ AGAIN_S = 600.0
 PROBE = "Count from one to one hundred: one, two, three,"
 PROBE_TOKENS = 16
 
-Who = tuple[NodeId, bytes, str, str]
+Again = Callable[[GenerationRequest], ChunkStream]
+"""Computes a request here."""
+Process = tuple[NodeId, bytes, str, str]
 """A process, and the model that it runs: node, instance, digest, format."""
 
 
-@dataclass(slots=True)
-class Seen:
-    """Speeds of one node with one model, tokens/s."""
+@dataclass(slots=True, eq=False)
+class Record:
+    """What was seen of a process with a model."""
 
     decode: deque[float] = field(default_factory=lambda: deque(maxlen=BEST_OF))
     prefill: deque[float] = field(default_factory=lambda: deque(maxlen=BEST_OF))
+    """Tokens/s of its last answers."""
+    tried_s: float = -inf
+    """When it answered, or was asked for a proof, last."""
+    streams: int = 0
+    """Under way from here."""
+    is_wrong: bool = False
+    """An answer was not the model's."""
 
 
 class Proofs:
@@ -64,113 +74,95 @@ class Proofs:
 
     def __init__(self, clock: Clock, changed: Callable[[], None], draw: Callable[[], float] = random.random) -> None:
         self._clock, self._changed, self._draw = clock, changed, draw
-        self._seen: dict[Who, Seen] = {}
-        self._tried: dict[Who, float] = {}
-        """When each answered, or was asked for a proof, last."""
-        self._liars: set[Who] = set()
-        self._under_way: Counter[Who] = Counter()
+        self._records: dict[Process, Record] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def as_seen(self, answerers: MayAnswer) -> MayAnswer:
         """The cards, with claims as far as this node has seen them, and without nodes whose answers were wrong."""
         own = _own_offers(answerers)
-        there = {who for card in answerers.cards for offer in card.models if (who := _who(card, offer)) is not None}
-        for known in (self._seen, self._tried):
-            for gone in known.keys() - there:
-                del known[gone]
-        self._liars &= there
+        there = {process for card in answerers.cards for offer in card.models if (process := _process(card, offer)) is not None}
+        self._records = {process: record for process, record in self._records.items() if process in there}
 
-        def offers(card: NodeCard) -> tuple[ModelOffer, ...]:
-            sound = (offer for offer in card.models if _who(card, offer) not in self._liars)
-            return tuple(self._believed(card, offer, own.get((offer.digest, offer.weights))) for offer in sound)
+        def seen(card: NodeCard) -> NodeCard:
+            if card.node_id == answerers.own:
+                return card
+            believed = (self._believed(card, offer, own) for offer in card.models)
+            return replace(card, models=tuple(offer for offer in believed if offer is not None))
 
-        return replace(
-            answerers,
-            cards=tuple(card if card.node_id == answerers.own else replace(card, models=offers(card)) for card in answerers.cards),
-        )
+        return replace(answerers, cards=tuple(map(seen, answerers.cards)))
 
     def to_prove(self, answerers: MayAnswer) -> list[tuple[Stop, ModelOffer]]:
         """Nodes that claim to be worth a hop from this one, which has their model, and have not proved it lately."""
         own, now = _own_offers(answerers), self._clock.monotonic()
         found: list[tuple[Stop, ModelOffer]] = []
         for card in answerers.cards:
-            for offer in card.models:
-                who, mine = _who(card, offer), own.get((offer.digest, offer.weights))
-                if card.node_id == answerers.own or who is None or mine is None or who in self._liars:
+            for offer in card.models if card.node_id != answerers.own else ():
+                process, mine, believed = _process(card, offer), own.get(_model(offer)), self._believed(card, offer, own)
+                if process is None or mine is None or believed is None:
                     continue
-                believed = self._believed(card, offer, mine)
                 if offer.tokens_per_second <= max(WORTH_A_HOP * mine.tokens_per_second, believed.tokens_per_second):
                     continue
-                if who not in self._tried or now - self._tried[who] > AGAIN_S:
-                    self._tried[who] = now
+                record = self._records.setdefault(process, Record())
+                if now - record.tried_s > AGAIN_S:
+                    record.tried_s = now
                     found.append((Stop(card.node_id, card.instance, offer.numerics_id, card.addresses), offer))
         return found
 
-    def watched(self, stop: Stop, weights: Weights, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> Watched:
-        """A stream of another node, measured as it goes on.
+    async def watched(
+        self,
+        stop: Stop,
+        weights: Weights,
+        stream: ChunkStream,
+        request: GenerationRequest,
+        again: Again | None,
+        share: float = 1 / CHECK_EVERY,
+    ) -> AsyncGenerator[Sequence[GenerationChunk]]:
+        """A stream of another node, passed on as it comes and measured; some are then computed again.
 
         Args:
-            again: computes the same request here; None: this node can't.
+            again: None: this node can't compute the request, or not with the same bytes.
+            share: of answers that are computed again.
         """
-        return Watched(self, (stop.node_id, stop.instance, weights.digest, weights.format), stream, request, again)
-
-    async def _prove(self, stop: Stop, offer: ModelOffer, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
-        watched = self.watched(stop, Weights(offer.digest, offer.weights), stream, request, again)
+        process = (stop.node_id, stop.instance, weights.digest, weights.format)
+        record = self._records.setdefault(process, Record())
+        record.streams += 1
+        alone = record.streams == 1
+        tokens: dict[int, list[int]] = {index: [] for index in request.indices}
+        unended = set(request.indices)
+        counts: list[int] = []
+        began_s, times = self._clock.monotonic(), list[float]()
         try:
-            async with aclosing(watched):
-                async for _ in watched:
-                    pass
-            await watched.check()
-        except PacelineError as error:
-            logger.info("%s did not show how fast it runs %s: %s", stop.node_id, offer.model_id, error)
+            async with aclosing(stream):
+                async for item in stream:
+                    if gained := sum(len(chunk.token_ids) for chunk in item):
+                        counts.append(gained)
+                        times.append(self._clock.monotonic())
+                        alone = alone and record.streams == 1
+                    for chunk in item:
+                        if chunk.index in tokens:
+                            tokens[chunk.index] += chunk.token_ids
+                        if chunk.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
+                            unended.discard(chunk.index)
+                    yield item
+        finally:
+            record.streams -= 1
+            later = sum(counts[1:]) / len(tokens)
+            if alone and later >= LEAST_TOKENS and times[-1] > times[0]:
+                ids, first_s = len(request.prompt_ids), times[0] - began_s
+                prefill = [ids / first_s] if ids >= LONG_PROMPT and first_s > 0 and not request.so_far else []
+                self._note(record, later / (times[-1] - times[0]), prefill)
+            if again is not None and not unended and self._draw() < share:
+                self._beside(self._compare(stop.node_id, record, request, tokens, again))
 
-    def now(self) -> float:
-        return self._clock.monotonic()
-
-    def began(self, who: Who) -> bool:
-        """A stream begins; whether it is the only one from here."""
-        self._under_way[who] += 1
-        return self._under_way[who] == 1
-
-    def ended(self, who: Who) -> None:
-        """It is over."""
-        self._under_way[who] -= 1
-        if self._under_way[who] <= 0:
-            del self._under_way[who]
-
-    def alone(self, who: Who) -> bool:
-        """Whether a stream is still the only one."""
-        return self._under_way[who] <= 1
-
-    def note(self, who: Who, decode: float, prefill: float | None) -> None:
-        """Note the speeds of an answer, tokens/s."""
-        seen = self._seen.setdefault(who, Seen())
-        before = max(seen.decode, default=0.0)
-        seen.decode.append(decode)
-        if prefill is not None:
-            seen.prefill.append(prefill)
-        self._tried[who] = self._clock.monotonic()
-        if abs(max(seen.decode) - before) > NOISE * before:
-            self._changed()
-
-    def due(self) -> bool:
-        """Whether the answer that just ended is to be computed again."""
-        return self._draw() * CHECK_EVERY < 1
-
-    def check_later(self, watched: Watched) -> None:
-        """Compute an answer again beside requests."""
-
-        async def check() -> None:
-            try:
-                await watched.check()
-            except PacelineError as error:
-                logger.debug("an answer is not compared: %s", error)
-
-        self._spawn(check())
-
-    def prove_later(self, stop: Stop, offer: ModelOffer, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
+    def prove(self, stop: Stop, offer: ModelOffer, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
         """See how fast a node answers, and whether rightly, beside requests."""
-        self._spawn(self._prove(stop, offer, stream, request, again))
+
+        async def run() -> None:
+            async with aclosing(self.watched(stop, Weights(offer.digest, offer.weights), stream, request, again, share=1.0)) as items:
+                async for _ in items:
+                    pass
+
+        self._beside(run())
 
     async def close(self) -> None:
         """End what runs beside requests. Idempotent."""
@@ -179,117 +171,69 @@ class Proofs:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = in_background(work, "answer-proof")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def lied(self, who: Who) -> None:
-        """An answer was not the model's."""
-        logger.error(
-            "%s gave other tokens for a request than this machine computes, with the same model and numerics: it gets no more requests until it"
-            " is started again",
-            who[0],
-        )
-        self._liars.add(who)
-        self._changed()
-
-    def _believed(self, card: NodeCard, offer: ModelOffer, own: ModelOffer | None) -> ModelOffer:
-        who = _who(card, offer)
-        if who is None:
+    def _believed(self, card: NodeCard, offer: ModelOffer, own: Mapping[tuple[str, str], ModelOffer]) -> ModelOffer | None:
+        """What an offer is worth here; None where its answers were wrong."""
+        process, mine = _process(card, offer), own.get(_model(offer))
+        if process is None:
             return offer
-        seen = self._seen.get(who)
-        if seen is None and own is None:
-            return offer
-        if seen is not None:
+        seen = self._records.get(process, Record())
+        if seen.is_wrong:
+            return None
+        claimed, claimed_prefill = offer.tokens_per_second, offer.prefill_tokens_per_second
+        if seen.decode:
             decode = max(seen.decode)
+        elif mine is not None:
+            decode = mine.tokens_per_second
         else:
-            assert own is not None, "one of both is known"
-            decode = own.tokens_per_second
-        decode = min(offer.tokens_per_second or decode, decode)
-        if seen is not None and seen.prefill:
+            return offer
+        decode = min(claimed or decode, decode)
+        if seen.prefill:
             prefill = max(seen.prefill)
-        elif own is not None:
-            prefill = own.prefill_tokens_per_second * max(1.0, decode / max(own.tokens_per_second, 1e-9))
+        elif mine is not None:
+            prefill = mine.prefill_tokens_per_second * max(1.0, decode / max(mine.tokens_per_second, 1e-9))
         else:
-            prefill = offer.prefill_tokens_per_second * decode / max(offer.tokens_per_second, decode)
-        prefill = min(offer.prefill_tokens_per_second or prefill, prefill)
-        return replace(offer, tokens_per_second=decode, prefill_tokens_per_second=prefill)
+            prefill = claimed_prefill * decode / max(claimed, decode)
+        return replace(offer, tokens_per_second=decode, prefill_tokens_per_second=min(claimed_prefill or prefill, prefill))
 
+    def _note(self, record: Record, decode: float, prefill: Sequence[float]) -> None:
+        """Note the speeds of an answer, tokens/s."""
+        before = max(record.decode, default=0.0)
+        record.decode.append(decode)
+        record.prefill.extend(prefill)
+        record.tried_s = self._clock.monotonic()
+        if abs(max(record.decode) - before) > NOISE * before:
+            self._changed()
 
-Again = Callable[[GenerationRequest], ChunkStream]
-
-
-class Watched:
-    """A `ChunkStream` that passes on another's, and takes note of it."""
-
-    def __init__(self, proofs: Proofs, who: Who, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
-        self._proofs, self._who, self._stream, self._request, self._again = proofs, who, stream, request, again
-        self._tokens: dict[int, list[int]] = {index: [] for index in request.indices}
-        self._unended = set(request.indices)
-        self._began_s: float | None = None
-        self._first_s = self._last_s = 0.0
-        self._first = self._later = 0
-        """Tokens of the first item, and of those behind it."""
-        self._alone = True
-        self._over = False
-
-    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
-        return self
-
-    async def __anext__(self) -> Sequence[GenerationChunk]:
-        """As the stream's own."""
-        proofs = self._proofs
-        if self._began_s is None:
-            self._began_s, self._alone = proofs.now(), proofs.began(self._who)
-        item = await anext(self._stream)
-        gained = sum(len(chunk.token_ids) for chunk in item)
-        if gained:
-            self._last_s = proofs.now()
-            self._alone = self._alone and proofs.alone(self._who)
-            if self._first:
-                self._later += gained
-            else:
-                self._first, self._first_s = gained, self._last_s
-        for chunk in item:
-            if chunk.index in self._tokens:
-                self._tokens[chunk.index] += chunk.token_ids
-            if chunk.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-                self._unended.discard(chunk.index)
-        return item
-
-    async def aclose(self) -> None:
-        """End it there too. Idempotent."""
-        if self._began_s is not None and not self._over:
-            self._over = True
-            self._proofs.ended(self._who)
-            took_s, sequences = self._last_s - self._first_s, len(self._tokens)
-            if self._alone and took_s > 0 and self._later >= LEAST_TOKENS * sequences:
-                ids = len(self._request.prompt_ids)
-                first_s = self._first_s - self._began_s
-                prefill = ids / first_s if ids >= LONG_PROMPT and first_s > 0 and not self._request.so_far else None
-                self._proofs.note(self._who, self._later / sequences / took_s, prefill)
-            if self._again is not None and not self._unended and self._proofs.due():
-                self._proofs.check_later(self)
-        await self._stream.aclose()
-
-    async def check(self) -> None:
-        """Compute it again here, and compare.
-
-        Raises:
-            PacelineError: this machine can't now.
-        """
-        if self._again is None or self._unended:
-            return
-        tokens: dict[int, list[int]] = {index: [] for index in self._tokens}
-        async with aclosing(self._again(replace(self._request, request_id=RequestId(f"{self._request.request_id}-again")))) as stream:
+    async def _compare(
+        self, node_id: NodeId, record: Record, request: GenerationRequest, tokens: Mapping[int, Sequence[int]], again: Again
+    ) -> None:
+        """Compute an answer here. A node whose tokens differ gets no more requests."""
+        own: dict[int, list[int]] = {index: [] for index in tokens}
+        async with aclosing(again(replace(request, request_id=RequestId(f"{request.request_id}-again")))) as stream:
             async for item in stream:
                 for chunk in item:
                     if chunk.finish_reason is FinishReason.ERROR:
                         return
-                    tokens[chunk.index] += chunk.token_ids
-        if tokens != self._tokens:
-            self._proofs.lied(self._who)
+                    own[chunk.index] += chunk.token_ids
+        if own != tokens:
+            logger.error(
+                "%s gave other tokens for a request than this machine computes, with the same model and numerics: it gets no more requests"
+                " until it is started again",
+                node_id,
+            )
+            record.is_wrong = True
+            self._changed()
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except PacelineError as error:
+                logger.info("an answer of another node is not proved: %s", error)
+
+        task = in_background(run(), "answer-proof")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def probe(prompt_ids: Sequence[int]) -> GenerationRequest:
@@ -300,9 +244,14 @@ def probe(prompt_ids: Sequence[int]) -> GenerationRequest:
 
 def _own_offers(answerers: MayAnswer) -> dict[tuple[str, str], ModelOffer]:
     own = (card for card in answerers.cards if card.node_id == answerers.own)
-    return {(offer.digest, offer.weights): offer for card in own for offer in card.models if _who(card, offer) is not None}
+    return {_model(offer): offer for card in own for offer in card.models if _process(card, offer) is not None}
 
 
-def _who(card: NodeCard, offer: ModelOffer) -> Who | None:
+def _model(offer: ModelOffer) -> tuple[str, str]:
+    return offer.digest, offer.weights
+
+
+def _process(card: NodeCard, offer: ModelOffer) -> Process | None:
+    """None where it does not run whole requests."""
     whole = offer.role is Role.VERIFIER and offer.warm and offer.digest
-    return (card.node_id, card.instance, offer.digest, offer.weights) if whole else None
+    return (card.node_id, card.instance, *_model(offer)) if whole else None
