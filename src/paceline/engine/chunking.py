@@ -4,8 +4,8 @@ Laws:
 - The oldest prompt gets a row at least in every step, and a fifth of what prompts get where others would take it all.
 - Else the one with the least left comes first. Where some end in a step, so that their first tokens wait for it, what runs beside them makes the step
   longer by a quarter at most.
-- While an answer waits for its next token, a step keeps to its budget, as far as steps were measured; an answer's own rows may take longer, and then
-  prompts may take a quarter more.
+- While an answer waits for its next token, a step keeps to its budget, as far as steps were measured. Answers may take longer by themselves, or nearly
+  as long: prompts then still get half as much time as answers do, lest a new request wait until others end.
 
 Bytes don't depend on any of this.
 """
@@ -22,6 +22,8 @@ FLOOR = 5
 """The oldest prompt gets one part in so many. Raising it: short prompts are answered sooner behind a long one, and that one later."""
 LONGER = 1.25
 """By what factor rows that end no wait may lengthen a step that somebody waits for. Raising it: prompts get on sooner, and first tokens come later."""
+BESIDE = 1.5
+"""By what factor prompts may lengthen the step of answers, whatever the budget. Raising it: prompts get on sooner beside many answers, and these slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
     if not prompts or most <= 0:
         return [0] * len(prompts)
     base = Load(answers)
-    limit = max(budget_s, LONGER * costs.of(base)) if costs.any_known and answers else budget_s if costs.any_known else inf
+    limit = max(budget_s, BESIDE * costs.of(base)) if costs.any_known and answers else budget_s if costs.any_known else inf
     step = _Step(prompts, most, base, costs)
     order = sorted(range(len(prompts)), key=lambda place: prompts[place].left)
     floor = max(1, most // FLOOR)
