@@ -12,7 +12,7 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.server.app import create_app, service_of
 from paceline.server.inference import Progress
-from paceline.server.serve import serve
+from paceline.server.serve import bind, serve
 from paceline.server.settings import ServerSettings
 from paceline.testing.scripted_inference import ScriptedInference
 from paceline.testing.served import Served
@@ -141,7 +141,8 @@ def test_stop_does_not_wait_for_a_client_that_does_not_read(serve_with: Serve) -
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.5", "example.org"])
 def test_open_addresses_need_a_key(host: str) -> None:
     async def start() -> None:
-        await serve(create_app(ScriptedInference()), host, 0, stop=asyncio.Event())
+        with bind("127.0.0.1", 0) as held:
+            await serve(create_app(ScriptedInference()), host, held, stop=asyncio.Event())
 
     with pytest.raises(ConfigError, match="without an API key"):
         asyncio.run(start())
@@ -150,18 +151,16 @@ def test_open_addresses_need_a_key(host: str) -> None:
 def test_a_taken_port_is_named(serve_with: Serve) -> None:
     served = serve_with()
 
-    async def start() -> None:
-        await serve(create_app(ScriptedInference()), *served.address, stop=asyncio.Event())
-
-    with pytest.raises(ConfigError, match=str(served.address[1])):
-        asyncio.run(start())
+    with pytest.raises(ConfigError, match=str(served.address[1])) as taken:
+        bind(*served.address)
+    assert "--port" in taken.value.hint
 
 
 def test_all_interfaces_with_a_key() -> None:
     async def start() -> int:
         stop, urls = asyncio.Event(), asyncio.Queue[str]()
         app = create_app(ScriptedInference(), ServerSettings(api_key="open-sesame-open-sesame"))
-        running = asyncio.create_task(serve(app, "0.0.0.0", 0, stop=stop, on_ready=urls.put_nowait))
+        running = asyncio.create_task(serve(app, "0.0.0.0", bind("0.0.0.0", 0), stop=stop, on_ready=urls.put_nowait))
         port = httpx.URL(await urls.get()).port
         async with httpx.AsyncClient() as client:
             answer = await client.get(f"http://127.0.0.1:{port}/v1/models")

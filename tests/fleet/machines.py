@@ -133,17 +133,26 @@ class Up:
                 self._lines.put(line)
         self._lines.put(None)
 
+    def wait_for(self, words: str) -> None:
+        """Until it printed them."""
+        while words not in self._line():
+            pass
+
     def wait_ready(self) -> None:
         """Until it printed where it serves."""
         while True:
-            line = self._lines.get(timeout=3 * BOUND_S)
-            if line is None:
-                pytest.fail(f"ended before it was ready: {''.join(self.said)}")
+            line = self._line()
             if node := re.search(r"^Node \S+ at (\S+?),?( |$)", line):
                 self.address = node[1]
             if found := re.search(r"Ready at (http://\S+)/v1", line):
                 self.url = found[1]
                 return
+
+    def _line(self) -> str:
+        line = self._lines.get(timeout=3 * BOUND_S)
+        if line is None:
+            pytest.fail(f"ended before its time: {''.join(self.said)}")
+        return line
 
     def stop(self) -> None:
         """Ctrl-C, and its orderly end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from psutil import Process
 from tests.fleet.machines import free_port, machines
 from tests.fleet.test_forwarding import client_of
 from tests.fleet.test_pipeline import found_fleet
@@ -43,3 +44,22 @@ def test_nodes_of_one_machine_run_a_model_named_by_its_path(tmp_path: Path) -> N
         assert asked.usage is not None
         assert " on local-2" in "".join(o.node.said)
         assert " on local-3" in "".join(o.node.said)
+
+
+def test_activations_cross_at_the_ports_that_were_given(tmp_path: Path) -> None:
+    """Of one machine on its command line, of the other in its file."""
+    path, port = write_gguf(tmp_path / "seeded.gguf", SPEC, "Q8_0"), free_port()
+    with machines(tmp_path, Home.from_environment().kernels, "o", "h") as (o, h):
+        found_fleet(o, h)
+        given = {o.name: free_port(), h.name: free_port()}
+        (h.home / "config.toml").write_text(f"[pipeline]\ntensor_port = {given['h']}\n")
+        h.up("--no-model", "--serve-shards", "--threads", "1", "--fleet-port", "0", "--peer", f"127.0.0.1:{port}")
+        options = ("--pipeline", "--own-layers", "2", "--fleet-port", str(port), "--tensor-port", str(given["o"]), *SMALL)
+        o.up("--model", str(path), *options)
+        asked = client_of(o).completions.create(model="seeded", prompt="abc", max_tokens=4, temperature=0)
+        assert asked.usage is not None
+        assert asked.usage.completion_tokens > 0
+        for machine in (o, h):
+            held = Process(machine.node.process.pid).net_connections("tcp")
+            here = {one.status for one in held if one.laddr.port == given[machine.name]}
+            assert here == {"LISTEN", "ESTABLISHED"}

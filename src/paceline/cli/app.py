@@ -104,6 +104,16 @@ def up(
     fleet_port: Annotated[
         int, typer.Option("--fleet-port", min=0, max=65535, help="For the fleet's machines. 0: any free one.", rich_help_panel="Fleet")
     ] = FLEET_PORT,
+    tensor_port: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-port",
+            min=0,
+            max=65535,
+            help="For what crosses between machines that share a model. 0: any free one.",
+            rich_help_panel="Fleet",
+        ),
+    ] = None,
     fleet_host: Annotated[
         str, typer.Option("--fleet-host", help="Address for the fleet's machines. Default: all of this one's.", rich_help_panel="Fleet")
     ] = "",
@@ -215,7 +225,7 @@ def up(
         )
     )
     sharing = Sharing(
-        *(fleet_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
+        *(fleet_port, tensor_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age),
     )

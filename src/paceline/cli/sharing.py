@@ -20,6 +20,8 @@ class Sharing:
     """The options of `paceline up` that concern other machines."""
 
     fleet_port: int
+    tensor_port: int | None
+    """None: as configured."""
     fleet_host: str
     peers: tuple[str, ...]
     fleet_preset: str
@@ -95,13 +97,14 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
     needed = settings is None or bool(asked) or bool(sharing.serve_shards)
     configured = read_pipeline_settings(Home.from_environment())
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
-    if fleet is not None and sharing.max_revocation_age is not None:
-        from paceline.cli.enrolment import seconds
-
-        fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
     if fleet is None:
         _check_alone(settings, sharing.propose)
         run_up(settings, api, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose)
+    fleet = replace(fleet, tensor_port=configured.tensor_port if sharing.tensor_port is None else sharing.tensor_port)
+    if sharing.max_revocation_age is not None:
+        from paceline.cli.enrolment import seconds
+
+        fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
     from paceline.fleet.plan import Objective
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.planning import parse_pin

@@ -1,6 +1,6 @@
 """`paceline up`: load, serve, say where, and end quickly when told to.
 
-The address is tried before the model is loaded, because a taken port should not cost a load to find out.
+Ports are taken before the model is loaded: one that another program has should not cost a load to find out, nor go to another meanwhile.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from paceline.node.build import BuiltNode
     from paceline.node.drafts.proposing import LoadedProposer
+    from paceline.node.fleet_state import Claim
     from paceline.node.pipelines.build import PipelineOrder
     from paceline.node.serving import FleetServing
     from paceline.node.shards.serving import Hosting
@@ -84,10 +85,9 @@ def run_up(
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
 
-    bind(api.host, api.port).close()
+    port = bind(api.host, api.port)
+    claim = None if fleet is None else _claim(fleet)
     allow_open_files()
-    if fleet is not None:
-        _check_fleet(fleet)
     console = Terminal()
     api.say_what_is_open(console)
     if settings is not None and order is not None:
@@ -110,7 +110,7 @@ def run_up(
                     if proposers:
                         service_of(app).metrics.add(await stack.enter_async_context(_alone(node, proposers)))
                 else:
-                    whole = await stack.enter_async_context(_in_fleet(node, fleet, stop, console, hosting, proposers, beside))
+                    whole = await stack.enter_async_context(_in_fleet(node, fleet, claim, stop, console, hosting, proposers, beside))
                     if order is not None and settings is not None:
                         node = await _spread(whole, settings, order, stop, console)
                         if node is None:
@@ -137,7 +137,7 @@ def run_up(
                     threading.Thread(target=_welcome, args=told, daemon=True).start()
 
             with ExitStack() as notes:
-                await serve(app, api.host, api.port, stop=stop, on_ready=ready, tls=tls)
+                await serve(app, api.host, port, stop=stop, on_ready=ready, tls=tls)
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(main())
@@ -148,18 +148,19 @@ def run_up(
     end_now(EXIT_OK)
 
 
-def _check_fleet(settings: FleetSettings) -> None:
-    from paceline.node.fleet_state import check_startable
+def _claim(settings: FleetSettings) -> Claim:
+    from paceline.node.fleet_state import Claim
     from paceline.store.home import Home
     from paceline.transport.trust.folder import FleetFolder
 
-    check_startable(FleetFolder(Home.from_environment().fleet), settings.host, settings.port)
+    return Claim(FleetFolder(Home.from_environment().fleet), settings)
 
 
 @asynccontextmanager
 async def _in_fleet(
     node: BuiltNode | None,
     settings: FleetSettings,
+    claim: Claim | None,
     stop: asyncio.Event,
     console: Console,
     hosting: Hosting | None,
@@ -170,7 +171,7 @@ async def _in_fleet(
     from paceline.node.serving import serving
     from paceline.store.home import Home
 
-    async with serving(node, settings, Home.from_environment(), SystemClock(), stop, hosting, proposers, beside) as whole:
+    async with serving(node, settings, Home.from_environment(), SystemClock(), stop, hosting, proposers, beside, claim) as whole:
         console.print(f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}", markup=False, soft_wrap=True)
         yield whole
 

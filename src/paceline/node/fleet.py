@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import IO
 
 import grpc.aio
 
@@ -30,7 +29,7 @@ from paceline.node.fleet_gossip import GossipDriver
 from paceline.node.fleet_links import LinkDriver
 from paceline.node.fleet_meter import FleetMeter, log_news
 from paceline.node.fleet_settings import FleetSettings
-from paceline.node.fleet_state import Running, claim_running, forget_running, keep_running
+from paceline.node.fleet_state import Claim, Running, forget_running, keep_running
 from paceline.node.fleet_trust import TrustKeeper
 from paceline.node.fleet_upkeep import Portrait, Upkeep
 from paceline.transport.address_book import AddressBook
@@ -124,27 +123,30 @@ class FleetNode:
         )
         self._server: NodeServer | None = None
         self._tensors: TensorListener | None = None
-        self._lock: IO[bytes] | None = None
+        self._claim: Claim | None = None
         self._listeners: list[Callable[[Effect], None]] = []
         self._draft_use: Callable[[], tuple[DraftUse, ...]] = tuple
 
     # --------------------------------------------------------------------------------------------------------------- its owner
 
-    async def start(self, *services: Callable[[PeerGuard], Service]) -> None:
+    async def start(self, *services: Callable[[PeerGuard], Service], claim: Claim | None = None) -> None:
         """Listen, announce this node, and begin to look for others.
+
+        Args:
+            claim: taken before; closed by `stop`.
 
         Raises:
             ConfigError: the port can't be used.
             MembershipError: this machine's node runs already.
         """
-        self._lock = await asyncio.to_thread(claim_running, self._folder)
+        self._claim = claim or await asyncio.to_thread(Claim, self._folder, self._settings)
         try:
-            await self._start(services)
+            await self._start(services, self._claim)
         except BaseException:
             await self.stop()
             raise
 
-    async def _start(self, services: tuple[Callable[[PeerGuard], Service], ...]) -> None:
+    async def _start(self, services: tuple[Callable[[PeerGuard], Service], ...], claim: Claim) -> None:
         watch = ConnectionWatch(self.refusals, self._clock)
         guard = self._guard = PeerGuard(
             *(self.identity.root, self.gossip.voids, self._clock, self.refusals, watch),
@@ -161,10 +163,11 @@ class FleetNode:
             proposer_service(self.desk, guard.peer),
             *(service(guard) for service in services),
         )
+        claim.fleet.close()
         port = await server.start(self._settings.host, self._settings.port)
         self._server = server
         self._tensors = TensorListener(self.identity, self.gossip.voids, self._clock, self.refusals)
-        self._tensors.start(self._settings.host, self._settings.tensor_port)
+        self._tensors.serve_on(claim.tensors)
         await self._upkeep.begin(port)
         local = join_host(self._settings.host or "127.0.0.1", port)
         await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
@@ -186,9 +189,9 @@ class FleetNode:
         tensors, self._tensors = self._tensors, None
         if tensors is not None:
             await asyncio.to_thread(tensors.close)
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     async def _stop(self, server: NodeServer) -> None:
         try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from dataclasses import dataclass
 from typing import IO, Any
 
-from paceline.core.errors import ConfigError, MembershipError
-from paceline.transport.trust.addresses import join_host
+from paceline.core.errors import MembershipError
+from paceline.core.ports import hold_port
+from paceline.node.fleet_settings import FleetSettings
+from paceline.transport.tensor.listener import TENSOR_OPTIONS
 from paceline.transport.trust.folder import FleetFolder
 
 
@@ -57,24 +58,25 @@ def claim_running(folder: FleetFolder) -> IO[bytes]:
     return lock
 
 
-def check_startable(folder: FleetFolder, host: str, port: int) -> None:
-    """What would keep a node from starting, found out before a model is loaded for it.
+class Claim:
+    """What a node takes before a model is loaded for it: that no other process runs this identity, and its ports.
 
     Raises:
         MembershipError: this machine's node runs already.
-        ConfigError: its port is taken, or its address not this machine's.
+        ConfigError: a port is taken, or the address not this machine's.
     """
-    claim_running(folder).close()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot listen on {join_host(host or '0.0.0.0', port)} for the fleet: {error.strerror}",  # noqa: S104 - shown, not bound
-                "Stop what listens there, or choose another --fleet-port or --fleet-host.",
-            ) from error
+
+    def __init__(self, folder: FleetFolder, settings: FleetSettings) -> None:
+        with contextlib.ExitStack() as taken:
+            taken.enter_context(claim_running(folder))
+            self.fleet = taken.enter_context(hold_port(settings.host, settings.port, "the fleet", "--fleet-port or --fleet-host"))
+            """For gRPC, which takes a port by its number: to be closed just before."""
+            self.tensors = taken.enter_context(hold_port(settings.host, settings.tensor_port, "activations", TENSOR_OPTIONS))
+            self._taken = taken.pop_all()
+
+    def close(self) -> None:
+        """Let go of all that is still held. Idempotent."""
+        self._taken.close()
 
 
 def keep_running(folder: FleetFolder, running: Running) -> None:

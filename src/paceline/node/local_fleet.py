@@ -80,7 +80,8 @@ class LocalFleet:
         """Start a node that does not run."""
         home = self.homes[name]
         command = [sys.executable, "-m", "paceline", "up", "--no-model", "--serve-shards", "--port", "0", "--threads", str(self.threads)]
-        command += ["--fleet-host", HOST, "--fleet-port", "0", "--no-mdns", "--peer", f"{HOST}:{self.port}", "--fleet-preset", PRESET]
+        command += ["--fleet-host", HOST, "--fleet-port", "0", "--tensor-port", "0", "--no-mdns"]
+        command += ["--peer", f"{HOST}:{self.port}", "--fleet-preset", PRESET]
         self._processes[name] = _tied([*command, "--tied", *self._options], home, self._alive)
 
     def kill(self, name: str) -> None:

@@ -82,6 +82,8 @@ class PipelineSettings(_Table):
     """Machines outside a pipeline load spans of it where they have the memory, so that a loss costs no load."""
     report_ms: Annotated[int, Field(ge=10, le=10_000)] = 100
     """How often a stage says how far it is. Raising it: a stall is known later; lowering it: more small messages."""
+    tensor_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of activations, at every machine that takes part; 0: any free one."""
     host: HostSettings = HostSettings()
 
     @property

@@ -28,6 +28,7 @@ from paceline.node.fleet_inference import FleetInference
 from paceline.node.fleet_local import LocalModels
 from paceline.node.fleet_metrics import FleetMetrics
 from paceline.node.fleet_settings import FleetSettings
+from paceline.node.fleet_state import Claim
 from paceline.node.fleet_tokenizers import TokenizerStore
 from paceline.node.offers import WarmModel, learn_digest, learn_digests
 from paceline.node.pipelines.meter import PipelineMeter, PipelineMetrics
@@ -147,8 +148,11 @@ class FleetServing:
         always = (self.metrics, self._pipeline_metrics, self.drafting.metrics)
         return always if self.shards is None else (*always, self.shards.metrics)
 
-    async def start(self) -> None:
+    async def start(self, claim: Claim | None = None) -> None:
         """Listen and be seen.
+
+        Args:
+            claim: as of `FleetNode.start`.
 
         Raises:
             ConfigError: the port can't be used.
@@ -159,7 +163,8 @@ class FleetServing:
             add_GenerateServiceServicer_to_server(generate, server)
 
         shards = [] if self.shards is None else [self.shards.service]
-        await self.fleet.start(lambda _: register, lambda guard: weights_service(self.home, guard, self.fleet.trust, self._beside), *shards)
+        services = [lambda _: register, lambda guard: weights_service(self.home, guard, self.fleet.trust, self._beside), *shards]
+        await self.fleet.start(*services, claim=claim)
         if self.shards is not None:
             self.shards.start()
         if self._node is not None:
@@ -252,6 +257,7 @@ async def serving(
     hosting: Hosting | None = None,
     proposers: Sequence[LoadedProposer] = (),
     beside: Sequence[ModelLocation] = (),
+    claim: Claim | None = None,
 ) -> AsyncGenerator[FleetServing]:
     """A node of the fleet, for as long as the block runs; it says goodbye as soon as `stop` is set.
 
@@ -259,7 +265,7 @@ async def serving(
         UserError: it can't be one.
     """
     whole = FleetServing(node, settings, home, clock, hosting, proposers, beside)
-    await whole.start()
+    await whole.start(claim)
 
     async def leave() -> None:
         await stop.wait()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Callable, Generator
 
 import uvicorn
 from fastapi import FastAPI
 
-from paceline.core.errors import ConfigError
+from paceline.core.ports import hold_port, listen_on
 from paceline.server.app import service_of
 from paceline.server.protocol import bounded_protocol
 from paceline.server.settings import TlsFiles, check_bind
@@ -25,26 +24,8 @@ GRACE_S = 1
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket's address, taken (port 0: any free one).
-
-    Raises:
-        ConfigError: the address is taken, not this machine's, or not permitted.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"Cannot listen on {host}: {error.strerror or error}", "Use an address of this machine.") from error
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        hint = (
-            "Stop what listens there, or choose another --port." if error.errno == errno.EADDRINUSE else "Choose another --host or --port."
-        )
-        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}", hint) from error
-    return bound
+    """Take the API's port, as `hold_port` does."""
+    return hold_port(host or "0.0.0.0", port, "the API", "--port or --host")  # noqa: S104 - an empty host means all of IPv4
 
 
 class _Server(uvicorn.Server):
@@ -64,7 +45,7 @@ class _Server(uvicorn.Server):
 async def serve(
     app: FastAPI,
     host: str,
-    port: int,
+    held: socket.socket,
     *,
     stop: asyncio.Event,
     on_ready: Callable[[str], None] | None = None,
@@ -74,21 +55,21 @@ async def serve(
 
     Args:
         host: an address of this machine.
-        port: 0 for any free one.
+        held: what `bind` took there.
         stop: set it on this event loop; every stream then ends with an error event, and `serve` returns in under 2 s.
         on_ready: called with the base URL once requests are accepted.
         tls: serve HTTPS with these; None: plain HTTP.
 
     Raises:
-        ConfigError: the address can't be used, or is open to a network without an API key.
+        ConfigError: the address is open to a network without an API key.
     """
     service = service_of(app)
     settings = service.settings
     check_bind(host, settings.api_key)
     context = None if tls is None else tls.context()
-    listening = bind(host, port)
+    listen_on(held, BACKLOG)
     shown = f"[{host}]" if ":" in host and not host.startswith("[") else host or "0.0.0.0"  # noqa: S104 - shown, not bound
-    url = f"{'http' if tls is None else 'https'}://{shown}:{listening.getsockname()[1]}"
+    url = f"{'http' if tls is None else 'https'}://{shown}:{held.getsockname()[1]}"
     config = uvicorn.Config(
         app,
         http=bounded_protocol(settings),
@@ -115,10 +96,10 @@ async def serve(
 
     ending = asyncio.create_task(end())
     try:
-        await server.serve(sockets=[listening])
+        await server.serve(sockets=[held])
     finally:
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
         for connection in list(server.server_state.connections):
             connection.transport.abort()  # a client that does not read would hold it open
-        listening.close()
+        held.close()

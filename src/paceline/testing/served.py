@@ -13,7 +13,7 @@ import httpx
 
 from paceline.server.app import create_app
 from paceline.server.inference import Inference
-from paceline.server.serve import serve
+from paceline.server.serve import bind, serve
 from paceline.server.settings import ServerSettings, TlsFiles
 
 T = TypeVar("T")
@@ -52,7 +52,14 @@ class Served(Generic[Kind]):
         async def main() -> None:
             stop = asyncio.Event()
             loop = asyncio.get_running_loop()
-            await serve(self.app, "127.0.0.1", 0, stop=stop, on_ready=lambda url: self._up.set_result((url, loop, stop)), tls=self._tls)
+            await serve(
+                self.app,
+                "127.0.0.1",
+                bind("127.0.0.1", 0),
+                stop=stop,
+                on_ready=lambda url: self._up.set_result((url, loop, stop)),
+                tls=self._tls,
+            )
 
         try:
             asyncio.run(main())

@@ -14,6 +14,7 @@ from paceline.node.settings import NodeSettings
 
 PLAIN = Sharing(
     fleet_port=0,
+    tensor_port=None,
     fleet_host="127.0.0.1",
     peers=(),
     fleet_preset="lan",

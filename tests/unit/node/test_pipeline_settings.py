@@ -28,6 +28,7 @@ def test_no_file_means_the_defaults(tmp_path: Path) -> None:
     assert found == PipelineSettings() == read(tmp_path, "")
     assert found.model_dump() == {
         "enabled": False,
+        "tensor_port": 0,
         "max_shards_per_request": 16,
         "shard_health_timeout_seconds": 30,
         "stall_seconds": 2.0,

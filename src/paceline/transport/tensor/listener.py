@@ -18,8 +18,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ConfigError, NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
+from paceline.core.errors import NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
 from paceline.core.ids import NodeId
+from paceline.core.ports import hold_port, listen_on
 from paceline.parallel.sessions import TICKET_BYTES
 from paceline.transport.tensor.conversation import Event
 from paceline.transport.tensor.frames import WELCOME, CloseCode
@@ -83,6 +84,8 @@ class Expected:
             return True
 
 
+TENSOR_OPTIONS = "--tensor-port or --fleet-host"
+BACKLOG = 128
 MAX_NEWCOMERS = 64
 HELLO_S = 5.0
 JOIN_S = 5.0
@@ -127,12 +130,12 @@ class TensorListener:
         Raises:
             ConfigError: the address can't be used.
         """
-        try:
-            self._listening = _listen(host, port)
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot listen on {host or '*'}:{port} for activations: {error}", "Choose another address or port."
-            ) from error
+        return self.serve_on(hold_port(host, port, "activations", TENSOR_OPTIONS))
+
+    def serve_on(self, held: socket.socket) -> int:
+        """Listen on a port that was taken before; returns it."""
+        self._listening = held
+        listen_on(held, BACKLOG)
         self._listening.setblocking(False)
         self.port = self._listening.getsockname()[1]
         self._wake_out.setblocking(False)
@@ -328,14 +331,3 @@ class TensorListener:
         if self._newcomers.pop(newcomer.sock.fileno(), None) is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(newcomer.sock)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
-    if host:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
-    return socket.create_server(("0.0.0.0", port), backlog=128)  # noqa: S104 - an empty host means all

@@ -22,7 +22,7 @@ from paceline.fleet.effects import Call
 from paceline.fleet.links import LinkTimes
 from paceline.fleet.messages import Request
 from paceline.node.fleet_settings import parse_preset
-from paceline.node.fleet_state import check_startable, read_running, read_version
+from paceline.node.fleet_state import Claim, read_running, read_version
 from paceline.testing.fleets import TestFleet
 from paceline.transport.channels import Purpose
 from paceline.transport.control_service import control_channel, read_sight
@@ -273,8 +273,7 @@ async def test_a_taken_port_is_told_and_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=port):
             await b.start()
         with pytest.raises(ConfigError, match=port):
-            check_startable(FleetFolder(tmp_path / "b" / "fleet"), "127.0.0.1", int(port))
-        check_startable(FleetFolder(tmp_path / "b" / "fleet"), "127.0.0.1", 0)
+            Claim(FleetFolder(tmp_path / "b" / "fleet"), b._settings)
         await b.stop()
     assert not [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("fleet")]
 
@@ -287,7 +286,7 @@ async def test_one_identity_runs_once(tmp_path: Path) -> None:
         with pytest.raises(MembershipError, match="runs already"):
             await again.start()
         with pytest.raises(MembershipError, match="runs already"):
-            check_startable(FleetFolder(tmp_path / "a" / "fleet"), "", 0)
+            Claim(FleetFolder(tmp_path / "a" / "fleet"), a._settings)
         await again.stop()
         assert read_running(FleetFolder(tmp_path / "a" / "fleet")) is not None
     async with running(again):

@@ -1,0 +1,77 @@
+"""A port of this machine, taken before it is served: until then who connects is refused, and no other program gets it.
+
+On Linux a socket that is bound and does not listen keeps nobody out who allows for connections of an earlier run (SO_REUSEADDR), as all servers
+do. So it listens for a moment, which fails where another does, and allows for nobody from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import sys
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+_NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
+
+
+def hold_port(host: str, port: int, purpose: str, options: str) -> socket.socket:
+    """Take a port: a bound socket, for `listen_on`, or to be closed by whoever then listens itself.
+
+    Args:
+        host: a name or an address of this machine; empty: all of its addresses, IPv4 and IPv6.
+        port: 0 for any free one.
+        purpose: what it is for, in messages.
+        options: of `paceline up`, by which it may be another.
+
+    Raises:
+        ConfigError: it is taken, not permitted, or not this machine's.
+    """
+    try:
+        return _everywhere(port) if not host else _at(host, port)
+    except OSError as error:
+        shown = f"[{host}]" if ":" in host else host or "*"
+        hint = f"Choose another {options}."
+        if error.errno == errno.EADDRINUSE:
+            look = f"ss -ltnp 'sport = :{port}'" if sys.platform == "linux" else f"lsof -nP -iTCP:{port} -sTCP:LISTEN"
+            hint = f"This says which program has it: {look}. Stop that one, or choose another {options}."
+        raise ConfigError(f"Cannot listen on {shown}:{port} for {purpose}: {error.strerror or error}", hint) from error
+
+
+def listen_on(held: socket.socket, backlog: int) -> None:
+    """Have a port that is held accept connections."""
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.listen(backlog)
+
+
+def _everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        try:
+            return _held(socket.AF_INET6, ("::", port), dual=True)
+        except OSError as error:
+            if error.errno not in _NO_IPV6:
+                raise
+    return _held(socket.AF_INET, ("0.0.0.0", port))  # noqa: S104 - an empty host means all
+
+
+def _at(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return _held(family, address)
+
+
+def _held(family: socket.AddressFamily, address: tuple[Any, ...], *, dual: bool = False) -> socket.socket:
+    with contextlib.ExitStack() as undo:
+        held = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        if dual:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(address)
+        if sys.platform == "linux":
+            if address[1]:  # one that was given by the system would be taken back
+                held.listen()
+                held.shutdown(socket.SHUT_RDWR)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        undo.pop_all()
+    return held
