@@ -103,6 +103,14 @@ def test_bad_field(shared: Served[ScriptedInference], path: str, body: dict[str,
     assert error["code"]
 
 
+def test_an_image_is_refused_in_words_that_say_so(shared: Served[ScriptedInference]) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    body = CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, picture]}]}
+    error = shared.http.post("/v1/chat/completions", content=orjson.dumps(body)).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "messages[0].content[1].type")
+    assert "no images" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("raw", "code"),
     [

@@ -90,10 +90,16 @@ def use(folder: Path | None) -> bool:
                     _make_room(root, target)
         os.environ[_VARIABLE] = str(target)
     except OSError as error:
-        logger.warning("compiled kernels can't be kept in %s (%s): each start will compile them", target, error.strerror)
+        _warn(target, error.strerror)
         os.environ.pop(_VARIABLE, None)
     config.reload_config()
     return there
+
+
+@cache
+def _warn(target: Path, reason: str) -> None:
+    """Once in a process."""
+    logger.warning("compiled kernels can't be kept in %s (%s): each start will compile them", target, reason)
 
 
 @contextmanager

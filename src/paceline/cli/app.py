@@ -93,7 +93,12 @@ def up(
     draft: Draft = "auto",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        typer.Option("--log-level", help="info: a line for each request, not for refused ones only.", rich_help_panel="Server"),
+        typer.Option(
+            "--log-level",
+            metavar="LEVEL",
+            help="debug, info, warning or error. info: a line for each request, not for refused ones only.",
+            rich_help_panel="Server",
+        ),
     ] = "warning",
     greet: Annotated[
         bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.", rich_help_panel="Server")

@@ -48,7 +48,7 @@ class Ending:
         if self._draining is not None:
             end_now(code)
         waits = "" if self._is_quiet() else f" once what is being answered has ended, in {self._drain_s:g} s at the latest"
-        self._console.print(f"\nStopping{waits} (Ctrl-C again ends at once)")
+        self._console.print(f"\nStopping{waits} (Ctrl-C again ends at once)", soft_wrap=True)
         self._draining = asyncio.create_task(self._drain(), name="drain")
 
     async def _drain(self) -> None:

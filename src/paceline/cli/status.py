@@ -134,22 +134,27 @@ def _show(looked: Looked, console: Console) -> None:
     view, lost = looked.sight.view, _lost(looked)
     console.print(Text.assemble("fleet ", (looked.fleet_id, "bold"), f", seen by {view.own}"))
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("node", "trust", "heard", "at", "backend", "memory free", "models"):
-        # Where it goes to a program, nothing is broken over lines.
+    for heading in ("node", "trust", "heard", "at", "backend", "memory free"):
         table.add_column(
-            heading, justify="right" if heading in {"heard", "memory free"} else "left", overflow="fold", no_wrap=heading in {"at", "node"}
+            heading,
+            justify="right" if heading in {"heard", "memory free"} else "left",
+            overflow="fold",
+            no_wrap=heading in {"at", "node", "backend"},
         )
     for live in view.nodes:
         card = live.card
         heard = "here" if card.node_id == view.own else f"{live.age_s:.0f} s ago"
-        if card.node_id in lost:
-            heard += ", no answer now"
         devices = (card, *card.devices)
         backends, memory = "\n".join(device.backend for device in devices), "\n".join(map(_memory, devices))
-        row = (card.node_id, live.trust, heard, "\n".join(card.addresses), backends, memory, "\n".join(_models(card)))
+        row = (card.node_id, live.trust, heard, "\n".join(card.addresses), backends, memory)
         # As texts: in a string [fd00::1] would be taken for markup.
         table.add_row(*map(Text, row), style="red" if card.node_id in lost else None)
     console.print(table)
+    for node_id in sorted(lost):
+        console.print(Text(f"{node_id} does not answer now", "red"))
+    for card in view.cards:
+        for line in _models(card):
+            console.print(Text(f"{card.node_id}: {line}"), soft_wrap=True)
     for line in _links(view):
         console.print(line, markup=False)
     for name, line in _plans(looked):
@@ -175,7 +180,7 @@ def _trust(sight: Sight, now: float) -> list[tuple[str, bool]]:
     lines: list[tuple[str, bool]] = []
     if sight.revocations_as_of:
         age_s = max(0.0, now - sight.revocations_as_of)
-        ago = f"{age_s / 86400:.0f} days" if age_s >= 2 * 86400 else f"{age_s / 3600:.0f} h"
+        ago = f"{age_s / 86400:.0f} days" if age_s >= 2 * 86400 else f"{age_s / 3600:.0f} h" if age_s >= 3600 else "less than an hour"
         is_old = age_s > OLD_S
         todo = ": start paceline up on the machine with the fleet's CA" if is_old else ""
         lines.append((f"who is revoked is known here as of {ago} ago{todo}", is_old))
@@ -190,7 +195,7 @@ def _models(card: NodeCard) -> list[str]:
     """Those that run, with their speed; of the others only how many."""
     lines = [_offer(offer) for offer in card.models if offer.warm or offer.shard is not None]
     cold = sum(offer.role is Role.VERIFIER and not offer.warm for offer in card.models)
-    return [*lines, *([f"{cold} on disk"] if cold else [])]
+    return [*lines, *([f"{counted(cold, 'model')} on disk, not loaded"] if cold else [])]
 
 
 def _offer(offer: ModelOffer) -> str:

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from paceline.backends.memory import human
 from paceline.cli.running import Running, running
+from paceline.cli.terminal import counted
 from paceline.core.shown import printable
 from paceline.store.home import Home
 
 RATE_S = 0.5
 """Over which tokens a second are counted."""
+GONE = "gone"
 _FIGURES = {
     "paceline_requests_running": "running",
     "paceline_requests_waiting": "waiting",
@@ -27,6 +27,9 @@ _FIGURES = {
     "paceline_kv_blocks_total": "blocks",
     "paceline_kv_blocks_used": "used",
     "process_resident_memory_bytes": "memory",
+    "paceline_http_in_flight": "requests",
+    "paceline_ttft_seconds_count": "first_tokens",
+    "paceline_inter_token_seconds_count": "later_tokens",
 }
 
 
@@ -38,9 +41,14 @@ class EndpointLoad:
     process: int
     state: str
     """What /health says: ok, busy, stalled, failed, stopping."""
-    models: tuple[str, ...] = ()
-    """Empty where the endpoint asks for a key that is not known here, as are all figures."""
+    models: tuple[str, ...] | None = None
+    """None, as are all figures, where the endpoint asks for a key that is not known here."""
+    requests: int | None = None
+    """That its clients wait for, wherever they are run."""
+    client_tokens_per_s: float | None = None
+    """That its clients get."""
     running: int | None = None
+    """Sequences that this process itself runs, for its clients or for other machines'; so are all figures below."""
     waiting: int | None = None
     tokens_per_s: float | None = None
     kv_used: float | None = None
@@ -59,38 +67,51 @@ def endpoints_here(home: Home) -> list[EndpointLoad]:
 
 
 def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
-    """A table; nothing where there is no endpoint."""
-    if not endpoints:
-        return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("endpoint", "serves", "state", "running", "waiting", "tokens/s", "KV in use", "memory"):
-        table.add_column(heading, no_wrap=not console.is_terminal, overflow="fold")
+    """Three lines for each."""
     for one in endpoints:
-        memory = "" if one.memory_bytes is None else human(one.memory_bytes)
-        figures = (_shown(one.running), _shown(one.waiting), _shown(one.tokens_per_s, ".0f"), _shown(one.kv_used, ".0%"), memory)
-        table.add_row(*map(Text, (f"{one.url}/v1", "\n".join(one.models) or "(it asks for a key)", one.state, *figures)))
-    console.print(table)
-
-
-def _shown(figure: float | None, form: str = "d") -> str:
-    return "" if figure is None else format(figure, form)
+        serves = (
+            "asks for a key, which PACELINE_API_KEY can give" if one.models is None else f"serves {', '.join(one.models) or 'no model now'}"
+        )
+        lines = [f"{one.url}/v1: {one.state}" + (f", {serves}" if one.state != GONE else "")]
+        if one.requests is not None:
+            rate = "" if one.client_tokens_per_s is None else f", {one.client_tokens_per_s:.0f} tokens/s"
+            lines.append(f"  its clients: {counted(one.requests, 'request')} under way{rate}")
+        if one.running is not None:
+            parts = [f"{one.running} running", f"{one.waiting} waiting"]
+            parts += [] if one.tokens_per_s is None else [f"{one.tokens_per_s:.0f} tokens/s"]
+            parts += [] if one.kv_used is None else [f"{one.kv_used:.0%} of KV in use"]
+            parts += [] if one.memory_bytes is None else [human(one.memory_bytes)]
+            lines.append(f"  this process: {', '.join(parts)}")
+        console.print(*lines, sep="\n", markup=False, soft_wrap=True)
 
 
 def _load(one: Running, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
-    state, models = "gone", list[str]()
+    state, models = GONE, None
     try:
         with one.client(_key()) as client:
             state = printable(str(client.get("/health").json()["status"]))
-            models = [printable(str(model["id"])) for model in client.get("/v1/models").json().get("data", [])]
+            models = tuple(printable(str(model["id"])) for model in client.get("/v1/models").json()["data"])
     except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     if not last:
-        return EndpointLoad(one.url, one.process, state, tuple(models))
-    passed = last["at"] - first.get("at", 0)
-    rate = max(0.0, last["tokens"] - first["tokens"]) / passed if first and passed > 0 else None
-    share = last["used"] / last["blocks"] if last["blocks"] else None
+        return EndpointLoad(one.url, one.process, state, models)
+
+    def rate(*names: str) -> float | None:
+        passed_s = last["at"] - first.get("at", last["at"])
+        return sum(max(0.0, last[name] - first[name]) for name in names) / passed_s if passed_s > 0 else None
+
     return EndpointLoad(
-        *(one.url, one.process, state, tuple(models), int(last["running"]), int(last["waiting"]), rate, share, int(last["memory"]) or None)
+        one.url,
+        one.process,
+        state,
+        models,
+        requests=max(0, int(last["requests"]) - 1),  # but for the one that asked
+        client_tokens_per_s=rate("first_tokens", "later_tokens"),
+        running=int(last["running"]),
+        waiting=int(last["waiting"]),
+        tokens_per_s=rate("tokens"),
+        kv_used=last["used"] / last["blocks"] if last["blocks"] else None,
+        memory_bytes=int(last["memory"]) or None,
     )
 
 

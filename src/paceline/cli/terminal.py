@@ -21,12 +21,16 @@ from rich.console import Console
 from paceline.core.errors import PacelineError
 from paceline.core.shown import shown
 
+UNFOLDED = 1000
+
 
 class Terminal(Console):
     """A console. When its reader is gone (`paceline up | head`), the work goes on unseen."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(highlight=False, stderr=stderr)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = UNFOLDED  # what goes to a program or a file is not broken over lines
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -51,7 +51,7 @@ class RequestLog:
             await self._app(scope, receive, seen)
         finally:
             if status >= 400 or told:
-                self._refused(f"{what}: {status} {told}".rstrip())
+                self._refused(f"{what}: {status} {told.removeprefix(f'{what}: ')}".rstrip())
             elif status and scope["path"] not in _QUIET_PATHS:
                 logger.info("%s: %d in %.2f s", what, status, self._clock.monotonic() - began_s)
 

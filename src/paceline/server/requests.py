@@ -232,6 +232,7 @@ REFUSED = {
     "response_format": "Only response_format of type text is served",
     "modalities": "Only text is served",
     "audio": "Audio is not served",
+    "type": "Only parts of type text are served: no images, audio or files",
     "web_search_options": "Web search is not served",
     "reasoning_effort": "Only reasoning_effort none is served",
     "verbosity": "Only verbosity medium is served",

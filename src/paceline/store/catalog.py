@@ -22,7 +22,7 @@ from paceline.store.folder_tokenizer import tokenizer_from_folder
 from paceline.store.gguf_file import GgufWeights, open_gguf
 from paceline.store.gguf_tokenizer import tokenizer_from_gguf
 from paceline.store.home import Home, expanded, read_json_object
-from paceline.store.safetensors_file import SafetensorsWeights
+from paceline.store.safetensors_file import CONFIG, SafetensorsWeights
 from paceline.store.selection import choose_gguf, gguf_models, is_path, parse_ref
 from paceline.store.tokenizer import ModelTokenizer
 
@@ -247,6 +247,8 @@ def _at_path(path: Path) -> ModelLocation:
         files = [file.name for file in path.iterdir()]
         if not any(name.endswith(".safetensors") for name in files) and gguf_models(files):
             return _at_path(path / choose_gguf(str(path), files, None)[0])
+        if CONFIG not in files:
+            raise ModelFileError(f"{path} holds no model: no GGUF file and no {CONFIG}", "Name the folder or the file that does")
         return ModelLocation(path.name, path)
     return ModelLocation(path.stem, path)
 

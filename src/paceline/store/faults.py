@@ -13,7 +13,10 @@ LONGEST: Final = 500
 
 def damaged(path: Path, reason: str) -> ModelFileError:
     """The file at `path` can't be what it claims to be."""
-    return ModelFileError(f"{path} is not a usable model file: {_shown(reason)}", "Delete it and get it again (`paceline pull`)")
+    return ModelFileError(
+        f"{path} is not a usable model file: {_shown(reason)}",
+        "Get it again where it came from; `paceline pull` does so for what was pulled",
+    )
 
 
 def unsupported(path: Path, reason: str) -> UnsupportedModel:

@@ -25,6 +25,7 @@ import logging
 import os
 import stat
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,14 @@ def check_own(folder: Path) -> None:
     """Refuse a folder in which others may put things; one that is not there yet will be ours.
 
     Raises:
-        ConfigError: it is another user's, or others may write to it.
+        ConfigError: it is another user's, or others may write to it, or it is no folder.
     """
     try:
         status = folder.stat()
     except OSError:
         return  # whatever needs it says why it can't be had
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"PACELINE_HOME is {folder}, which is no folder", "Set it to a folder; one that is not there yet is made.")
     if status.st_uid != os.geteuid():
         raise ConfigError(
             f"{folder} belongs to another user, who could change what runs here", "Set PACELINE_HOME to a folder of your own."
@@ -135,7 +138,13 @@ def write_cache(path: Path, data: bytes) -> None:
     try:
         write_file(path, data)
     except OSError as error:
-        logger.warning("could not keep %s for the next start: %s", path, error)
+        _warn(path.parent.parent, error.strerror or str(error))
+
+
+@cache
+def _warn(folder: Path, reason: str) -> None:
+    """Once in a process: what can't be kept is much of one kind."""
+    logger.warning("could not keep anything in %s for the next start: %s", folder, reason)
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:

@@ -109,10 +109,11 @@ def list_repo(client: httpx.Client, address: str, ref: HubRef) -> HubListing:
             )
         if answer.status_code == 404:
             raise NotAtHub(f"the hub has no {ref.repo} at revision {ref.revision or 'main'}", "Check the name, as in org/name")
-        answer.raise_for_status()
+        if not answer.is_success:
+            raise HubSilent(f"the hub at {address} did not list {ref.repo}: HTTP {answer.status_code}", "Try again later")
         body: Any = answer.json()
     except httpx.HTTPError as error:
-        raise HubSilent(f"the hub at {address} did not list {ref.repo}: {error}", "Check the connection and try again") from error
+        raise HubSilent(f"the hub at {address} can't be reached: {error}", "Check the connection and try again") from error
     except ValueError as error:
         raise HubSilent(f"the hub at {address} answered something that is not JSON", "Check HF_ENDPOINT") from error
     return _listing(address, ref, body)

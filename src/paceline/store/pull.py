@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from paceline.core.errors import ConfigError, DownloadError, ModelFileError, UnsupportedModel
+from paceline.core.errors import ConfigError, DownloadError, ModelFileError, ModelNotFound, UnsupportedModel
 from paceline.core.files import write_file
 from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
@@ -68,7 +68,14 @@ def pull(
     """
     hub_ref = None if is_path(ref) else parse_ref(ref)
     if hub_ref is None or _is_local(ref, hub_ref, home):
-        return _register(resolve(ref, home), home)
+        try:
+            location = resolve(ref, home)
+        except ModelNotFound as error:
+            if is_path(ref):
+                raise
+            hint = "A name at the hub has two parts: org/name, or org/name:Q4_K_M for one of its files"
+            raise ModelNotFound(f"{ref[:200]!r} is no name at the hub, and no model of this machine", hint) from error
+        return _register(location, home)
     with _client() as client:
         listed = hub.list_model(client, hub.endpoint() if endpoint is None else endpoint.rstrip("/"), hub_ref)
         mirrored = None if mirror is None else mirror(listed)

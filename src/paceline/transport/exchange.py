@@ -96,7 +96,7 @@ class Exchanger:
                 failure = error
                 if address in self._given and not self._book.is_failing(address):
                     logger.warning("no member answers at %s, which is tried again: %s", address, error.message)
-                self._book.failed(address, str(error), self._clock.monotonic())
+                self._book.failed(address, error.message, self._clock.monotonic())
                 self._doubt(address)
                 continue
             self._book.worked(address)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
@@ -72,6 +73,15 @@ _KINDS = {kind.__name__: kind for kind, _ in _STATUS} | {"PacelineError": Paceli
 """What a peer may make us raise."""
 _DIALLED = "Failed to connect to remote host: "
 """What gRPC puts before a socket's own error, behind the address and how many it has tried."""
+_WORDS = (
+    ("refused", "nothing listens there"),
+    ("handshake", "it is in another fleet, or no node"),
+    ("time(d )?out|deadline", "it does not answer"),
+    ("socket closed|connection reset|broken pipe|stream removed|goaway|end of file", "the connection broke off"),
+    ("unreachable|no route", "no network leads there"),
+    ("^$", "the connection was closed"),
+)
+"""What is found in gRPC's words, and what it means; the first that fits."""
 _FIELDS = ("field", "retry_after_s", "who")
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 MAX_TEXT = 2000
@@ -149,9 +159,11 @@ def unless_closed(peer: str) -> Generator[None]:
 
 
 def _why(code: grpc.StatusCode, details: str) -> str:
-    """A status and what gRPC says of it, which repeats the status, or the address of who was called."""
-    status, reason = code.name.lower().replace("_", " "), details.rpartition(_DIALLED)[2]
-    return status if reason.lower() in {"", status} else f"{status}: {reason}"
+    """What gRPC says, in a person's words; what is none of these, as it says it."""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "it did not answer in time"
+    reason = details.rpartition(_DIALLED)[2]
+    return next((words for said, words in _WORDS if re.search(said, reason, re.IGNORECASE)), reason)
 
 
 def _told(value: bytes) -> PacelineError | None:

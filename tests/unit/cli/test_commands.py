@@ -121,6 +121,36 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert_user_error(paceline("up", "--port", "0", "--model", missing), missing)
 
 
+def test_a_folder_without_a_model_is_named_before_anything_is_said_to_load(tmp_path: Path) -> None:
+    done = paceline("up", "--port", "0", "--model", str(tmp_path))
+    assert_user_error(done, f"{tmp_path} holds no model")
+    assert "Loading" not in done.stdout
+
+
+@pytest.mark.parametrize("command", [("up", "--port", "0"), ("models",), ("status",), ("init",)])
+def test_a_home_that_is_a_file_is_named(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "home").touch()
+    assert_user_error(paceline(*command, PACELINE_HOME=str(tmp_path / "home")), "PACELINE_HOME", "no folder")
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3:8b"])
+def test_a_name_that_no_hub_has_is_told_what_names_there_look_like(name: str) -> None:
+    assert_user_error(paceline("pull", name), f"'{name}' is no name at the hub", "org/name")
+
+
+def test_what_goes_to_a_program_is_not_broken_over_lines(tmp_path: Path, bundled_gguf: Path) -> None:
+    mine = tmp_path / f"{'long-' * 30}name.gguf"
+    mine.symlink_to(bundled_gguf)
+    home = str(tmp_path / "home")
+    assert paceline("pull", str(mine), PACELINE_HOME=home).returncode == 0
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"PACELINE_HOME": home}
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "models"], capture_output=True, text=True, timeout=500, env=environment, check=True
+    )
+    assert len(done.stdout.splitlines()) == 3
+    assert mine.stem in done.stdout
+
+
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64, b"not a model at all"])
 def test_a_corrupt_gguf_is_named(tmp_path: Path, content: bytes) -> None:
     corrupt = tmp_path / "corrupt.gguf"
@@ -132,7 +162,9 @@ def test_a_truncated_gguf_is_named(tmp_path: Path, bundled_gguf: Path) -> None:
     truncated = tmp_path / "truncated.gguf"
     with bundled_gguf.open("rb") as whole:
         truncated.write_bytes(whole.read(8 << 20))
-    assert_user_error(paceline("up", "--port", "0", "--model", str(truncated)), "truncated.gguf", "hint:")
+    done = paceline("up", "--port", "0", "--model", str(truncated))
+    assert_user_error(done, "truncated.gguf", "hint:")
+    assert "Delete" not in done.stderr  # it is the person's own
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:

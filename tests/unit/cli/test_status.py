@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.status import _show
+from paceline.cli.status_here import EndpointLoad, show_endpoints
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse
@@ -36,7 +37,7 @@ def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() ->
         *addresses,
         "guest",
         "[/red] ([int4])",
-        "m layers 3 to 13 (int8, 1 of 4 streams)",
+        "b: m layers 3 to 13 (int8, 1 of 4 streams)",
         "[fd00::2]:8154",
         "[fd00::3]:1 and [fd00::4]:1",
         "?]0;pwned??b: all is well",
@@ -97,3 +98,26 @@ def test_that_nobody_drafts_is_said_where_somebody_could(models: tuple[ModelOffe
     _show(Looked("f" * 16, Sight(view, (), 0, (DraftUse("fleet", trouble="Nobody's drafts would pay"),))), console)
     assert isinstance(console.file, io.StringIO)
     assert ("Nobody's drafts would pay" in console.file.getvalue()) == bool(models)
+
+
+def shown_of(*endpoints: EndpointLoad) -> list[str]:
+    console = Console(file=io.StringIO(), width=80)
+    show_endpoints(list(endpoints), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_an_endpoint_is_shown_whole_on_a_narrow_terminal() -> None:
+    names = ("smollm2-135m", "an-alias-that-is-as-long-as-some-models-names-are")
+    figures = {"client_tokens_per_s": 81.6, "running": 4, "waiting": 0, "tokens_per_s": 90.0, "kv_used": 0.12, "memory_bytes": 632 << 20}
+    assert shown_of(EndpointLoad("http://127.0.0.1:24910", 1, "ok", names, 1, **figures)) == [
+        f"http://127.0.0.1:24910/v1: ok, serves {', '.join(names)}",
+        "  its clients: 1 request under way, 82 tokens/s",
+        "  this process: 4 running, 0 waiting, 90 tokens/s, 12% of KV in use, 632 MiB",
+    ]
+
+
+def test_an_endpoint_that_serves_no_model_is_not_said_to_ask_for_a_key() -> None:
+    assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok", ())) == ["http://127.0.0.1:1/v1: ok, serves no model now"]
+    assert "asks for a key" in shown_of(EndpointLoad("http://127.0.0.1:1", 1, "ok"))[0]
+    assert shown_of(EndpointLoad("http://127.0.0.1:1", 1, "gone")) == ["http://127.0.0.1:1/v1: gone"]

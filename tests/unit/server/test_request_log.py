@@ -34,6 +34,12 @@ def test_a_refusal_is_one_line_with_what_the_client_was_told(caplog: pytest.LogC
     assert caplog.messages == ["POST /v1/models: 400 no?[2J such field"]
 
 
+def test_what_was_asked_is_not_said_twice(caplog: pytest.LogCaptureFixture) -> None:
+    app = JSONResponse({"error": {"message": "POST /v1/models: Method Not Allowed"}}, 405)
+    asyncio.run(_asked(_answering(app, FakeClock())))
+    assert caplog.messages == ["POST /v1/models: 405 Method Not Allowed"]
+
+
 def test_a_stream_that_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         parts = ['data: {"choices":[]}\n\n', 'data: {"error":{"message":"a machine is gone"}}\n\n']

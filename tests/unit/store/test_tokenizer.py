@@ -183,6 +183,9 @@ def test_a_home_that_can_not_be_written_costs_only_the_cache(gguf_model: Any, tm
     tokenizer = tokenizer_from_gguf(header, Home(tmp_path / "file"))
     assert text_of(tokenizer, tokenizer.encode("the hat")) == "the hat"
     assert "could not keep" in caplog.text
+    tokenizer_from_gguf(header, Home(tmp_path / "file"))
+    assert caplog.text.count("could not keep") == 1, "it is said once"
+    assert "Errno" not in caplog.text
 
 
 def test_lone_surrogates_are_refused(bundled: Any) -> None:

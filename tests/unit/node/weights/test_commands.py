@@ -136,5 +136,5 @@ async def test_when_the_hub_is_silent_the_fleet_is_asked_and_that_is_said(
         with pytest.raises(DownloadError, match="no node of the fleet could give all of org/m"):
             await asyncio.to_thread(run_pull, "org/m")
     said = capsys.readouterr().out
-    assert "the hub at http://127.0.0.1:1 did not list org/m" in said
+    assert "the hub at http://127.0.0.1:1 can't be reached" in said
     assert "The fleet is asked instead" in said
