@@ -113,7 +113,7 @@ class GenerationChunk:
     error: str | None = None
     """Set with `FinishReason.ERROR`: what happened."""
     code: str | None = None
-    """With it, where it was for want of machines: `shard_unavailable`, `pipeline_aborted`."""
+    """With it, where it was for want of machines: `shard_unavailable`, `weights_mismatch`, `pipeline_stalled`, `pipeline_aborted`."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""
     notices: tuple[Notice, ...] = ()

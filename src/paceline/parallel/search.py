@@ -12,13 +12,15 @@ from collections.abc import Callable
 from math import inf
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError
+from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.route import Fault, Opening, Route, Router
 
 logger = logging.getLogger(__name__)
 
+TOLD = (WeightsMismatch, PipelineStalled)
+"""Why machines that are there are of no use, by their codes; all else is that none are there."""
 LOOK_AGAIN_S = 5.0
 """Between two looks for others while this machine goes on alone."""
 ALONE_MOST_S = 600.0
@@ -48,6 +50,10 @@ class Search:
         self._since = clock.monotonic()
         self.reason = self._hint = ""
         """Why no machines were found, as far as it is known, and what would help."""
+        self._code = ShardUnavailable.code
+        """Of that, as clients are told."""
+        self._broke: Fault | None = None
+        """What the search is for: how the last route broke."""
         self.is_alone = False
         """The route found last is this machine's own."""
         self._alone_s, self._back_at = 0.0, -inf
@@ -61,7 +67,7 @@ class Search:
 
     def lost(self, fault: Fault) -> None:
         """The route broke."""
-        self._since = self._clock.monotonic()
+        self._since, self._broke = self._clock.monotonic(), fault
         self._router.quarantine(fault)
         if self._fallback is not None:
             self._fallback.lost()
@@ -114,15 +120,16 @@ class Search:
         if fallback is not None and fallback.is_due:
             self.reason = "they were lost too often"
             return self._alone(fallback)
-        self.reason, self._hint, any_left = "none answered in time", "", True
+        self.reason, self._hint, self._code, any_left = "none answered in time", "", ShardUnavailable.code, True
         try:
             found = self._router.find(self._limits.look_s)
         except PipelineError as error:
             self.reason, self._hint, any_left = error.message, error.hint, False
+            self._code = error.code if isinstance(error, TOLD) else ShardUnavailable.code
             self.opening = self._prepares_until = None
         else:
             if not isinstance(found, Opening):
-                self._until, self._found_none = None, False
+                self._until, self._found_none, self._broke = None, False, None
                 self._forget_opening()
                 return found
             self._heed(found)
@@ -150,6 +157,7 @@ class Search:
         self.opening, now = opening, self._clock.monotonic()
         if opening.nodes:
             self.reason = f"{' and '.join(opening.nodes)} loaded nothing more ({opening.percent} % done)"
+            self._code = PipelineStalled.code
         if opening.advanced > self._advanced:
             self._advanced = opening.advanced
             self._until = now + self._limits.search_s
@@ -171,7 +179,7 @@ class Search:
             raise self._unavailable(f"{self.reason}; and not here: {error}") from error
         if route is not None:
             logger.warning("no machines are left for layers %s (%s): they run here until others are back", self._layers, self.reason)
-            self._until, self._found_none, self.is_alone = None, False, True
+            self._until, self._found_none, self._broke, self.is_alone = None, False, None, True
             now = self._clock.monotonic()
             again = now - self._back_at < ALONE_MOST_S
             self._alone_s = min(2 * self._alone_s, ALONE_MOST_S) if again else self._limits.alone_s
@@ -179,6 +187,10 @@ class Search:
         return route
 
     def _unavailable(self, reason: str) -> ExecutorUnavailable:
+        """What requests end with: that no machines are there, unless it is known why those that are there are of no use."""
+        code, broke, self._broke = self._code, self._broke, None
+        if code == ShardUnavailable.code and broke is not None and broke.code == PipelineStalled.code:
+            code, reason = broke.code, f"{broke.message}; and in its place: {reason}"
         return ExecutorUnavailable(
-            f"No machines are left for layers {self._layers}: {reason}", self._hint or "Start one that has them.", code="shard_unavailable"
+            f"No machines are left for layers {self._layers}: {reason}", self._hint or "Start one that has them.", code=code
         )

@@ -297,6 +297,22 @@ def test_where_none_are_left_answers_end_and_later_ones_are_served(
         assert later.all(requests()) == expected
 
 
+def test_answers_of_a_pipeline_that_stalls_end_with_that_code_where_no_others_are(
+    runners: dict[str, LayerRunner[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.LIMITS", PipelineLimits(stall_s=0.2, search_s=0.0, look_s=0.01))
+    with Bench(runners, "head2", ["one"], [(2, 6)]) as bench:
+        for request in requests():
+            bench.run.engine.add(request)
+        bench.run.step()
+        bench.machines["one"].hangs = True
+        while bench.run.engine.has_work:
+            bench.run.step()
+        assert {*bench.run.ends.values()} == {(FinishReason.ERROR, "pipeline_stalled")}
+        told = {(notice.kind, notice.detail["code"]) for notice in bench.run.notices}
+        assert told == {("shard_status", "pipeline_stalled"), ("pipeline_aborted", "pipeline_stalled")}
+
+
 class Counted:
     """A `PipelineWatch` that lists what it is told."""
 

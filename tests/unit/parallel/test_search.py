@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from paceline.core.errors import ExecutorUnavailable, ShardUnavailable
+from paceline.core.errors import ExecutorUnavailable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.parallel.fallback import FORGET_S, Fallback
 from paceline.parallel.limits import PipelineLimits
@@ -41,14 +41,14 @@ class Router:
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
-        self.answer: Route | ShardUnavailable | Opening = NOBODY
+        self.answer: Route | PipelineError | Opening = NOBODY
         self.looks = 0
         self.left_out: list[Fault] = []
 
     def find(self, wait_s: float) -> Route | Opening:
         self.looks += 1
         self.clock.advance(wait_s)
-        if isinstance(self.answer, ShardUnavailable):
+        if isinstance(self.answer, PipelineError):
             raise self.answer
         return self.answer
 
@@ -91,6 +91,43 @@ def test_a_search_lasts_its_time_and_the_next_one_ends_at_once(search: Search, r
         "looking for machines for layers 3 to 5 for 30 s: No machine can run m. Start one.",
         "no machines are left for layers 3 to 5: No machine can run m. Start one.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NOBODY, "shard_unavailable"),
+        (WeightsMismatch("b has others"), "weights_mismatch"),
+        (PipelineStalled("b says nothing"), "pipeline_stalled"),
+        (PipelineError("b is busy"), "shard_unavailable"),
+    ],
+)
+def test_requests_are_told_why_machines_that_are_there_are_of_no_use(
+    search: Search, router: Router, error: PipelineError, code: str
+) -> None:
+    router.answer = error
+    with pytest.raises(ExecutorUnavailable) as caught:
+        look_to_the_end(search)
+    assert caught.value.code == code
+    assert error.message in caught.value.message
+
+
+def test_requests_of_a_pipeline_that_stalled_and_found_no_other_machines_are_told_so(search: Search, router: Router) -> None:
+    search.lost(Fault(NodeId("b"), "pipeline_stalled", "b has let nothing through"))
+    with pytest.raises(ExecutorUnavailable, match="b has let nothing through") as caught:
+        look_to_the_end(search)
+    assert caught.value.code == "pipeline_stalled"
+    with pytest.raises(ExecutorUnavailable) as caught:  # a later request did not stall
+        look_to_the_end(search)
+    assert caught.value.code == "shard_unavailable"
+    # One that breaks otherwise after a route was found has nothing to do with it.
+    search.lost(Fault(NodeId("b"), "pipeline_stalled", "b has let nothing through"))
+    router.answer = ROUTE
+    assert search.look() is ROUTE
+    router.answer = NOBODY
+    with pytest.raises(ExecutorUnavailable) as caught:
+        look_to_the_end(search)
+    assert caught.value.code == "shard_unavailable"
 
 
 def test_a_later_search_waits_for_a_machine_that_gets_ready(search: Search, router: Router) -> None:
@@ -146,8 +183,9 @@ def test_machines_that_load_nothing_further_are_not_waited_for(search: Search, r
 def test_machines_that_have_all_bytes_may_compile_for_a_while(search: Search, router: Router) -> None:
     router.answer = loading(1000)
     began = router.clock.monotonic()
-    with pytest.raises(ExecutorUnavailable, match="100 % done"):
+    with pytest.raises(ExecutorUnavailable, match="100 % done") as caught:
         look_to_the_end(search)
+    assert caught.value.code == "pipeline_stalled"
     assert router.clock.monotonic() - began == pytest.approx(LIMITS.prepare_s, abs=1.0)
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
-from paceline.core.errors import PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
+from paceline.core.errors import FleetError, PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS
 from paceline.fleet.card import NodeCard
@@ -26,6 +26,7 @@ from paceline.node.pipelines.opening import NotOpened, Opener, SeesFleet
 from paceline.node.pipelines.spare_keeper import SpareKeeper
 from paceline.node.pipelines.stage_loads import StageLoads
 from paceline.parallel.route import Fault, Opening
+from paceline.parallel.search import TOLD
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class FleetRouter:
     # ------------------------------------------------------------------------------------------------------------- inside
 
     async def _find(self) -> FleetRoute:
-        refusals: dict[NodeId, str] = {}
+        refusals: dict[NodeId, FleetError] = {}
         while True:
             cards = self._fleet.cards()
             self._instances = {card.node_id: card.instance for card in cards}
@@ -146,14 +147,16 @@ class FleetRouter:
             except PipelineError as error:
                 if not refusals:
                     raise
-                said = "; ".join(f"{node_id}: {why}" for node_id, why in refusals.items())
-                raise ShardUnavailable(f"{error.message} ({said})", error.hint) from error
+                said = "; ".join(f"{node_id}: {refusal.message}" for node_id, refusal in refusals.items())
+                # Where all refuse for one reason, it is the reason.
+                kind = next((kind for kind in TOLD if all(isinstance(refusal, kind) for refusal in refusals.values())), ShardUnavailable)
+                raise kind(f"{error.message} ({said})", error.hint) from error
             self._loads.begin(parts)
             try:
                 return await self._opener.open(parts, loads=self._loads)
             except NotOpened as error:
                 for node_id, refusal in error.refusals.items():
-                    refusals[node_id] = refusal.message
+                    refusals[node_id] = refusal
                     logger.info("%s does not run its layers: %s", node_id, refusal.message)
 
     def excluded(self, *, in_need: bool = False) -> frozenset[NodeId]:

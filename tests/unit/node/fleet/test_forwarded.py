@@ -18,6 +18,7 @@ from paceline.core.errors import (
     PacelineError,
     RevokedNode,
     ShardUnavailable,
+    WeightsMismatch,
     UnknownModel,
 )
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
@@ -204,6 +205,7 @@ async def test_a_node_that_comes_back_is_asked_again() -> None:
     [
         (NodeUnreachable("b is gone"), "no_machine"),
         (ShardUnavailable("no layers"), "shard_unavailable"),
+        (WeightsMismatch("other weights"), "weights_mismatch"),
         (ExecutorUnavailable("again and again", code="pipeline_aborted"), "pipeline_aborted"),
     ],
 )

@@ -12,12 +12,13 @@ from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.pipelines.test_choosing import BEE, CARDS, CAT, DOG, OWN, PINNED
 from tests.unit.node.shards.hosts import in_thread
 
-from paceline.core.errors import ShardUnavailable
+from paceline.core.errors import FleetError, NodeUnreachable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.node.pipelines.choosing import Part
 from paceline.node.pipelines.meter import PipelineMeter
+from paceline.node.pipelines.opening import NotOpened
 from paceline.node.pipelines.router import LAST_RESORT_S, FleetRouter
 from paceline.node.pipelines.stage_loads import StageLoads
 from paceline.parallel.route import Fault, Opening
@@ -55,12 +56,15 @@ class Opens:
     """Of the route that was opened last, which this stands for."""
     done: int = 0
     """Bytes of a hundred that each machine says it has loaded."""
+    refuses: dict[NodeId, FleetError] = field(default_factory=dict[NodeId, FleetError])
 
     async def open(self, parts: Sequence[Part], *, loads: StageLoads) -> Any:
         self.asked.append({part.node_id for part in parts})
         for part in parts:
             loads.told(part, StageLoading(self.done, 100))
         await self.may.wait()
+        if refused := {part.node_id: self.refuses[part.node_id] for part in parts if part.node_id in self.refuses}:
+            raise NotOpened(refused)
         self.stages = parts
         return self
 
@@ -115,6 +119,26 @@ async def test_who_computes_garbage_is_not_asked_whoever_else_is_there() -> None
     bench.clock.advance(300)
     with pytest.raises(ShardUnavailable):
         await bench.found()
+
+
+@pytest.mark.parametrize(
+    ("bees", "cats", "kind"),
+    [
+        (WeightsMismatch("other weights"), WeightsMismatch("others too"), WeightsMismatch),
+        (PipelineStalled("loads nothing"), PipelineStalled("nor this"), PipelineStalled),
+        (WeightsMismatch("other weights"), NodeUnreachable("gone"), ShardUnavailable),
+        (PipelineError("busy"), PipelineError("busy"), ShardUnavailable),
+    ],
+)
+@in_loop
+async def test_where_all_refuse_for_one_reason_it_is_the_reason(bees: FleetError, cats: FleetError, kind: type[PipelineError]) -> None:
+    bench = Bench(BEE, CAT)
+    bench.opens.refuses = {BEE: bees, CAT: cats}
+    with pytest.raises(PipelineError) as caught:
+        await bench.found()
+    assert type(caught.value) is kind
+    assert bees.message in caught.value.message
+    assert cats.message in caught.value.message
 
 
 @in_loop
