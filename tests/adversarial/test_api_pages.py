@@ -52,6 +52,32 @@ def test_row_42_a_page_that_posts_text_is_refused(serve: Serve, key: str | None,
         assert CORS not in answer.headers
 
 
+LINK = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document", "Sec-Fetch-User": "?1", "Accept": "text/html,*/*;q=0.8"}
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_row_42_a_link_on_any_page_leads_to_the_page_and_to_nothing_else(serve: Serve, key: str | None, site: str) -> None:
+    served, link = serve(ServerSettings(api_key=key)), {**LINK, "Sec-Fetch-Site": site}
+    page = served.http.get("/", headers=link)
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["x-frame-options"] == "DENY"
+    assert page.headers["cross-origin-opener-policy"] == "same-origin"
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    assert CORS not in page.headers
+    for path in PATHS[:-1]:
+        assert code_of(served.http.get(path, headers=link)) == (403, "origin_not_allowed"), path
+    for other in (
+        {"Sec-Fetch-Dest": "iframe"}, {"Sec-Fetch-Dest": "object"}, {"Sec-Fetch-Mode": "no-cors"}, {"Sec-Fetch-Mode": "cors"}, {"Origin": EVIL},
+    ):  # fmt: skip
+        assert code_of(served.http.get("/", headers={**link, **other})) == (403, "origin_not_allowed"), other
+    for method in ("POST", "HEAD", "PUT"):
+        assert served.http.request(method, "/", headers=link).status_code == 403, method
+    if key is None:
+        assert code_of(served.http.get("/", headers={**link, "Host": "evil.example"})) == (403, "host_not_allowed")
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "text/json"])
 def test_row_42_a_body_that_a_page_could_send_unasked_is_no_json(serve: Serve, kind: str) -> None:
     served = serve(ServerSettings())

@@ -3,6 +3,7 @@
 A browser sends requests for any page that is open in it. What tells them apart are headers that a page can't set: Host (the name that the browser
 looked up, which its owner may have pointed at this machine), Origin and Sec-Fetch-Site (whose page it is). A page is let in where its origin is
 named in `ServerSettings.allow_origins`, or is this server's own. A body that a page could send without asking first is no JSON to us.
+Who follows a link to the page at / may come from anywhere: the other page reads nothing of it, and can't put it into a frame.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Pages:
         self._hosts = frozenset({"localhost", *settings.allow_hosts})
         self._any_host = settings.api_key is not None  # a page that had its own name looked up here has no key
 
-    def refusal(self, headers: Headers) -> Fault | None:
+    def refusal(self, scope: Scope, headers: Headers) -> Fault | None:
         """Why a request is not let in; None: it is."""
         host = headers.get(b"host", b"")
         if not self._any_host and host and not self._is_own(host):
@@ -89,7 +90,7 @@ class Pages:
         if origin is not None:
             foreign = origin not in self._origins and origin.partition(b"://")[2] != host
         else:
-            foreign = headers.get(b"sec-fetch-site") in {b"cross-site", b"same-site"}
+            foreign = headers.get(b"sec-fetch-site") in {b"cross-site", b"same-site"} and not _follows_link(scope, headers)
         if foreign:
             page = "another page" if origin is None else origin.decode("latin-1")[:200]
             return Fault(
@@ -133,6 +134,12 @@ class Pages:
         except ValueError:
             return name in self._hosts
         return True
+
+
+def _follows_link(scope: Scope, headers: Headers) -> bool:
+    """Whether a browser opens the page at / in a tab, by a link on whatever page."""
+    opens = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
+    return opens and scope["method"] == "GET" and scope["path"] == "/"
 
 
 class Keys:

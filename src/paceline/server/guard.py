@@ -68,7 +68,7 @@ class Guard:
 
     def _answer(self, scope: Scope, headers: Headers, path: str) -> Response | None:
         """What is answered here; None: the application answers."""
-        fault = self._pages.refusal(headers)
+        fault = self._pages.refusal(scope, headers)
         if fault is None and (told := self._pages.preflight(scope, headers)) is not None:
             answer = Response(status_code=204)
             answer.raw_headers += told

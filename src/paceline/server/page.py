@@ -17,7 +17,9 @@ def _page() -> tuple[str, dict[str, str]]:
     html = (files("paceline.server") / "page.html").read_text("utf-8")
     script, style = (_hash_of(html, tag) for tag in ("script", "style"))
     policy = f"default-src 'none'; script-src '{script}'; style-src '{style}'; connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
-    return html, {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    # Whoever opens it from another page has no hold on it, and no frame of it.
+    alone = {"X-Frame-Options": "DENY", "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin"}
+    return html, {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", **alone}
 
 
 def _hash_of(html: str, tag: str) -> str:
