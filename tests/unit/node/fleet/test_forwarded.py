@@ -18,8 +18,8 @@ from paceline.core.errors import (
     PacelineError,
     RevokedNode,
     ShardUnavailable,
-    WeightsMismatch,
     UnknownModel,
+    WeightsMismatch,
 )
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
 from paceline.core.ids import NodeId, RequestId
