@@ -25,7 +25,7 @@ from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.shown import shown
 from paceline.parallel.sessions import StageFault, StageRequest
-from paceline.store import catalog
+from paceline.store import bounded_tokenizer, catalog
 from paceline.store.bounded_tokenizer import BoundedTokenizer, TokenizerProcess
 from paceline.store.catalog import BUNDLED, ModelLocation, open_model
 from paceline.store.chat_template import ChatTemplate
@@ -50,6 +50,12 @@ TEMPLATES = {
     "tests": BIG + MANY + "{% set t = s is lower %}{% endfor %}",
     "lengths of wide texts": "{% set n = namespace(x='\U0001f600' * 1000) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "tuples": BIG + MANY + "{% set t = (s[:-1], s[:-2], s[:-3]) %}{% endfor %}",
+    "nested loops": MANY * 4 + "{% endfor %}" * 4,
+    "macros that call themselves twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a text doubled by writing": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "a text multiplied": "{{ 'a' * 10**11 }}",
+    "a width, at compiling": "{{ 'a'|center(100000000000) }}",
+    "a power, at compiling": "{{ 10 ** (10 ** 9) }}",
     "dicts": MANY + "{% set d = {'a': " + "[" * 40 + "0" * 1 + "]" * 40 + "} %}{% endfor %}",
     "a text kept of each turn": "{% set n = namespace(x=[]) %}" + BIG + MANY + "{% set n.x = n.x + [s[:-1]] %}{% endfor %}",
 }
@@ -87,6 +93,20 @@ def test_row_48_a_template_ends_within_its_time_and_memory(bounded: Any, source:
     # The time and the memory are what the system counts, of a process that ends by them: there is nothing to measure here.
     tokenizer = bounded(model(source))
     with suppress(InvalidRequest):
+        tokenizer.render_chat(CHAT, NOW)
+
+
+def test_row_48_a_template_is_only_text_in_this_process(bounded: Any) -> None:
+    tokenizer = bounded(model("{{ messages[0]['content'] }}"))
+    assert tokenizer.render_chat(CHAT, NOW)
+    assert vars(tokenizer.model.template).keys() == {"path", "source", "special_tokens"}
+
+
+def test_row_48_where_the_system_limits_no_memory_what_takes_much_is_ended(bounded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_tokenizer, "LIMITS_MEMORY", False)
+    monkeypatch.setattr(bounded_tokenizer, "BUILD_BYTES", 64 << 20)
+    tokenizer = bounded(model(TEMPLATES["a text kept of each turn"]))
+    with pytest.raises(InvalidRequest, match="takes more memory than any chat"):
         tokenizer.render_chat(CHAT, NOW)
 
 
@@ -158,6 +178,13 @@ def test_ids_are_those_of_the_tokenizer_itself(bundled: BoundedTokenizer, text: 
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
     assert bundled.render_chat(chat, NOW) == inside.render_chat(chat, NOW)
     assert [bundled.token_bytes(i) for i in range(300)] == [inside.token_bytes(i) for i in range(300)]
+
+
+def test_long_chats_stay_within_the_allowance(bundled: BoundedTokenizer) -> None:
+    many = [{"role": "user", "content": "word " * 20} for _ in range(20_000)]
+    long = [{"role": "user", "content": "word " * 400_000}]
+    assert len(bundled.render_chat(many, NOW)) > 20 * 20_000
+    assert len(bundled.render_chat(long, NOW)) > 400_000
 
 
 @pytest.mark.parametrize("zone", [UTC, timezone(timedelta(hours=5, minutes=45)), timezone(timedelta(hours=-8), "PST"), None])

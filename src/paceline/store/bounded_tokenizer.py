@@ -22,11 +22,15 @@ from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, UnsupportedModel
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
-from paceline.store.tokenizer_child import BUILD_S, FAULT, HEAD, limit_of, write_time
+from paceline.store.tokenizer_child import BUILD_BYTES, BUILD_S, FAULT, HEAD, PER_BYTE, RENDER_BYTES, STATM, limit_of, write_time
 
 PATIENCE: Final = 10.0
 """By the clock a process may take so many times as long as by the processor's time, which it counts itself: others want the processor too. Raising it:
 one that is stopped holds up its requests for longer."""
+LIMITS_MEMORY: bool = STATM.exists()
+"""Whether the system limits a process's memory. Where it doesn't, the process is looked at while it works."""
+LOOK_S: Final = 0.1
+"""Between two looks. Raising it: a process takes more before it is ended."""
 _MOST_ANSWER: Final = 256 << 20
 _PART: Final = 1 << 16
 _MODULE: Final = "paceline.store.tokenizer_child"
@@ -129,7 +133,7 @@ class TokenizerProcess:
         """
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         self._process = subprocess.Popen(  # noqa: S603 - this program itself
-            [sys.executable, "-m", _MODULE, str(idle_s or 0)],
+            [sys.executable, "-m", _MODULE, str(idle_s or 0), str(int(LIMITS_MEMORY))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -140,6 +144,8 @@ class TokenizerProcess:
         self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._to, False)
         os.set_blocking(self._from, False)
+        self._until_s, self._most_bytes = 0.0, 0
+        """Until when it may work on what it was asked, and what it may hold then."""
         self.end: Final = weakref.finalize(self, _end, self._process)
         try:
             self.ask(packed, BUILD_S)
@@ -161,42 +167,50 @@ class TokenizerProcess:
             ProcessLost: there is none in time.
             PacelineError: what it answered, in its type.
         """
-        until = time.monotonic() + PATIENCE * limit_s
-        self._send(HEAD.pack(len(data)) + data, until)
-        size = HEAD.unpack(self._receive(HEAD.size, until))[0]
+        self._until_s = time.monotonic() + PATIENCE * limit_s
+        self._most_bytes = BUILD_BYTES + RENDER_BYTES + PER_BYTE * len(data)
+        self._send(HEAD.pack(len(data)) + data)
+        size = HEAD.unpack(self._receive(HEAD.size))[0]
         if not 1 <= size <= _MOST_ANSWER:
             raise ProcessLost("its answer makes no sense")
-        answer = self._receive(size, until)
+        answer = self._receive(size)
         if answer[:1] == FAULT:
             raise _error_of(answer[1:])
         return array("I", answer[1:]).tolist()
 
-    def _send(self, data: bytes, until: float) -> None:
+    def _send(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            self._wait(until, self._to, select.POLLOUT)
+            self._wait(self._to, select.POLLOUT)
             try:
                 view = view[os.write(self._to, view[:_PART]) :]
             except BrokenPipeError as error:
                 raise ProcessLost(_NEEDS_MORE) from error
 
-    def _receive(self, size: int, until: float) -> bytes:
+    def _receive(self, size: int) -> bytes:
         parts = bytearray()
         while len(parts) < size:
-            self._wait(until, self._from, select.POLLIN)
+            self._wait(self._from, select.POLLIN)
             part = os.read(self._from, size - len(parts))
             if not part:
                 raise ProcessLost(_NEEDS_MORE)
             parts += part
         return bytes(parts)
 
-    @staticmethod
-    def _wait(until: float, file: int, event: int) -> None:
+    def _wait(self, file: int, event: int) -> None:
         poll = select.poll()
         poll.register(file, event)
-        left = until - time.monotonic()
-        if left <= 0 or not poll.poll(1000 * left):
-            raise ProcessLost("it did not end in time")
+        while (left_s := self._until_s - time.monotonic()) > 0:
+            if poll.poll(1000 * min(left_s, LOOK_S)):
+                return
+            if not LIMITS_MEMORY and _resident_bytes(self._process.pid) > self._most_bytes:
+                raise ProcessLost("it takes more memory than any chat does")
+        raise ProcessLost("it did not end in time")
+
+
+def _resident_bytes(pid: int) -> int:
+    told = subprocess.run(["/bin/ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False).stdout  # noqa: S603
+    return 1024 * int(told or 0)
 
 
 _NEEDS_MORE: Final = "it needs more memory or time than any chat does"

@@ -1,19 +1,19 @@
 """The process that renders a model's chat template and runs its tokenizer: `python -m paceline.store.tokenizer_child`.
 
 Both are programs of whoever made the model. Here they have an allowance of memory and of time that no trick gets around: the system refuses more
-memory, and ends what takes longer. What goes in and comes out are frames: four bytes of length, then JSON, or the tokenizer itself in the first one.
+memory, and ends what takes longer. Where the system has no such limit of memory (macOS), the parent looks. What goes in and comes out are frames: four bytes of length, then JSON, or the tokenizer itself in the first one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import struct
 import sys
 from array import array
-from contextlib import suppress
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -25,8 +25,10 @@ BUILD_S: Final = 20.0
 """Of the processor's time, for the same; large ones take a second."""
 RENDER_BYTES: Final = 64 << 20
 """Memory for one text, and `PER_BYTE` for each of its bytes. Raising it: the same for one request."""
-PER_BYTE: Final = 48
-"""A character takes four bytes, in the message, in what is rendered of it, in what is normalised, and a token of it some more."""
+PER_BYTE: Final = 128
+"""Of prose, the tokenizer's library takes some ninety: a character in the message, in what is rendered of it, in what is normalised, and tokens."""
+STATM: Final = Path("/proc/self/statm")
+"""Where a system tells a process's size, it also limits it."""
 HEAD: Final = struct.Struct("=I")
 IDS, FAULT = b"I", b"F"
 
@@ -38,14 +40,15 @@ def limit_of(nbytes: int) -> float:
 
 def main() -> None:
     """Answer until the parent is gone, or asks nothing for as long as it said."""
-    idle_s = int(sys.argv[1])
+    idle_s, limits_memory = map(int, sys.argv[1:])
     # Its own stdin and stdout, whatever a library prints.
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to hear
     for ends in (signal.SIGPROF, signal.SIGALRM):  # in the middle of anything
         signal.signal(ends, signal.SIG_DFL)
-    _limit_memory(BUILD_BYTES)
+    if limits_memory:
+        _limit_memory(BUILD_BYTES)
     packed = _read(source)
     signal.setitimer(signal.ITIMER_PROF, BUILD_S)
     from paceline.store.tokenizer import unpack_tokenizer
@@ -63,48 +66,37 @@ def main() -> None:
         data = _read(source)
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, limit_of(len(data)))
-        _limit_memory(RENDER_BYTES + PER_BYTE * len(data))
+        if limits_memory:
+            _limit_memory(RENDER_BYTES + PER_BYTE * len(data))
         try:
             asked: dict[str, Any] = json.loads(data)
             if "text" in asked:
                 ids = tokenizer.encode(asked["text"], add_special=asked["add_special"])
             else:
-                ids = tokenizer.render_chat(asked["messages"], _time(asked["now"]))
+                ids = tokenizer.render_chat(asked["messages"], _time(*asked["now"]))
         except PacelineError as error:
             _fail(sink, error)
         else:
             _write(sink, IDS, array("I", ids).tobytes())
 
 
-def write_time(now: datetime | None) -> list[Any] | None:
-    """A time as it travels, the name of its zone too: a template may show it."""
-    if now is None:
-        return None
-    offset = now.utcoffset()
-    zone = None if offset is None else [offset.total_seconds(), now.tzname()]
-    return [now.replace(tzinfo=None).isoformat(), zone]
+def write_time(now: datetime) -> tuple[str, str | None]:
+    """A time as it travels, with the name of its zone, which a template may show."""
+    return now.isoformat(), now.tzname()
 
 
-def _time(told: list[Any] | None) -> datetime | None:
-    if told is None:
-        return None
-    moment = datetime.fromisoformat(told[0])
-    if told[1] is None:
-        return moment
-    seconds, name = told[1]
-    offset = timedelta(seconds=seconds)
-    return moment.replace(tzinfo=timezone(offset) if name is None else timezone(offset, name))
+def _time(at: str, zone: str | None) -> datetime:
+    moment = datetime.fromisoformat(at)
+    offset = moment.utcoffset()
+    return moment if offset is None or zone is None else moment.replace(tzinfo=timezone(offset, zone))
 
 
 def _limit_memory(more: int) -> None:
-    """Allow so many bytes beside what is held now, where the system counts them."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        held = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = held + more
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    """Allow so many bytes beside what is held now."""
+    held = int(STATM.read_bytes().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = held + more
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _read(source: BinaryIO) -> bytes:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from paceline.store import gguf_tokenizer
+from paceline.store.chat_template import MAX_TEMPLATE_CHARS
 from paceline.store.folder_tokenizer import tokenizer_from_folder
 from paceline.store.gguf_header import read_header
 from paceline.store.gguf_tokenizer import CUTS, build_encoder, tokenizer_from_gguf
@@ -242,6 +243,12 @@ def test_templates_find_what_transformers_gives_them(make_folder: Any, tmp_path:
         "{{ ''.__class__.__mro__ }}",
         "{% for i in range(10000000) %}x{% endfor %}",
         "{{ 1 / 0 }}",
+        "{{ cycler() }}",
+        "{{ [1]|slice(0)|list }}",
+        "{% set d = {'a': 1} %}{% for k in d %}{{ d.update({k: 2}) }}{% endfor %}",
+        "{{ '%c' % -1 }}",
+        "{{ nothing.at.all }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_templates_that_refuse_or_reach_out_are_stopped(make_folder: Any, tmp_path: Path, template: Any) -> None:
@@ -251,12 +258,28 @@ def test_templates_that_refuse_or_reach_out_are_stopped(make_folder: Any, tmp_pa
     assert caught.value.field == "messages"
 
 
-def test_a_template_that_does_not_compile_is_found_at_opening(make_folder: Any, tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "m")
-    with pytest.raises(ModelFileError, match="does not compile"):
-        with_template(folder, "{% for %}")
-    with pytest.raises(ModelFileError, match="not text"):
-        with_template(folder, 3)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",
+        "{% for i in [1] %}" * 50 + "{% endfor %}" * 50,
+        "{% if 1 %}" * 200 + "{% endif %}" * 200,
+        "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
+    ],
+    ids=["syntax", "blocks", "indents", "brackets"],
+)
+def test_a_template_that_does_not_compile_leaves_texts_to_be_completed(make_folder: Any, tmp_path: Path, template: str) -> None:
+    tokenizer = with_template(make_folder(tmp_path / "m"), template)
+    with pytest.raises(InvalidRequest, match="does not compile") as caught:
+        tokenizer.render_chat([{"role": "user", "content": "x"}])
+    assert caught.value.field == "messages"
+    assert text_of(tokenizer, tokenizer.encode("a")) == "a"
+
+
+@pytest.mark.parametrize(("template", "complaint"), [(3, "not text"), (" " * (MAX_TEMPLATE_CHARS + 1), "characters")])
+def test_what_can_be_no_template_is_found_at_opening(make_folder: Any, tmp_path: Path, template: Any, complaint: str) -> None:
+    with pytest.raises(ModelFileError, match=complaint):
+        with_template(make_folder(tmp_path / "m"), template)
 
 
 def test_a_model_without_a_template_says_so(make_folder: Any, tmp_path: Path) -> None:
