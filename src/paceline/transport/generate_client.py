@@ -28,9 +28,10 @@ PARTS = 8
 
 
 class Silence:
-    """Waits for a peer to say nothing for `SILENCE_S`.
+    """Waits for a peer to say nothing for `SILENCE_S` while it is listened to.
 
-    Law: time in which this process stood still is not the peer's silence: it is counted in parts, and passes in one of them.
+    Law: time in which this process stood still is not the peer's silence: it is counted in parts, and passes in one of them. Nor is time in which
+    what it says is not read.
 
     Args:
         ended: called once then.
@@ -42,23 +43,23 @@ class Silence:
         self._timer: asyncio.TimerHandle | None = None
         self.is_too_long = False
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Listen from now on."""
-        self._timer = asyncio.get_running_loop().call_later(SILENCE_S / PARTS, self._listen)
-
-    def broken(self) -> None:
-        """The peer said something."""
         self._parts = 0
+        self._listen()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Listen no more. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _listen(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_S / PARTS, self._heard_nothing)
+
+    def _heard_nothing(self) -> None:
         self._parts += 1
         if self._parts < PARTS:
-            self.start()
+            self._listen()
         else:
             self.is_too_long = True
             self._ended()
@@ -93,7 +94,7 @@ class RemoteStream:
             message = write_request(model.name, model.digest, model.weights, model.numerics_id, self._request)
             with unless_closed(self._peer):
                 self._call = GenerateServiceStub(self._dial()).Generate(message)
-            self._silence.start()
+        self._silence.begin()
         try:
             with unless_closed(self._peer):
                 message = await self._call.read()
@@ -101,14 +102,14 @@ class RemoteStream:
             raise self._why(error_of(error, self._peer)) from error
         except NodeUnreachable as error:
             raise self._why(error) from error
-        self._silence.broken()
+        finally:
+            self._silence.end()
         if not isinstance(message, wire.GenerateResponse):  # grpc's mark of a stream's end
             raise StopAsyncIteration
         return read_chunks(message, self._request.request_id)
 
     async def aclose(self) -> None:
         """End it there too. Idempotent."""
-        self._silence.close()
         self._hang_up()
 
     def _hang_up(self) -> None:

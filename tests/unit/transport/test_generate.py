@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
-from tests.unit.node.fleet.nodes import in_loop
+from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.transport.test_silence import stand_still
 
 from paceline.core.errors import NodeStopping, NodeUnreachable
@@ -30,6 +30,8 @@ class Slow:
         self.asked: list[GenerationRequest] = []
         self.comes = asyncio.Event()
         self.works, self.stops, self.closed = True, False, False
+        self.signs = 0
+        """Notices that were due."""
 
     def find(self, name: str) -> LoadedModel | None:
         return LOADED if name == LOADED.name else None
@@ -38,6 +40,7 @@ class Slow:
         raise NotImplementedError(name)
 
     def advances(self) -> bool:
+        self.signs += 1
         return self.works
 
     async def generate(self, model: str, request: GenerationRequest) -> AsyncGenerator[Sequence[GenerationChunk], None]:
@@ -89,6 +92,21 @@ async def test_an_answer_that_is_worked_on_says_so_until_it_comes() -> None:
 
 
 @in_loop
+async def test_a_client_that_reads_nothing_for_a_while_is_no_silence_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Slow()
+    async with asked(models) as stream:
+        assert await anext(stream) == []
+        monkeypatch.setattr(generate_client, "SILENCE_S", 0.1)  # ten times over before it is read again
+        assert await anext(stream) == []
+        before = models.signs
+        await until(lambda: models.closed or models.signs > before + 50)
+        models.comes.set()
+        while not (item := await anext(stream)):
+            pass
+        assert [chunk.token_ids for chunk in item] == [(7,)]
+
+
+@in_loop
 async def test_an_engine_that_stands_still_is_left_though_its_machine_answers() -> None:
     models = Slow()
     async with asked(models) as stream:
@@ -113,11 +131,12 @@ async def test_time_lost_here_is_no_silence_there() -> None:
     ended = list[bool]()
     with pytest.MonkeyPatch.context() as monkeypatch:
         silence = Silence(lambda: ended.append(True))
-        silence.start()
+        silence.begin()
         for _ in range(PARTS - 1):
             await stand_still(monkeypatch)
         assert not ended
-        silence.broken()
+        silence.end()
+        silence.begin()
         for _ in range(PARTS - 1):
             await stand_still(monkeypatch)
         assert not ended
