@@ -80,17 +80,16 @@ class FleetInference:
         self._fetching: dict[Key, asyncio.Task[None]] = {}
         self._gone: dict[str, float] = {}
         """Models that were served lately, and until when."""
-        self._stale = True
-        self._closed = False
+        self._stale = self._closed = False
         self._unsettled_until = clock.monotonic() + SETTLE_S
         """The fleet may have more than was seen yet."""
         fleet.listen(self._on_news)
+        self._changed()
 
     # -------------------------------------------------------------------------------------------------------------- for the server
 
     def models(self) -> Sequence[ServedModel]:
-        """This node's own first, then those of others by name, as soon as their tokenizers are here."""
-        self._refresh()
+        """This node's own first, then those of others by name, as soon as their tokenizers are here. As the view was read last."""
         own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
         names = {model.name for model in own}
         others = [
@@ -102,7 +101,6 @@ class FleetInference:
 
     def expects(self, model: str) -> bool:
         """See `Inference.expects`: its tokenizer may be on its way, or a machine may start anew; and at a start, the first look is still to come."""
-        self._refresh()
         gone_s = self._gone.get(model)
         now = self._clock.monotonic()
         return now < self._unsettled_until or model in self._routes or (gone_s is not None and now - gone_s < LATELY_S)

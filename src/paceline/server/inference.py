@@ -61,7 +61,7 @@ class ChunkStream(Protocol):
 
 
 class Inference(Protocol):
-    """Runs generations. Every method may be called from the event loop and returns at once."""
+    """Runs generations. Every method may be called from the event loop and returns at once; `models` and `expects` from any thread."""
 
     def models(self) -> Sequence[ServedModel]: ...
 

@@ -1,4 +1,4 @@
-"""Bytes of a request body in, a `Call` out: parse, check, tokenize. Pure and synchronous; big bodies run in a worker thread.
+"""Bytes of a request body in, a `Call` out: parse, check, tokenize. Synchronous, in threads: tokenizers are waited for.
 
 A text is refused by its length before it is tokenized where even the longest tokens could not fit it into the context.
 """
