@@ -79,8 +79,8 @@ class LocalFleet:
     def start(self, name: str) -> None:
         """Start a node that does not run."""
         home = self.homes[name]
-        command = [sys.executable, "-m", "paceline", "up", "--no-model", "--serve-shards", "--port", "0", "--threads", str(self.threads)]
-        command += ["--fleet-host", HOST, "--fleet-port", "0", "--tensor-port", "0", "--no-mdns"]
+        command = [sys.executable, "-P", "-m", "paceline", "up", "--no-model", "--serve-shards", "--threads", str(self.threads)]
+        command += ["--port", "0", "--fleet-host", HOST, "--fleet-port", "0", "--tensor-port", "0", "--no-mdns"]
         command += ["--peer", f"{HOST}:{self.port}", "--fleet-preset", PRESET]
         self._processes[name] = _tied([*command, "--tied", *self._options], home, self._alive)
 
@@ -151,7 +151,7 @@ def start_janitor(root: Path) -> tuple[subprocess.Popen[bytes], int]:
     """
     ended, alive = os.pipe()
     try:
-        command = [sys.executable, "-c", _JANITOR, str(root)]
+        command = [sys.executable, "-P", "-c", _JANITOR, str(root)]
         quiet = subprocess.DEVNULL
         janitor = subprocess.Popen(command, stdin=ended, stdout=quiet, stderr=quiet, start_new_session=True)  # noqa: S603  our own program
     finally:

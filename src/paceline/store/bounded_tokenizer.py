@@ -133,7 +133,7 @@ class TokenizerProcess:
         """
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         self._process = subprocess.Popen(  # noqa: S603 - this program itself
-            [sys.executable, "-m", _MODULE, str(idle_s or 0), str(int(LIMITS_MEMORY))],
+            [sys.executable, "-P", "-m", _MODULE, str(idle_s or 0), str(int(LIMITS_MEMORY))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
