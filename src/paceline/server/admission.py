@@ -155,7 +155,7 @@ class Keys:
         """Why a request is not let in; None: it is."""
         if self._expected is None:
             return None
-        address, now = _network(scope), self._clock.monotonic()
+        address, now = network_of(scope["client"][0] if scope.get("client") else ""), self._clock.monotonic()
         restored = max(self._spent.get(address, now), now)
         if restored - now > (WRONG_KEYS - 1) * REFILL_S:
             return overloaded("Too many wrong API keys came from this address. Try again in a moment.", 1)
@@ -174,9 +174,8 @@ def _sent(headers: Headers) -> bytes:
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
-def _network(scope: Scope) -> str:
-    """Where a request comes from. Of IPv6, the network of a household: it has addresses without end."""
-    host = scope["client"][0] if scope.get("client") else ""
+def network_of(host: str) -> str:
+    """Who an address stands for. Of IPv6, the network of a household: it has addresses without end."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Uvicorn's HTTP protocol with the bounds it lacks: time for a request to arrive and to be read, bytes beside its body, connections.
+"""Uvicorn's HTTP protocol with the bounds it lacks: time for a request to arrive and to be read, and bytes beside its body.
 
 Laws: every open connection has a timer, is being answered, or is kept alive on uvicorn's own timer. A connection is read while its
 request is answered too, so that its end is noticed at once; what comes early waits, and little of it may. None of this costs
@@ -8,18 +8,18 @@ anything per token: timers are set when a request begins or a socket's buffer fi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from paceline.server.faults import Fault, overloaded
+from paceline.server.faults import Fault
 from paceline.server.settings import ServerSettings
 
 MAX_HEADER_BYTES = 64 << 10
 """Of one request, with whatever else is not its body. Also how much may come while an earlier request is answered."""
 FRAMING_PER_BODY_BYTE = 8
 """Bytes of chunk sizes that a byte of a body excuses: a chunk for each byte takes five."""
-BUSY_RETRY_S = 2
 
 
 def bounded_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
@@ -47,13 +47,12 @@ class BoundedProtocol(HttpToolsProtocol):
         """Uvicorn's cycles, one a request, in their order; those whose answers are over are dropped when the next comes."""
         self._early = b""
         """What came while a request was answered."""
+        self.left: Callable[[], None] = lambda: None
+        """Called once the connection is gone."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse the connection that is one too many; give others their time."""
+        """Its first request has its time from here on."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        if len(self.connections) > self.bounds.max_connections:
-            self._refuse(overloaded("Too many connections. Try again in a moment.", BUSY_RETRY_S))
-            return
         self._arm_arriving()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -65,12 +64,13 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
+        self.left()
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; a request that is complete stops the clock, one that has begun starts it."""
         if self.transport.is_closing():
             return
-        if self._is_answering():
+        if self.is_answering:
             self._early += data
             if len(self._early) > MAX_HEADER_BYTES:
                 self.transport.abort()  # amid an answer there is no way to say why
@@ -81,7 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._beside_body > MAX_HEADER_BYTES and not self._is_answered_early():
             self._refuse(Fault(431, "The request's headers are too long", code="headers_too_large"))
-        elif self._is_answering():
+        elif self.is_answering:
             self._disarm_arriving()
             self.flow.resume_reading()  # uvicorn stops reading when the next request is there already
         else:
@@ -116,7 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """An answer is over: go on with what came meanwhile."""
         super().on_response_complete()
-        if self._is_answering():
+        if self.is_answering:
             return
         if self._unanswered():  # the next request, begun already
             self._arm_arriving()
@@ -151,7 +151,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _unanswered(self) -> list[Any]:
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
-    def _is_answering(self) -> bool:
+    @property
+    def is_answering(self) -> bool:
         """Whether a request that is here to its end waits for its answer's."""
         unanswered = self._unanswered()
         return bool(unanswered) and not unanswered[0].more_body
@@ -172,8 +173,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, fault: Fault) -> None:
         """Answer without the application, and close."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:  # pyright: ignore[reportUnnecessaryComparison]
-            body = fault.body()
-            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **fault.headers}
-            lines = [f"HTTP/1.1 {fault.status} ", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-            self.transport.write("\r\n".join(lines).encode("ascii") + body)
+            self.transport.write(whole_answer(fault))
         self.transport.close()
+
+
+def whole_answer(fault: Fault) -> bytes:
+    """A refusal as HTTP, after which the connection is closed."""
+    body = fault.body()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **fault.headers}
+    lines = [f"HTTP/1.1 {fault.status} ", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    return "\r\n".join(lines).encode("ascii") + body

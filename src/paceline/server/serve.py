@@ -9,14 +9,16 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Generator
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from paceline.core.ports import hold_port, listen_on
 from paceline.server.app import service_of
-from paceline.server.protocol import bounded_protocol
-from paceline.server.settings import TlsFiles, check_bind
+from paceline.server.door import Door
+from paceline.server.protocol import BoundedProtocol, bounded_protocol
+from paceline.server.settings import ServerSettings, TlsFiles, check_bind
 
 BACKLOG = 2048
 GRACE_S = 1
@@ -29,13 +31,24 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    """Behind a door of ours: uvicorn's bounds no handshake and shares no connections."""
+
+    def __init__(self, config: uvicorn.Config, held: socket.socket, settings: ServerSettings, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._door = Door(held, self._protocol, settings, config.ssl)
+
+    def _protocol(self) -> BoundedProtocol:
+        return cast("Any", self.config.http_protocol_class)(self.config, self.server_state, self.lifespan.state)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._door.open()
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._door.close()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -87,7 +100,7 @@ async def serve(
     )
     config.load()
     config.ssl = context
-    server = _Server(config, lambda: on_ready(url) if on_ready is not None else None)
+    server = _Server(config, held, settings, lambda: on_ready(url) if on_ready is not None else None)
 
     async def end() -> None:
         await stop.wait()
@@ -96,7 +109,7 @@ async def serve(
 
     ending = asyncio.create_task(end())
     try:
-        await server.serve(sockets=[held])
+        await server.serve(sockets=[])
     finally:
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)

@@ -36,7 +36,7 @@ class ServerSettings:
     max_requests: int = 1024
     """Requests in flight, waiting ones included; beyond it 429. The engine's own queue is usually the tighter bound."""
     max_connections: int = 4096
-    """Open sockets; beyond it new ones get 429 and are closed. Raising it costs file descriptors."""
+    """Open sockets; beyond it those of the address that has the most make way, or get 429. Raising it costs file descriptors."""
     request_timeout_s: float = 30.0
     """For a whole request (headers and body) to arrive. Raising it lets half-open connections live longer."""
     idle_timeout_s: float = 75.0

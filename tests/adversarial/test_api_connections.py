@@ -1,0 +1,84 @@
+"""What one machine can do to an API by connections alone, with and without TLS and a key: nothing to others."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from pathlib import Path
+
+import orjson
+import pytest
+
+from paceline.node.api_certificate import own_certificate
+from paceline.server.settings import ServerSettings, TlsFiles
+from paceline.store.home import Home
+from paceline.testing.scripted_inference import ScriptedInference
+from paceline.testing.served import BOUND_S, Served
+
+Serve = Callable[..., Served[ScriptedInference]]
+KEY = "open-sesame-open-sesame"
+ASK = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n".encode()
+MOST = 4
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a machine has one loopback address")
+
+
+@pytest.fixture
+def serve() -> Generator[Serve, None, None]:
+    with ExitStack() as started:
+
+        def start(tls: TlsFiles | None = None) -> Served[ScriptedInference]:
+            served = Served(ScriptedInference(), ServerSettings(api_key=KEY, max_connections=MOST), tls)
+            started.callback(served.close)
+            return served
+
+        yield start
+
+
+@pytest.fixture(params=["plain", "tls"])
+def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
+    return own_certificate(Home(tmp_path), (), time.time()) if request.param == "tls" else None
+
+
+def connect(served: Served[ScriptedInference], host: str) -> socket.socket:
+    return socket.create_connection(served.address, BOUND_S, (host, 0))
+
+
+def answered(served: Served[ScriptedInference], host: str, tls: TlsFiles | None) -> bytes:
+    """What a client of that address gets that has the key."""
+    connection = connect(served, host)
+    if tls is not None:
+        connection = ssl.create_default_context(cafile=tls.certificate).wrap_socket(connection, server_hostname="localhost")
+    with connection:
+        connection.sendall(ASK)
+        return connection.recv(1 << 16)
+
+
+def test_a_stranger_that_holds_all_connections_keeps_nobody_else_out(serve: Serve, tls: TlsFiles | None) -> None:
+    served = serve(tls)
+    with ExitStack() as held:
+        strangers = [held.enter_context(connect(served, "127.0.0.2")) for _ in range(3 * MOST)]
+        for _ in range(2):
+            assert answered(served, "127.0.0.3", tls).startswith(b"HTTP/1.1 200 ")
+        # Those beyond the bound were turned away, unfinished handshakes among them, and one made way: it came first.
+        for stranger in (*strangers[MOST:], strangers[0]):
+            while stranger.recv(1 << 16):
+                pass
+
+
+def test_an_answer_that_is_under_way_makes_way_for_nobody(serve: Serve) -> None:
+    served = serve()
+    body = orjson.dumps({"model": "echo", "prompt": "ab", "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    with ExitStack() as held:
+        streams = [held.enter_context(connect(served, "127.0.0.2")) for _ in range(MOST)]
+        for stream in streams:
+            stream.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        served.run(served.inference.until_live(MOST))
+        assert answered(served, "127.0.0.3", None).startswith(b"HTTP/1.1 429 ")
+        for stream in streams:
+            assert stream.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
