@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,6 +16,7 @@ from tests.unit.node.fleet.nodes import QUICK, Still, until_seen
 from tests.unit.store.conftest import GgufModel
 
 from paceline.core.clock import SystemClock
+from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
@@ -82,6 +83,10 @@ class Engine:
     digest: str = DIGEST
     tokenizer: str = field(default_factory=lambda: tokenizer_digest(packed()))
     refuse: Callable[[], Exception | None] = lambda: None
+    ends: FinishReason = FinishReason.STOP
+    live: set[RequestId] = field(default_factory=set)
+    begins: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0)
+    """Waited for before an answer's first token."""
     asked: list[GenerationRequest] = field(default_factory=list)
     described: int = 0
     describing: int = 0
@@ -95,11 +100,18 @@ class Engine:
         refusal = self.refuse()
         if refusal is not None:
             raise refusal
+        if request.request_id in self.live:
+            raise InvalidRequest("The request id is in use")
+        self.live.add(request.request_id)
         self.asked.append(request)
         answer = self.answer(request) if callable(self.answer) else self.answer
-        for place, token in enumerate(answer):
-            finish = FinishReason.STOP if place == len(answer) - 1 else None
-            yield [GenerationChunk(request.request_id, index, (token,), "x", finish_reason=finish) for index in range(request.n)]
+        try:
+            await self.begins()
+            for place, token in enumerate(answer):
+                finish = self.ends if place == len(answer) - 1 else None
+                yield [GenerationChunk(request.request_id, index, (token,), "x", finish_reason=finish) for index in range(request.n)]
+        finally:
+            self.live.remove(request.request_id)
 
     def stats(self) -> EngineStats:
         return EngineStats()

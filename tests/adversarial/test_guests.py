@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.node.weights.conftest import new_home, sharded  # noqa: F401
 
 from paceline.core.errors import NodeUnreachable, NotTrusted, Overloaded, SourceLost
-from paceline.core.generation import GenerationRequest
+from paceline.core.generation import FinishReason, GenerationRequest
 from paceline.core.trust import Trust
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.store.home import Home
@@ -135,3 +136,27 @@ async def test_41_a_whole_answer_that_lies_now_and_then_is_found_by_computing_so
         assert await desk_.answer() == list(LIE)
         await until(lambda: desk_.first == "desk")
         assert await desk_.answer() == list(LONG)
+
+
+@in_loop
+async def test_41_of_two_that_are_proved_at_once_each_answer_is_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    liars = [Made(name, Engine(LONG[::-1]), (offer(50),)) for name in ("liar", "other")]
+    desk = Engine(LONG, begins=asyncio.Barrier(2).wait)
+    async with machines(tmp_path, Made("desk", desk, (offer(1),)), *liars):
+        for name in ("liar", "other"):
+            await until(lambda name=name: f"{name} gave other tokens for a request than this machine computes" in caplog.text)
+
+
+@in_loop
+async def test_41_an_answer_that_ends_where_a_smaller_context_does_is_no_lie(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def of_context(most: int) -> Callable[[GenerationRequest], Sequence[int]]:
+        return lambda request: LONG[: 16 if request.ignore_eos else most]
+
+    desk = Engine(of_context(40), ends=FinishReason.LENGTH)
+    small = Made("small", Engine(of_context(20), ends=FinishReason.LENGTH), (offer(50),))
+    async with machines(tmp_path, Made("desk", desk, (offer(1),), draw=lambda: 0.0), small) as (desk_, _):
+        await until(lambda: desk_.first == "small")
+        assert await desk_.answer(5, 6) == list(LONG[:20])
+        await until(lambda: desk_.saw(5, 6) and not desk.live)
+        assert await desk_.answer(7, 8) == list(LONG[:20])
+        assert "gave other tokens" not in caplog.text

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
+from uuid import uuid4
 
 from paceline.core.background import in_background
 from paceline.core.clock import Clock
@@ -128,7 +129,7 @@ class Proofs:
         record.streams += 1
         alone = record.streams == 1
         tokens: dict[int, list[int]] = {index: [] for index in request.indices}
-        unended = set(request.indices)
+        ends: dict[int, FinishReason] = {}
         counts: list[int] = []
         began_s, times = self._clock.monotonic(), list[float]()
         try:
@@ -142,7 +143,7 @@ class Proofs:
                         if chunk.index in tokens:
                             tokens[chunk.index] += chunk.token_ids
                         if chunk.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-                            unended.discard(chunk.index)
+                            ends[chunk.index] = chunk.finish_reason
                     yield item
         finally:
             record.streams -= 1
@@ -151,8 +152,8 @@ class Proofs:
                 ids, first_s = len(request.prompt_ids), times[0] - began_s
                 prefill = [ids / first_s] if ids >= LONG_PROMPT and first_s > 0 and not request.so_far else []
                 self._note(record, later / (times[-1] - times[0]), prefill)
-            if again is not None and not unended and self._draw() < share:
-                self._beside(self._compare(stop.node_id, record, request, tokens, again))
+            if again is not None and ends.keys() == tokens.keys() and self._draw() < share:
+                self._beside(self._compare(stop.node_id, record, request, tokens, ends, again))
 
     def prove(self, stop: Stop, offer: ModelOffer, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
         """See how fast a node answers, and whether rightly, beside requests."""
@@ -205,9 +206,15 @@ class Proofs:
             self._changed()
 
     async def _compare(
-        self, node_id: NodeId, record: Record, request: GenerationRequest, tokens: Mapping[int, Sequence[int]], again: Again
+        self,
+        node_id: NodeId,
+        record: Record,
+        request: GenerationRequest,
+        tokens: Mapping[int, Sequence[int]],
+        ends: dict[int, FinishReason],
+        again: Again,
     ) -> None:
-        """Compute an answer here. A node whose tokens differ gets no more requests."""
+        """Compute an answer here. A node whose tokens differ gets no more requests; one whose context is of another length may end elsewhere."""
         own: dict[int, list[int]] = {index: [] for index in tokens}
         async with aclosing(again(replace(request, request_id=RequestId(f"{request.request_id}-again")))) as stream:
             async for item in stream:
@@ -215,7 +222,10 @@ class Proofs:
                     if chunk.finish_reason is FinishReason.ERROR:
                         return
                     own[chunk.index] += chunk.token_ids
-        if own != tokens:
+                    if chunk.finish_reason is FinishReason.LENGTH:
+                        ends[chunk.index] = FinishReason.LENGTH
+        both = {index: min(len(own[index]), len(tokens[index])) if ends[index] is FinishReason.LENGTH else None for index in tokens}
+        if any(own[index][: both[index]] != tokens[index][: both[index]] for index in tokens):
             logger.error(
                 "%s gave other tokens for a request than this machine computes, with the same model and numerics: it gets no more requests"
                 " until it is started again",
@@ -239,7 +249,7 @@ class Proofs:
 def probe(prompt_ids: Sequence[int]) -> GenerationRequest:
     """A short request whose answer proves a node's speed, and whose right answer this node can compute."""
     sampling = SamplingParams(temperature=0.0, seed=0)
-    return GenerationRequest(RequestId("proof"), tuple(prompt_ids), PROBE_TOKENS, sampling=sampling, ignore_eos=True)
+    return GenerationRequest(RequestId(f"proof-{uuid4().hex}"), tuple(prompt_ids), PROBE_TOKENS, sampling=sampling, ignore_eos=True)
 
 
 def _own_offers(answerers: MayAnswer) -> dict[tuple[str, str], ModelOffer]:
