@@ -58,6 +58,8 @@ class _Issued:
     at: int
     token: str = ""
     """By which it came; empty for the machine that began the fleet."""
+    trust: Trust | None = None
+    """That it was given last; None where it is not known."""
 
 
 @dataclass(slots=True)
@@ -216,7 +218,8 @@ class Issuer:
         return certificate
 
     def renew(self, request: bytes, member: Member) -> bytes:
-        """A new certificate (DER) for a member that shows a good one: for its name, its key, and the trust that it has.
+        """A new certificate (DER) for a member that shows a good one: for its name, its key, and the trust that it was given last, whatever
+        the one that it shows says.
 
         Raises:
             NotTrusted: the request is for another name or key, or the member was revoked.
@@ -232,9 +235,10 @@ class Issuer:
         with self._folder.locked():
             if member.issued_at <= self._voided_to(member.node_id):
                 raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
-            certificate = self.authority.issue(request, asked, now, trust=member.trust)
             state = self._load()
             before = state.issued.get(asked)
+            trust = (before and before.trust) or member.trust
+            certificate = self.authority.issue(request, asked, now, trust=trust)
             state.issued[asked] = self._issued(certificate, before.token if before else "")
             self._keep(state)
         return certificate
@@ -282,7 +286,7 @@ class Issuer:
 
     def _issued(self, certificate: bytes, token_id: str = "") -> _Issued:
         member = self.authority.root.member(certificate, self._clock.wall())
-        return _Issued(_digest(member.public_key), member.issued_at, token_id)
+        return _Issued(_digest(member.public_key), member.issued_at, token_id, member.trust)
 
     def _load(self) -> _State:
         kept = self._folder.issuer_state()
@@ -300,7 +304,9 @@ class Issuer:
                 for token_id, one in dict[str, Any](kept.get("tokens", {})).items()
             }
             issued = {
-                NodeId(node_id): _Issued(str(one["key"]), int(one["at"]), str(one["token"]))
+                NodeId(node_id): _Issued(
+                    str(one["key"]), int(one["at"]), str(one["token"]), Trust(one["trust"]) if "trust" in one else None
+                )
                 for node_id, one in dict[str, Any](kept.get("issued", {})).items()
             }
             return _State(tokens, issued, int(kept.get("join_port", JOIN_PORT)))
@@ -326,7 +332,10 @@ class Issuer:
                     for token in state.tokens.values()
                     if token.expires_at > forget
                 },
-                "issued": {node_id: {"key": one.key, "at": one.at, "token": one.token} for node_id, one in sorted(state.issued.items())},
+                "issued": {
+                    node_id: {"key": one.key, "at": one.at, "token": one.token, **({} if one.trust is None else {"trust": str(one.trust)})}
+                    for node_id, one in sorted(state.issued.items())
+                },
             }
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,22 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import NameOID
 from tests.unit.transport.trust.joining import IssuerNode, request_for
 
+from paceline.core.errors import RevokedNode
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.testing.fleets import TestFleet, card_of
 from paceline.transport.join_client import join
-from paceline.transport.trust.certificates import make_key
+from paceline.transport.trust.authority import NODE_HOLDS
+from paceline.transport.trust.certificates import Member, make_key
 from paceline.transport.trust.identity import Identity
+from paceline.transport.trust.issuer import RENEW_BELOW_S, Issuer, JoinAttempt
 from paceline.transport.trust.requests import make_request
 from paceline.transport.trust.seals import sign_card
+from paceline.transport.trust.signing import PrivateKey
+from paceline.transport.trust.tokens import NONCE_BYTES
+
+DUE_S = NODE_HOLDS.total_seconds() - RENEW_BELOW_S + 1
+"""After which a certificate may be renewed."""
 
 
 @pytest.fixture
@@ -72,6 +81,49 @@ def test_nobody_makes_themselves_trusted(node: IssuerNode) -> None:
 def test_the_first_machine_is_trusted(node: IssuerNode) -> None:
     certificate = node.issuer.issue_own(make_request(make_key(), NodeId("attic")), NodeId("attic"))
     assert node.issuer.authority.root.member(certificate, node.clock.wall()).trust is Trust.TRUSTED
+
+
+def admitted(node: IssuerNode, key: PrivateKey, trust: Trust) -> Member:
+    """What `bob-1` is by the certificate that it joins with."""
+    token, request, nonce = node.mint(trust=trust), make_request(key, NodeId("bob-1")), secrets.token_bytes(NONCE_BYTES)
+    _, certificate = node.issuer.admit(JoinAttempt(request, token.token_id.hex(), token.proof(request, nonce), nonce))
+    return node.issuer.authority.root.member(certificate, node.clock.wall())
+
+
+def renewed(node: IssuerNode, key: PrivateKey, shown: Member) -> Member:
+    certificate = node.issuer.renew(make_request(key, shown.node_id), shown)
+    return node.issuer.authority.root.member(certificate, node.clock.wall())
+
+
+@pytest.mark.parametrize(("first", "then"), [(first, then) for first in Trust for then in Trust if first is not then])
+def test_a_certificate_is_renewed_at_the_level_that_its_machine_was_given_last(node: IssuerNode, first: Trust, then: Trust) -> None:
+    key = make_key()
+    old, new = admitted(node, key, first), admitted(node, key, then)
+    node.clock.advance(DUE_S)
+    assert [renewed(node, key, shown).trust for shown in (old, new, old)] == [then] * 3
+    node.issuer = Issuer(node.issuer.authority, node.folder, node.clock)  # started anew
+    assert renewed(node, key, old).trust is then
+
+
+def test_a_machine_that_was_revoked_and_joins_again_keeps_nothing_of_its_old_level(node: IssuerNode) -> None:
+    key = make_key()
+    old = admitted(node, key, Trust.TRUSTED)
+    node.issuer.revoke(old.node_id)
+    admitted(node, key, Trust.GUEST)
+    node.clock.advance(DUE_S)
+    with pytest.raises(RevokedNode):
+        renewed(node, key, old)
+
+
+def test_where_the_ca_knows_no_level_the_certificates_own_stays(node: IssuerNode) -> None:
+    """A CA that was brought here from another machine, or whose state is from before levels were kept."""
+    key = make_key()
+    old = admitted(node, key, Trust.TRUSTED)
+    node.clock.advance(DUE_S)
+    kept = node.folder.issuer_state()
+    for issued in ({}, {"bob-1": {name: value for name, value in kept["issued"]["bob-1"].items() if name != "trust"}}):
+        node.folder.keep_issuer_state({**kept, "issued": issued})
+        assert renewed(node, key, old).trust is Trust.TRUSTED
 
 
 @pytest.mark.parametrize(
