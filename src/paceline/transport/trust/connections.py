@@ -1,7 +1,7 @@
 """Who is on a port's connections, and which of them are hung up: strangers, the silent, the idle, the revoked, and those beyond a share.
 
 gRPC refuses a handshake inside its core, and tells Python neither that it did nor whom; it holds a connection for as long as the far end
-likes, and takes in messages that are never finished. What Python does learn is that a handshake begins, which connections a port has at that
+likes. What Python does learn is that a handshake begins, which connections a port has at that
 moment (they are file descriptors of this process), and whose calls arrive. A member calls as soon as it is connected: a connection that ends
 without a call was refused, or left by itself, and its address goes into the log; one that stays without a call is hung up.
 """
@@ -22,7 +22,7 @@ from paceline.transport.trust.sockets import Remote, connections, hang_up, remot
 SILENT_S = 10.0
 """Without a first call. Raising it: what a stranger, or a certificate that was revoked, makes a node hold without a call."""
 IDLE_S = 600.0
-"""Without a call that has come whole: what is begun and not finished counts as nothing. gRPC takes leave of the orderly ones sooner."""
+"""Without a call. gRPC takes leave of the orderly ones sooner."""
 MAX_SILENT = 256
 """Of all strangers together; half of them stay where there are more. A member is among them until its first call."""
 MAX_OF_NODE = 64
@@ -37,7 +37,7 @@ IDLE_LOOK_S = 60.0
 @dataclass(slots=True)
 class _Connection:
     since: float
-    """The clock's time of its last whole call, or of when it was first seen."""
+    """The clock's time of its last call, or of when it was first seen."""
     member: Member | None = None
     calls: int = 0
     """Under way."""
@@ -89,7 +89,7 @@ class ConnectionWatch:
             return  # the loop has ended: no caller is served any more
 
     def began(self, peer: str, member: Member | None = None) -> None:
-        """A whole call came from `peer` (ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5), by a member where certificates are asked for."""
+        """A call came from `peer` (ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5), by a member where certificates are asked for."""
         found = self._open.setdefault(remote_of(peer), _Connection(self._clock.monotonic()))
         found.calls += 1
         if found.member is None and member is not None:

@@ -3,12 +3,17 @@
 A message that protobuf can't parse would be an exception inside gRPC, logged with a traceback as if it were our bug. Here it is a refusal, in the
 log with where it came from. A message may take 35 times its size once it is parsed (millions of empty parts), so of some methods they are counted.
 
+gRPC would gather a single request before anybody looks whose it is, for as long as its sender likes. So here all requests are read as streams are:
+who calls is known first, and how many requests of a caller have begun to come, and for how long, is bounded.
+
 Parts are counted before a message is decoded: an empty one takes two bytes on the wire and seventy in memory. Only the outermost fields are looked
 at; what is inside of them is bounded by their length, and where it is opened.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
@@ -18,11 +23,16 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from paceline.core.errors import GossipRefused, MalformedMessage, MessageTooLarge
+from paceline.core.errors import GossipRefused, MalformedMessage, MessageTooLarge, PeerFloods
 from paceline.transport.rpc_faults import abort
 from paceline.transport.trust.refusals import Refusals
 from paceline.transport.trust.sockets import remote_of
 
+WHOLE_S = 60.0
+"""For a request to come. Raising it: a caller holds longer what it never finishes; lowering it: a slow link can't send a long prompt."""
+MOST_BEGUN = 32
+"""Requests of one node on their way at once, over all its connections. Raising it: memory that it can hold by finishing none, 2.3 MiB each;
+lowering it: bursts over a slow link are refused."""
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 
 
@@ -113,7 +123,7 @@ def rewrap(
     wrap: Callable[[Behaviour], Behaviour],
     read: Callable[[Any], Any] | None = None,
 ) -> grpc.RpcMethodHandler[Request, Response] | None:
-    """A method's handler with its behaviour wrapped, and its requests read by another function if one is given.
+    """A method's handler with its behaviour wrapped. With `read`, requests are read by it, and come as a stream also where there is but one.
 
     Behaviours that answer with a stream write it to their context: a generator that is not asked for more would be closed only when it
     is collected.
@@ -129,6 +139,8 @@ def rewrap(
         (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
     }[handler.request_streaming, handler.response_streaming]
     assert not isasyncgenfunction(behaviour), "a handler writes its stream to the context"
+    if read is not None:
+        make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     return make(wrap(behaviour), read or handler.request_deserializer, handler.response_serializer)
 
 
@@ -141,6 +153,8 @@ class WellFormed(grpc.aio.ServerInterceptor):
 
     def __init__(self, refusals: Refusals, limits: Mapping[str, Limit] | None = None) -> None:
         self._refusals, self._limits = refusals, dict(limits or {})
+        self._begun: Counter[str] = Counter()
+        """Requests that are on their way, by caller."""
 
     async def intercept_service(
         self,
@@ -148,36 +162,53 @@ class WellFormed(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Request, Response] | None:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_deserializer is None:
-            return handler
+        if handler is None:  # no such method
+            return None
         method = handler_call_details.method
         return rewrap(handler, lambda behaviour: self._checked(behaviour, handler, method), _reader(handler, self._limits.get(method)))
 
     def _checked(self, behaviour: Behaviour, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Behaviour:
-        async def checked(request: Any, context: Context) -> Any:
+        async def checked(requests: AsyncIterator[Any], context: Context) -> Any:
+            readable = self._readable(requests, context, method)
             if handler.request_streaming:
-                return await behaviour(self._readable(request, context, method), context)
-            if isinstance(request, _Unreadable):
-                await self._refuse(context, request, method)
-            return await behaviour(request, context)
+                return await behaviour(readable, context)
+            return await behaviour(await self._whole(readable, context, method), context)
 
         return checked
+
+    async def _whole(self, requests: AsyncIterator[Any], context: Context, method: str) -> Any:
+        """The one request of a call."""
+        # Of strangers, who may be many behind one address, each connection.
+        caller = caller_of(context) if "x509_common_name" in context.auth_context() else context.peer()
+        if self._begun[caller] >= MOST_BEGUN:
+            await self._refuse(context, PeerFloods(f"More than {MOST_BEGUN} requests have begun to come", retry_after_s=1), method)
+        self._begun[caller] += 1
+        try:
+            async with asyncio.timeout(WHOLE_S):
+                async for request in requests:
+                    return request
+        except TimeoutError:
+            await self._refuse(context, MalformedMessage(f"A request has not come whole within {WHOLE_S:g} s"), method)
+        finally:
+            self._begun[caller] -= 1
+            if not self._begun[caller]:
+                del self._begun[caller]
+        return await abort(context, MalformedMessage("A call ended without its request"))  # its caller hung up
 
     async def _readable(self, requests: AsyncIterator[Any], context: Context, method: str) -> AsyncIterator[Any]:
         async for request in requests:
             if isinstance(request, _Unreadable):
-                await self._refuse(context, request, method)
+                await self._refuse(context, request.error, method)
             yield request
 
-    async def _refuse(self, context: Context, unreadable: _Unreadable, method: str) -> NoReturn:
+    async def _refuse(self, context: Context, error: GossipRefused, method: str) -> NoReturn:
         host, port = remote_of(context.peer())
-        self._refusals.note(host, f"{unreadable.error.message} [{method}]", at=f"port {port}")
-        await abort(context, unreadable.error)
+        self._refusals.note(host, f"{error.message} [{method}]", at=f"port {port}")
+        await abort(context, error)
 
 
 def _reader(handler: grpc.RpcMethodHandler[Any, Any], limit: Limit | None) -> Callable[[bytes], Any]:
-    read = handler.request_deserializer
-    assert read is not None, "only a handler that reads is wrapped"
+    read = handler.request_deserializer or bytes
 
     def reader(data: bytes) -> Any:
         try:

@@ -101,13 +101,14 @@ class IssuerNode:
 
 @asynccontextmanager
 async def begun_calls(
-    port: int, count: int, caller: Identity | None = None, path: str = "/paceline.v1.JoinService/Join", part: bytes = b""
+    port: int, count: int, caller: Identity | None = None, path: str = "/paceline.v1.JoinService/Join", part: bytes = b"", live: str = ""
 ) -> AsyncIterator[asyncio.StreamReader]:
     """A connection with calls whose headers were sent and whose requests never come. Spoken by hand: no client would.
 
     Args:
         caller: whose connection; None: a stranger's.
         part: of each request, what comes.
+        live: path of a call before them, whose request is empty and comes whole.
     """
     if caller is None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -117,13 +118,17 @@ async def begun_calls(
     context.set_alpn_protocols(["h2"])
     name = JOIN_NAME if caller is None else NODE_NAME
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
-    headers = {":method": "POST", ":scheme": "https", ":path": path, ":authority": name}
-    headers |= {"content-type": "application/grpc", "te": "trailers"}
-    block = b"".join(b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode() for key, value in headers.items())
+
+    def call(place: int, path: str, part: bytes) -> bytes:
+        headers = {":method": "POST", ":scheme": "https", ":path": path, ":authority": name}
+        headers |= {"content-type": "application/grpc", "te": "trailers"}
+        block = b"".join(b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode() for key, value in headers.items())
+        return _frame(HEADERS, 1 + 2 * place, block) + (_frame(DATA, 1 + 2 * place, part) if part else b"")
+
     try:
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, b""))
-        calls = [_frame(HEADERS, 1 + 2 * place, block) + (_frame(DATA, 1 + 2 * place, part) if part else b"") for place in range(count)]
-        writer.write(b"".join(calls) + _frame(PING, 0, bytes(8)))
+        first = call(0, live, bytes(5)) if live else b""
+        writer.write(first + b"".join(call(1 + place, path, part) for place in range(count)) + _frame(PING, 0, bytes(8)))
         await writer.drain()
         # The answer to the ping comes after the headers were read.
         async with asyncio.timeout(SOON_S):

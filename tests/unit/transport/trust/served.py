@@ -106,6 +106,11 @@ class Served:
     guard: PeerGuard
     services: Services
     port: int
+    well_formed: WellFormed
+
+    def begun(self, caller: str) -> int:
+        """Requests of a caller that are on their way."""
+        return self.well_formed._begun[caller]
 
     @property
     def address(self) -> str:
@@ -126,14 +131,15 @@ async def served(fleet: TestFleet, name: str = "server-1", clock: Clock | None =
     refusals = Refusals()
     watch = ConnectionWatch(refusals, clock or fleet.clock, look_s=0.02)
     guard = PeerGuard(fleet.authority.root, fleet.revocations.voids, fleet.clock, refusals, watch)
-    server = grpc.aio.server(interceptors=[guard, WellFormed(refusals, {CARD: Limit(1000, 64)})])
+    well_formed = WellFormed(refusals, {CARD: Limit(1000, 64)})
+    server = grpc.aio.server(interceptors=[guard, well_formed])
     services = Services(guard, identity)
     server.add_generic_rpc_handlers((services,))
     port = server.add_secure_port("127.0.0.1:0", server_credentials(identity, watch.connection))
     watch.watch(port)
     await server.start()
     try:
-        yield Served(fleet, identity, guard, services, port)
+        yield Served(fleet, identity, guard, services, port, well_formed)
     finally:
         watch.close()
         await server.stop(None)

@@ -1,0 +1,81 @@
+"""Calls that are begun, and whose request never comes whole: a member holds few of them, not for long, and nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import grpc
+import grpc.aio
+import pytest
+from tests.adversarial.test_revoked import UNFINISHED
+from tests.unit.transport.trust.joining import begun_calls
+from tests.unit.transport.trust.logs import logged
+from tests.unit.transport.trust.served import CARD, COUNT, ECHO, SOON_S, served
+
+from paceline.testing.fleets import TestFleet
+from paceline.transport.trust import handlers
+from paceline.transport.trust.handlers import MOST_BEGUN
+
+
+@pytest.mark.parametrize("path", [ECHO, COUNT, CARD])
+def test_row_32_a_member_with_a_live_call_begins_only_so_many_that_it_does_not_finish(path: str) -> None:
+    async def main() -> None:
+        fleet = TestFleet()
+        alice = fleet.member("alice-1")
+        async with served(fleet) as server, server.channel(alice) as channel, server.channel(fleet.member("bob-1")) as other:
+            live = channel.unary_stream(COUNT)(b"", timeout=SOON_S)
+            assert await live.read() == b"1"
+            # Over several connections, each with a call that lives: the share is the node's.
+            hold = partial(begun_calls, server.port, MOST_BEGUN // 2, alice, path, UNFINISHED, live=COUNT)
+            async with hold(), hold():
+                async with asyncio.timeout(SOON_S):
+                    while server.begun("alice-1") < MOST_BEGUN:  # noqa: ASYNC110 - there is no event
+                        await asyncio.sleep(0.01)
+                with logged() as lines:
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await channel.unary_unary(ECHO)(b"one more", timeout=SOON_S)
+                    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                    await lines.line("refused 127.0.0.1", f"More than {MOST_BEGUN} requests have begun to come")
+                assert await other.unary_unary(ECHO)(b"", timeout=SOON_S) == b"bob-1:"
+                assert await live.read() == b"2"
+            # What it hung up on is forgotten.
+            async with asyncio.timeout(SOON_S):
+                while server.begun("alice-1"):  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.01)
+            assert await channel.unary_unary(ECHO)(b"", timeout=SOON_S) == b"alice-1:"
+
+    asyncio.run(main())
+
+
+def test_row_32_what_is_begun_and_not_finished_ends_though_its_member_has_a_live_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "WHOLE_S", 0.2)
+
+    async def main() -> None:
+        fleet = TestFleet()
+        alice = fleet.member("alice-1")
+        async with served(fleet) as server, server.channel(alice) as channel:
+            live = channel.unary_stream(COUNT)(b"", timeout=SOON_S)
+            assert await live.read() == b"1"
+            with logged() as lines:
+                async with begun_calls(server.port, 8, alice, ECHO, UNFINISHED, live=COUNT):
+                    await lines.line("refused 127.0.0.1", "A request has not come whole within 0.2 s")
+                    async with asyncio.timeout(SOON_S):
+                        while server.begun("alice-1"):  # noqa: ASYNC110 - there is no event
+                            await asyncio.sleep(0.01)
+            assert await live.read() == b"2"
+
+    asyncio.run(main())
+
+
+def test_a_call_without_its_request_is_refused() -> None:
+    async def main() -> None:
+        fleet = TestFleet()
+        async with served(fleet) as server, server.channel(fleet.member("alice-1")) as channel:
+            call = channel.stream_unary(ECHO)(timeout=SOON_S)
+            await call.done_writing()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(main())
