@@ -36,7 +36,9 @@ HELP = """\
 A line that ends in \\ goes on in the next. Three double quotes open a text of many lines, and three more close it; pasted lines are one message.
 Ctrl-C during an answer stops the answer; at the prompt it clears the line."""
 _COMMAND = re.compile(r"/[a-z-]*(?=\s|$)")
-CUT = "(cut: the context is full. /drop forgets the oldest question and answer, /reset all)"
+WAY_OUT = "/drop forgets the oldest question and answer, /reset all."
+CUT = f"(cut: the context is full. {WAY_OUT})"
+OUTGROWN = "This question and what was said before it are longer than the model's context"
 
 Message = dict[str, str]
 Say = Callable[[list[Message]], Generator[str, None, bool]]
@@ -203,9 +205,7 @@ class _Conversation:
             self._console.print(" [dim](stopped)[/]", end="")
         except PacelineError as error:
             print(wrap.end())
-            report(error)
-            if isinstance(error, ContextOverflow):
-                self._console.print("/drop forgets the oldest question and answer, /reset all; then ask again.", style="dim")
+            report(ContextOverflow(OUTGROWN, WAY_OUT) if isinstance(error, ContextOverflow) else error)
             return  # a question that got no answer is taken back, so that the roles still alternate
         print(wrap.end())
         if cut:

@@ -139,7 +139,7 @@ class Endpoint:
         except (ValueError, KeyError, TypeError, AttributeError):
             message, code = printable(response.reason_phrase), None
         if code == "context_length_exceeded":
-            raise ContextOverflow(message, "Shorten it.")
+            raise ContextOverflow(message)
         raise EndpointError(f"{self._url} refused ({response.status_code}): {message}", _HINTS.get(response.status_code, ""))
 
     def _unreachable(self, error: Exception) -> EndpointError:

@@ -37,9 +37,7 @@ class LocalChat:
         """
         prompt = tuple(self._model.tokenizer.render_chat(messages))
         if len(prompt) >= self._model.max_context:
-            raise ContextOverflow(
-                f"The conversation has outgrown the context of {self._model.max_context} tokens", "Shorten it, or begin anew with /reset."
-            )
+            raise ContextOverflow(f"The conversation has outgrown the context of {self._model.max_context} tokens", "Shorten it.")
         sampling = SamplingParams(temperature=temperature, seed=seed)
         request = GenerationRequest(RequestId(f"chat-{uuid4().hex}"), prompt, None, sampling)
         stream = self._inference.generate(self._model.name, request)

@@ -158,7 +158,8 @@ def test_a_full_context_is_said(screen: Screen) -> None:
     screen.type(LONG + "\r")
     screen.until("(cut: the context is full.")
     screen.type("And another one.\r")
-    screen.until("/drop forgets the oldest")
+    screen.until("longer than the model's context")
+    assert "Shorten" not in screen.until("/drop forgets the oldest"), "it says once what can be done"
     screen.type("/drop\r")
     screen.until("0 left.")
 
