@@ -142,8 +142,8 @@ class Proofs:
                     for chunk in item:
                         if chunk.index in tokens:
                             tokens[chunk.index] += chunk.token_ids
-                        if chunk.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-                            ends[chunk.index] = chunk.finish_reason
+                            if chunk.finish_reason is not None:
+                                ends[chunk.index] = chunk.finish_reason
                     yield item
         finally:
             record.streams -= 1
@@ -152,7 +152,8 @@ class Proofs:
                 ids, first_s = len(request.prompt_ids), times[0] - began_s
                 prefill = [ids / first_s] if ids >= LONG_PROMPT and first_s > 0 and not request.so_far else []
                 self._note(record, later / (times[-1] - times[0]), prefill)
-            if again is not None and ends.keys() == tokens.keys() and self._draw() < share:
+            is_whole = ends.keys() == tokens.keys() and {FinishReason.STOP, FinishReason.LENGTH}.issuperset(ends.values())
+            if again is not None and is_whole and self._draw() < share:
                 self._beside(self._compare(stop.node_id, record, request, tokens, ends, again))
 
     def prove(self, stop: Stop, offer: ModelOffer, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
