@@ -66,6 +66,8 @@ class TrustKeeper:
         self._issuer, self._reach, self._max_age_s = issuer, reach, max_age_s
         self._began, self._tried = clock.monotonic(), float("-inf")
         self._kept = folder.sealed_list()
+        self._has_signed = False
+        """Once, though another node's word is new: this one has the CA now, too."""
         self._warned: set[str] = set()
         if (kept := open_kept_list(self._kept, identity.root)) is not None:
             gossip.complete(kept)
@@ -112,13 +114,9 @@ class TrustKeeper:
 
     async def _sign(self, issuer: Issuer, now: float) -> None:
         said, digest = self._gossip.revocation_list, self._gossip.revocations_digest
-        if (
-            said is None
-            or said.said.digest != digest
-            or said.said.issuer != self._identity.node_id
-            or now - said.said.signed_at >= SIGN_EVERY_S
-        ):
+        if said is None or said.said.digest != digest or not self._has_signed or now - said.said.signed_at >= SIGN_EVERY_S:
             self._gossip.complete(await asyncio.to_thread(issuer.sign_list, digest, self._identity.node_id))
+            self._has_signed = True
 
     async def _renew(self, issuer: Issuer | None, left_s: float) -> None:
         try:

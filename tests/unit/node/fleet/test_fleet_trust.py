@@ -10,7 +10,7 @@ from tests.unit.node.fleet.nodes import in_loop, make_node, running, until, unti
 
 from paceline.core.errors import FleetError, GossipRefused, MembershipError, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
-from paceline.fleet.card import RevocationList
+from paceline.fleet.card import RevocationList, SealedList
 from paceline.fleet.eligibility import Use
 from paceline.node.fleet_trust import OLD_S
 from paceline.testing.clock import FakeClock
@@ -172,3 +172,26 @@ def test_a_revoked_node_that_holds_the_ca_is_not_told_to_remove_its_only_key(tmp
     with pytest.raises(MembershipError) as caught:
         make_node(fleet, tmp_path, "b")
     assert "ca export" not in caught.value.hint
+
+
+@in_loop
+async def test_two_nodes_that_hold_the_ca_do_not_sign_against_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = TestFleet()
+    signed: list[NodeId] = []
+    sign_here = Issuer.sign_list
+
+    def sign(self: Issuer, digest: bytes, own: NodeId) -> SealedList:
+        signed.append(own)
+        return sign_here(self, digest, own)
+
+    monkeypatch.setattr(Issuer, "sign_list", sign)
+    for name in ("a", "b"):
+        make_node(fleet, tmp_path, name)
+        holds_authority(fleet, FleetFolder(tmp_path / name / "fleet"))
+    async with running(a := make_node(fleet, tmp_path, "a")), running(b := make_node(fleet, tmp_path, "b", a)):
+        await until(lambda: set(signed) == {"a", "b"})
+        for _ in range(3):
+            await until(lambda: a.gossip.revocation_list == b.gossip.revocation_list is not None)
+            await a.trust_keeper.look()
+            await b.trust_keeper.look()
+        assert sorted(signed) == ["a", "b"]
