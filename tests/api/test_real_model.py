@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
 from collections.abc import Generator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 from paceline.node.build import build_node
 from paceline.node.host import EngineHost
@@ -173,3 +175,72 @@ def test_a_prompt_beyond_the_context(real: Real) -> None:
     for prompt in ("word " * 3000, "word " * 2_000_000):
         answer = real.http.post("/v1/completions", json={"model": model_of(real), "prompt": prompt})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_answers_are_json_of_the_schema_asked_for(real: Real) -> None:
+    asked: dict[str, Any] = {
+        "model": model_of(real),
+        "messages": [{"role": "user", "content": "Who is Ann? As JSON."}],
+        "seed": 3,
+        "max_tokens": 60,
+    }
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    with client_of(real) as client:
+        whole = client.chat.completions.create(**asked, response_format=schema).choices[0]
+        assert whole.finish_reason == "stop"
+        assert Person.model_validate_json(whole.message.content or "", strict=True)
+        chunks = client.chat.completions.create(**asked, response_format=schema, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+        undrafted = client.chat.completions.create(**asked, response_format=schema, extra_body={"draft": "off"}).choices[0]
+        assert undrafted.message.content == whole.message.content
+
+
+def test_the_official_client_parses_what_it_asked_for(real: Real) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Ann is 31."}], "temperature": 0, "max_tokens": 200}
+    with client_of(real) as client:
+        parsed = client.chat.completions.parse(model=model_of(real), response_format=Person, **asked)
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+
+
+def test_json_objects_regular_expressions_and_grammars(real: Real) -> None:
+    name = model_of(real)
+    asked: dict[str, Any] = {"messages": QUESTION, "response_format": {"type": "json_object"}, "seed": 1, "max_tokens": 400}
+    with client_of(real) as client:
+        whole = client.chat.completions.create(model=name, **asked).choices[0]
+        text = whole.message.content or ""
+        assert isinstance(json.loads(text), dict) if whole.finish_reason == "stop" else text.startswith("{")
+        matched = client.completions.create(model=name, prompt="Call", max_tokens=20, extra_body={"regex": "[0-9]{3}-[0-9]{4}"}).choices[0]
+        assert re.fullmatch("[0-9]{3}-[0-9]{4}", matched.text)
+        said = client.completions.create(model=name, prompt="Is it?", max_tokens=9, extra_body={"grammar": 'start: "yes" | "no"'}).choices[
+            0
+        ]
+        assert said.text in {"yes", "no"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "says"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "response_format", "Invalid type"),
+        ({"regex": "("}, "regex", "unclosed group"),
+        ({"grammar": "start: other"}, "grammar", "unknown name"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "one form"),
+    ],
+)  # fmt: skip
+def test_a_form_that_is_none_is_refused(real: Real, extra: dict[str, Any], param: str, says: str) -> None:
+    answer = real.http.post("/v1/chat/completions", json={"model": model_of(real), "messages": QUESTION, **extra})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert says in error["message"]

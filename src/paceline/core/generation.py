@@ -46,6 +46,29 @@ class SamplingParams:
     """None: no logprobs. Otherwise the number of top alternatives (0 to 20) reported beside each token's own."""
 
 
+MAX_GRAMMAR_LETTERS = 256 << 10
+"""Of a grammar's text. Raising it: compiling one may hold up others for longer."""
+
+
+class GrammarKind(StrEnum):
+    """In what language a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    """The answer is a JSON document that the schema allows."""
+    REGEX = "regex"
+    """The whole answer matches it."""
+    LARK = "grammar"
+    """Lark's, as llguidance reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that an answer must have."""
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One client request, tokenized. Each of its `n` sequences i draws with seed + i."""
@@ -69,6 +92,8 @@ class GenerationRequest:
     it begins here."""
     caller: str = ""
     """The node that asks; empty: a client of this one."""
+    grammar: Grammar | None = None
+    """The form of each answer. Tokens that would leave it are never drawn; logprobs are then among those that remain."""
     cache_salt: str = ""
     """Prompts are computed once for requests of one caller and one salt: how soon an answer begins tells no other what was asked."""
 

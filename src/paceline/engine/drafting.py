@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.shown import printable
 from paceline.engine.acceptance import Acceptance, length_ahead, lengths
 from paceline.engine.asking import Asking
-from paceline.engine.drafts import AUTO, DRAFTS, NGRAM, OFF, DraftSource, MoreSources
+from paceline.engine.drafts import AUTO, DRAFTS, FORCED, NGRAM, OFF, DraftSource, MoreSources
 from paceline.engine.prompt_lookup import NGramIndex
 from paceline.engine.sequence import Phase, SequenceState
 from paceline.engine.step_costs import StepCosts
@@ -26,6 +26,8 @@ from paceline.engine.tapes import SequenceDrafts, Tape, Told
 
 TAPE = 64
 """Tokens looked up at once."""
+CERTAIN = 14
+"""The run of what a form forces: as of a draft that came true for long."""
 INDEXED = 4096
 """Tokens of prompts that are indexed in one step; about a millisecond."""
 
@@ -88,7 +90,8 @@ class Drafting:
             return
         makers = self._makers if chosen == AUTO else (chosen,)
         index = NGramIndex() if NGRAM in makers else None
-        rates = {maker: Acceptance(self._common[maker]) for maker in makers}
+        forced = () if seq.draws.matcher is None else (FORCED,)
+        rates = {maker: Acceptance(self._common[maker]) for maker in (*makers, *forced)}
         told = {maker: Told(source) for maker in makers if maker != NGRAM and (source := self._source(maker, seq)) is not None}
         drafts = self._of[seq] = SequenceDrafts(rates, index, told)
         if index is not None:
@@ -167,7 +170,9 @@ class Drafting:
         drafts = self._of.get(seq)
         if drafts is None:
             return None
-        index = drafts.index
+        index, matcher = drafts.index, seq.draws.matcher
+        if matcher is not None and FORCED not in drafts.tapes and (forced := matcher.forced()):
+            drafts.tapes[FORCED] = Tape(forced, len(seq.tokens), CERTAIN)
         if index is not None and NGRAM not in drafts.tapes and seq not in self._lagging:
             index.extend(seq.tokens[len(index.ids) :])
             if index.matched:

@@ -16,6 +16,8 @@ from paceline.core.ids import SequenceId
 
 AUTO, OFF, NGRAM = "auto", "off", "ngram"
 """The best maker at the time; none; prompt lookup."""
+FORCED = "grammar"
+"""The maker of what an answer's form leaves no choice about. At work whatever is chosen but `OFF`."""
 DRAFTS = (AUTO, OFF, NGRAM)
 """What a request's `draft` may always be; beyond it, the ids of draft models."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from paceline.core.generation import SamplingParams
 from paceline.engine.adjustments import AdjustedTokens, Adjustments
 from paceline.engine.arithmetic import log_of
+from paceline.engine.grammar import Mask, Matcher
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: their draws could not differ, but their division overflows."""
@@ -21,17 +22,20 @@ _LEAST_MIN_P = 1e-300
 class DrawState:
     """Parameters of one sequence in the form samplers use, and what adjusts its logits."""
 
-    __slots__ = ("adjustments", "greedy", "inverse_temperature", "log_min_p", "params", "seed")
+    __slots__ = ("adjustments", "greedy", "inverse_temperature", "log_min_p", "matcher", "params", "seed")
 
-    def __init__(self, params: SamplingParams, seed: int, prompt_ids: Collection[int], banned: Iterable[int] = ()) -> None:
+    def __init__(
+        self, params: SamplingParams, seed: int, prompt_ids: Collection[int], banned: Iterable[int] = (), matcher: Matcher | None = None
+    ) -> None:
         """Begin with a prompt.
 
         Args:
             params: within the ranges of `core.generation`.
             seed: of the sequence's noise; counts modulo 2**64.
             banned: tokens that are never drawn.
+            matcher: of the form that the answer must have.
         """
-        self.params = params
+        self.params, self.matcher = params, matcher
         self.seed = seed
         self.greedy = params.temperature < GREEDY_BELOW
         self.inverse_temperature = np.float32(1.0 if self.greedy else 1.0 / params.temperature)
@@ -41,8 +45,10 @@ class DrawState:
     def count(self, token_id: int) -> None:
         """A token was drawn."""
         self.adjustments.count(token_id)
+        if self.matcher is not None:
+            self.matcher.take(token_id)
 
-    def row(self, logits_row: int, position: int, guessed: Collection[int] = ()) -> DrawRow:
+    def row(self, logits_row: int, position: int, guessed: Sequence[int] = ()) -> DrawRow:
         """One draw.
 
         Args:
@@ -51,7 +57,7 @@ class DrawState:
         """
         adjustments = self.adjustments
         tokens = adjustments.after(guessed) if guessed and adjustments.grow else adjustments.now
-        return DrawRow(logits_row, self, position, tokens)
+        return DrawRow(logits_row, self, position, tokens, None if self.matcher is None else self.matcher.mask(guessed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +68,5 @@ class DrawRow:
     state: DrawState
     position: int
     adjusted: AdjustedTokens
+    mask: Mask | None = None
+    """Tokens that may be drawn; None: all."""

@@ -24,7 +24,8 @@ from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.draw_state import DrawRow, DrawState
 from paceline.engine.executor import Executor, StepOutput
 from paceline.engine.gains import carry_on, gain_of
-from paceline.engine.intake import check_draft, check_request, check_room, context_of
+from paceline.engine.grammar import Grammars, restrict
+from paceline.engine.intake import check_draft, check_grammar, check_request, check_room, context_of
 from paceline.engine.sampling import Drawn, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
 from paceline.engine.sequence import SequenceState
@@ -54,6 +55,7 @@ class Engine:
         entropy: Callable[[], int] = _entropy,
         drafting: DraftingConfig | None = None,
         sampler: Sampler | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Start idle.
 
@@ -62,6 +64,7 @@ class Engine:
             entropy: seeds of requests that bring none.
             drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.
             sampler: draws the tokens; closed by its maker. None: the plain one, which is slow with a large vocabulary.
+            grammars: of the vocabulary; None: answers of a given form are refused.
         """
         self._executor, self._vocabulary, self._config = executor, vocabulary, config
         self._clock, self._entropy = clock, entropy
@@ -72,6 +75,7 @@ class Engine:
         """Sequences may be drafted for. Where kernels give other bytes for other batches, a draft would change the answer."""
         self._scheduler = Scheduler(executor, config, self._drafting, costs)
         self._sampler = sampler or PlainSampler(vocabulary.size)
+        self._grammars = grammars
         self._live: dict[RequestId, list[SequenceState]] = {}
         self._n_live = 0
         self._in_flight: deque[PlannedBatch] = deque()
@@ -108,12 +112,14 @@ class Engine:
         check_request(request, self._config, self._executor, self._vocabulary.size)
         check_room(self._n_live, len(request.indices), self._config)
         check_draft(request.draft, self._drafting.names)
+        check_grammar(request, served=self._grammars is not None)
         seed = self._entropy() if request.sampling.seed is None else request.sampling.seed
         stop_ids = request.stop_ids if request.ignore_eos else request.stop_ids | self._vocabulary.eos_ids
         banned = [token for token in self._vocabulary.eos_ids if token < self._vocabulary.size] if request.ignore_eos else []
         sequences: list[SequenceState] = []
         for index in request.indices:
-            draws = DrawState(request.sampling, seed + index, request.prompt_ids, banned)
+            matcher = None if request.grammar is None or self._grammars is None else self._grammars.matcher(request.grammar)
+            draws = DrawState(request.sampling, seed + index, request.prompt_ids, banned, matcher)
             text = TextStream(self._vocabulary, request.stop)
             seq = SequenceState(SequenceId(next(self._sequence_ids)), request, index, draws, text, stop_ids)
             carry_on(seq, request.so_far.get(index, ()))
@@ -281,6 +287,9 @@ class Engine:
                 rows += [seq.draw_row(row + ahead, ahead) for ahead in range(len(step.logits_rows))]
                 advancing.append((seq, slice(first, len(rows))))
             row += len(step.logits_rows)
+        for wanted in rows:
+            if wanted.mask is not None:
+                restrict(logits_RV[wanted.logits_row, : self._vocabulary.size], wanted.mask)
         drawn = draw_each(self._sampler, logits_RV, rows)
         for seq, own in advancing:
             chunks.append(self._advance(seq, drawn[own]))

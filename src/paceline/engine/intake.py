@@ -77,6 +77,20 @@ def check_draft(draft: str | None, models: Collection[str]) -> None:
         raise InvalidRequest(f"draft: nobody drafts with {printable(draft, 200)!r}", f"There are: {there}.", field="draft")
 
 
+def check_grammar(request: GenerationRequest, *, served: bool) -> None:
+    """Check that an answer of the form that a request asks for can end.
+
+    Raises:
+        InvalidRequest: it can't, or forms are not served here.
+    """
+    if request.grammar is None:
+        return
+    if not served:
+        raise InvalidRequest("Answers of a given form are not served here", "Ask without one.", field="response_format")
+    if request.ignore_eos:
+        raise InvalidRequest("ignore_eos: an answer of a given form ends where the form does", "Send one of them.", field="ignore_eos")
+
+
 def check_room(live: int, more: int, config: EngineConfig, held: int | None = None) -> None:
     """Check that `more` sequences may join those that are live.
 

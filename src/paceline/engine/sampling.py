@@ -93,6 +93,9 @@ def draw_each(sampler: Sampler, logits_RV: Float32, rows: Sequence[DrawRow]) -> 
 
 def undrawable(row: DrawRow) -> DrawFailed:
     """The failure of a row without a token."""
+    matcher = row.state.matcher
+    if matcher is not None and matcher.error is not None:
+        return DrawFailed(f"The answer's form can't be followed any further: {matcher.error}", "Ask for a simpler form.")
     return DrawFailed(
         f"No token can be drawn for position {row.position}: the model's logits are not finite, or every token is ruled out",
         "Ask again; if it comes back, the model's file or a machine it runs on is damaged.",

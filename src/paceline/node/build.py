@@ -16,6 +16,7 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.model import WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
+from paceline.engine.grammar import Grammars
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.node import accelerator
 from paceline.node.drafts.sources import NodeDrafts
@@ -51,6 +52,7 @@ class BuiltEngine:
     drafts: NodeDrafts | None
     """Made elsewhere; None: this engine drafts by itself or not at all."""
     sampler: CompiledSampler
+    grammars: Grammars
 
     def close(self) -> None:
         """End what the engine runs on."""
@@ -126,9 +128,12 @@ def build_engine(
         drafts = None
     drafting = setup.drafting(runner, drafts)
     sampler = setup.sampler()
+    grammars = Grammars(setup.opened.tokenizer)
 
     def make() -> Engine:
-        return Engine(executor, setup.opened.tokenizer, config, clock, drafting=drafting, sampler=sampler)
+        return Engine(
+            executor, setup.opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=Grammars(setup.opened.tokenizer)
+        )
 
     def rebuild() -> Engine:
         executor.reset()
@@ -146,6 +151,7 @@ def build_engine(
         runner=runner,
         drafts=drafts,
         sampler=sampler,
+        grammars=grammars,
     )
 
 
@@ -160,7 +166,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     in_fleet = FleetFolder(home.fleet).is_member
     built = build_engine(settings, progress, clock, NodeDrafts(settings.draft, clock, in_fleet=in_fleet))
     warm = introduced(built, home, clock) if in_fleet else None
-    host = EngineHost(built.engine, built.close, built.model, built.config, clock, built.rebuild)
+    host = EngineHost(built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars)
     return BuiltNode(host, built.model, built.notes, built.summary, warm, built.setup.opened.location, built.drafts)
 
 

@@ -19,6 +19,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
 from paceline.engine.config import EngineConfig
+from paceline.engine.grammar import Grammars
 from paceline.engine.intake import check_room
 from paceline.node.engine_thread import Abort, Add, Command, Died, EngineThread, News, Rebuilt, Report, StepEngine
 from paceline.server.inference import ChunkStream, Progress, ServedModel
@@ -44,6 +45,7 @@ class EngineHost:
         config: EngineConfig,
         clock: Clock,
         rebuild: Callable[[], StepEngine] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Start the engine.
 
@@ -52,6 +54,7 @@ class EngineHost:
             release: frees what the engine ran on; called last, by `close` or by the engine's end.
             config: the engine's bounds. Held here too: a full queue is said at once, whatever the step in progress takes.
             rebuild: makes another engine over the same weights, in the engine's thread, once one failed; None: there is none.
+            grammars: the engine's; compiled in a thread of their own before a request reaches it.
         """
         self._model = model
         self._config = config
@@ -69,6 +72,7 @@ class EngineHost:
         self._died: str | None = None
         self._closed = self._draining = False
         self._rebuild = rebuild
+        self._grammars = grammars
         self._rebuilt_at: deque[float] = deque(maxlen=REBUILDS)
         self._on_change: list[Callable[[], None]] = []
         self._thread = EngineThread(engine, release, self._tell, self._another)
@@ -131,6 +135,15 @@ class EngineHost:
         return False
 
     # ----------------------------------------------------------------------------------------------------------- for streams
+
+    async def prepare(self, request: GenerationRequest) -> None:
+        """Do what takes time before a request may be handed over, and neither the event loop nor the engine should wait for.
+
+        Raises:
+            InvalidRequest: the form it asks for is none.
+        """
+        if request.grammar is not None and self._grammars is not None:
+            await asyncio.to_thread(self._grammars.prepare, request.grammar)
 
     def admit(self, stream: _Stream, model: str, request: GenerationRequest) -> None:
         """Hand a request to the engine, or refuse it. What the engine refuses, its next report says.
@@ -276,6 +289,8 @@ class _Stream:
         return self
 
     async def __anext__(self) -> Sequence[GenerationChunk]:
+        if not self._admitted:
+            await self._host.prepare(self.request)
         if not self._admitted and not self._over:
             self._host.admit(self, self._model, self.request)
             self._admitted = True

@@ -10,16 +10,17 @@ from datetime import datetime
 from typing import TypeVar
 from uuid import uuid4
 
+import orjson
 from pydantic import ValidationError
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, UnknownModel
-from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.generation import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.server.call import Call, Endpoint
 from paceline.server.faults import Refusal, of_validation
 from paceline.server.inference import Inference, ServedModel
-from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
+from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 
 Body = TypeVar("Body", bound=Sampling)
 
@@ -27,6 +28,7 @@ NFC_SHRINK = 3
 """Unicode composition, which some tokenizers apply first, shortens UTF-8 at most threefold. ASCII it leaves alone."""
 COMMAS_PER_TOKEN = 8
 """More than any text or list of ids comes to."""
+ANY_OBJECT = '{"type":"object"}'
 SMALL_BODY_BYTES = 64 << 10
 SPECIAL_TOKEN_BYTES = 64
 """Special tokens have no bytes in the vocabulary but some in a text; none is longer than this."""
@@ -149,6 +151,7 @@ class Intake:
             raise InvalidRequest("stream_options: only together with stream: true", field="stream_options")
         sampling = _sampling(asked, logprobs, model.tokenizer.size)
         call_id = ("chatcmpl-" if endpoint is Endpoint.CHAT else "cmpl-") + uuid4().hex
+        grammar = _grammar(asked)
         n = asked.n or 1
         stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         stop_ids = frozenset(_in_vocabulary(asked.stop_token_ids or (), model.tokenizer.size, "stop_token_ids"))
@@ -169,6 +172,7 @@ class Intake:
                     ignore_eos=bool(asked.ignore_eos),
                     draft=asked.draft,
                     cache_salt=asked.cache_salt or "",
+                    grammar=grammar,
                 )
                 for place, ids in enumerate(prompts)
             ),
@@ -236,6 +240,30 @@ def _sampling(asked: Sampling, logprobs: int | None, vocabulary: int) -> Samplin
         logit_bias=_logit_bias(asked.logit_bias or {}, vocabulary),
         logprobs=logprobs,
     )
+
+
+def _grammar(asked: Sampling) -> Grammar | None:
+    """The form that the answer must have.
+
+    Raises:
+        InvalidRequest: more than one is asked for.
+    """
+    forms: dict[str, Grammar] = {}
+    if asked.grammar is not None:
+        forms["grammar"] = Grammar(GrammarKind.LARK, asked.grammar)
+    if asked.regex is not None:
+        forms["regex"] = Grammar(GrammarKind.REGEX, asked.regex)
+    match asked.response_format if isinstance(asked, ChatCompletionRequest) else None:
+        case JsonObjectFormat():
+            forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
+        case JsonSchemaFormat(json_schema=described):
+            schema = ANY_OBJECT if described.schema_ is None else orjson.dumps(described.schema_).decode()
+            forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, schema)
+        case _:
+            pass
+    if len(forms) > 1:
+        raise InvalidRequest(f"{' and '.join(forms)}: an answer has one form", "Send one of them.", field=next(iter(forms)))
+    return next(iter(forms.values()), None)
 
 
 def _logit_bias(asked: Mapping[str, float], vocabulary: int) -> dict[int, float]:

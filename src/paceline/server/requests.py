@@ -19,6 +19,7 @@ from paceline.core.generation import (
     FREQUENCY_PENALTY,
     LOGPROBS,
     MAX_BIASES,
+    MAX_GRAMMAR_LETTERS,
     MIN_P,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
@@ -26,7 +27,7 @@ from paceline.core.generation import (
     TOP_P,
 )
 
-UNION_TAGS = frozenset({"as-string", "as-list"})
+UNION_TAGS = frozenset({"as-string", "as-list", "as-text", "as-json_object", "as-json_schema"})
 """Parts of a pydantic error location that are ours, not the client's."""
 
 MAX_CHOICES = 128
@@ -53,6 +54,42 @@ class StreamOptions(Strict):
 
 class TextFormat(Strict):
     type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = Field(default=None, description="Ignored.")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="Where missing: any object.")
+    strict: bool | None = Field(default=None, description="Ignored: a schema is always kept to.")
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+def _kind_of_format(value: object) -> str | None:
+    kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+    return f"as-{kind}" if kind in {"text", "json_object", "json_schema"} else None
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("as-text")]
+    | Annotated[JsonObjectFormat, Tag("as-json_object")]
+    | Annotated[JsonSchemaFormat, Tag("as-json_schema")],
+    Discriminator(
+        _kind_of_format,
+        custom_error_type="response_format",
+        custom_error_message="Input should be an object whose type is text, json_object or json_schema",
+    ),
+]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LETTERS)]
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -101,6 +138,11 @@ class Sampling(Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
         default=None, description="Beyond OpenAI's: prompts are computed once for requests of the same salt. Changes no byte."
     )
+
+    grammar: GrammarText | None = Field(
+        default=None, description="Beyond OpenAI's: the answer is of this Lark grammar, as llguidance reads it."
+    )
+    regex: GrammarText | None = Field(default=None, description="Beyond OpenAI's: the whole answer matches this regular expression.")
 
     user: str | None = Field(default=None, description="Ignored.")
     metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")
@@ -151,6 +193,8 @@ class ChatCompletionRequest(Sampling):
         "request arrived, in the time zone of the node it arrived at.",
     )
 
+    response_format: ResponseFormat | None = Field(default=None, description="The answer is JSON, of a schema where one is given.")
+
     prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
     parallel_tool_calls: bool | None = Field(default=None, description="Ignored.")
 
@@ -158,7 +202,6 @@ class ChatCompletionRequest(Sampling):
     tool_choice: Literal["none", "auto"] | None = None
     functions: list[Any] | None = Field(default=None, max_length=0)
     function_call: Literal["none", "auto"] | None = None
-    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     web_search_options: None = None
@@ -229,7 +272,6 @@ REFUSED = {
     "functions": "Functions are not served",
     "function_call": "Functions are not served",
     "tool_calls": "Tools are not served",
-    "response_format": "Only response_format of type text is served",
     "modalities": "Only text is served",
     "audio": "Audio is not served",
     "type": "Only parts of type text are served: no images, audio or files",

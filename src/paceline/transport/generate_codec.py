@@ -6,9 +6,21 @@ import re
 from collections.abc import Sequence
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams, TokenLogprob, check_sampling
+from paceline.core.generation import (
+    MAX_GRAMMAR_LETTERS,
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    Notice,
+    SamplingParams,
+    TokenLogprob,
+    check_sampling,
+)
 from paceline.core.ids import RequestId
 from paceline.core.shown import printable
+from paceline.engine.grammar import VERSION
 from paceline.transport.wire import generate_pb2 as wire
 
 _TO_WIRE = {
@@ -61,6 +73,7 @@ def write_request(model: str, digest: str, weights: str, numerics_id: str, reque
         draft=request.draft or "",
         so_far=[wire.SequenceSoFar(index=index, token_ids=tokens) for index, tokens in request.so_far.items()],
         cache_salt=request.cache_salt,
+        grammar=None if request.grammar is None else wire.Grammar(kind=request.grammar.kind, text=request.grammar.text, version=VERSION),
     )
 
 
@@ -84,6 +97,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId, caller: s
         ("draft", len(message.draft), 0, MAX_DRAFT_LETTERS),
         ("so_far", len(message.so_far), 0, MAX_N),
         ("cache_salt", len(message.cache_salt), 0, MAX_SALT_LETTERS),
+        ("grammar", len(message.grammar.text), 0, MAX_GRAMMAR_LETTERS),
     ):
         if not least <= value <= most:
             raise InvalidRequest(f"{field} is {value}, and {least} to {most} are taken", field=field)
@@ -118,7 +132,17 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId, caller: s
         so_far=so_far,
         caller=caller,
         cache_salt=message.cache_salt,
+        grammar=_read_grammar(message),
     )
+
+
+def _read_grammar(message: wire.GenerateRequest) -> Grammar | None:
+    if not message.HasField("grammar"):
+        return None
+    kind = message.grammar.kind
+    if kind not in set(GrammarKind):
+        raise InvalidRequest(f"grammar: {printable(kind, 100)!r} is no kind of grammar", field="grammar")
+    return Grammar(GrammarKind(kind), message.grammar.text)
 
 
 def write_chunks(chunks: Sequence[GenerationChunk]) -> wire.GenerateResponse:

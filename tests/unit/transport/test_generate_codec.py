@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams, TokenLogprob
+from paceline.core.generation import (
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    Notice,
+    SamplingParams,
+    TokenLogprob,
+)
 from paceline.core.ids import RequestId
 from paceline.transport.generate_codec import MAX_N, read_chunks, read_request, write_chunks, write_request
 from paceline.transport.wire import generate_pb2 as wire
@@ -46,6 +55,7 @@ requests = st.builds(
     st.booleans(),
     st.none() | texts.filter(bool),
     st.dictionaries(st.integers(0, MAX_N - 1), st.lists(tokens, max_size=4).map(tuple), max_size=4),
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), texts.filter(bool)),
 )
 chunks = st.builds(
     GenerationChunk,

@@ -19,6 +19,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
+from paceline.engine.grammar import Grammars
 from paceline.engine.intake import context_of
 from paceline.engine.local import LayerRunner
 from paceline.fleet.placement import plan
@@ -98,6 +99,7 @@ class BuiltPipeline:
     drafts: NodeDrafts | None
     """Made elsewhere; None: the kernels here do not allow for drafts."""
     sampler: CompiledSampler
+    grammars: Grammars
 
     def close(self) -> None:
         """End what the engine runs on."""
@@ -144,7 +146,7 @@ def build_pipeline(
     def rebuild() -> MeteredEngine:
         return MeteredEngine(built.rebuild(), meter, clock)
 
-    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild)
+    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild, built.grammars)
     return BuiltNode(host, built.model, (), built.summary, built.warm, drafts=built.drafts)
 
 
@@ -259,16 +261,29 @@ def build_engine_over(
         drafting = setup.drafting(head, drafts)
         sampler = setup.sampler()
         undo.callback(sampler.close)
+        grammars = Grammars(opened.tokenizer)
 
         def make() -> Engine:
-            return Engine(executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler)
+            return Engine(
+                executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=Grammars(opened.tokenizer)
+            )
 
         def rebuild() -> Engine:
             executor.reset()
             return make()
 
         built = BuiltPipeline(
-            make(), rebuild, executor, router, model, config, replace(setup.warm(kv, speed), context=context), summary, drafts, sampler
+            make(),
+            rebuild,
+            executor,
+            router,
+            model,
+            config,
+            replace(setup.warm(kv, speed), context=context),
+            summary,
+            drafts,
+            sampler,
+            grammars,
         )
         undo.pop_all()
         return built

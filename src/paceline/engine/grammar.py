@@ -1,0 +1,181 @@
+"""Answers of a given form: which tokens may come next, from a grammar and the tokens so far.
+
+Law: a mask is a function of the grammar, the tokens so far, the vocabulary and `VERSION`, and of nothing beside them.
+
+Where the grammar leaves only one text, a mask leaves only its canonical tokens, one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from paceline.core.errors import InvalidRequest
+from paceline.core.generation import MAX_GRAMMAR_LETTERS, Grammar, GrammarKind
+from paceline.core.shown import printable
+from paceline.core.text import Tokenizer
+
+Mask = npt.NDArray[np.uint8]
+"""A bit a token, the lowest of each byte first."""
+
+_SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""The only blanks in JSON outside strings: no answer runs to its end in blanks, and most of a document's frame is forced."""
+VERSION = f"llguidance {version('llguidance')}, 1"
+"""What decides a mask beside grammar, tokens and vocabulary. Raise the number with `_SEPARATORS` or `_LIMITS`."""
+
+KEPT = 64
+"""Compiled grammars. Raising it: more memory, and agents with many schemas wait less."""
+_LIMITS = LLParserLimits(max_grammar_size=200_000, initial_lexer_fuel=500_000, step_lexer_fuel=100_000, max_lexer_states=100_000)
+_FIELDS = {GrammarKind.JSON_SCHEMA: "response_format", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._vocabulary = tokenizer
+        self._tokenizer: LLTokenizer | None = None
+        """Made when a grammar is first asked for: some 6 us a token."""
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        """Of the grammars that are compiled. Never held for long."""
+        self._compiling = threading.Lock()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar, so that `matcher` finds it: milliseconds most times, a second for the largest. One at a time.
+
+        Raises:
+            InvalidRequest: the grammar is not one, allows nothing, uses what is not supported, or is too large.
+        """
+        with self._compiling:
+            if self._find(grammar) is not None:
+                return
+            compiled = self._compile(grammar)
+            with self._lock:
+                self._compiled[grammar] = compiled
+                if len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of an answer. Raises as `prepare` does."""
+        while (compiled := self._find(grammar)) is None:
+            self.prepare(grammar)
+        return Matcher(compiled.deep_copy(), self._vocabulary.size)
+
+    def _find(self, grammar: Grammar) -> LLMatcher | None:
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+            return self._compiled.get(grammar)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        field = _FIELDS[grammar.kind]
+        if len(grammar.text) > MAX_GRAMMAR_LETTERS:
+            raise InvalidRequest(
+                f"{field}: {len(grammar.text)} letters, and {MAX_GRAMMAR_LETTERS} are taken", "Send a smaller one.", field=field
+            )
+        if self._tokenizer is None:
+            vocabulary = _Vocabulary(self._vocabulary)
+            self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)
+        try:
+            match grammar.kind:
+                case GrammarKind.JSON_SCHEMA:
+                    text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_SEPARATORS)
+                case GrammarKind.REGEX:
+                    text = LLMatcher.grammar_from_regex(grammar.text)
+                case GrammarKind.LARK:
+                    text = LLMatcher.grammar_from_lark(grammar.text)
+        except ValueError as error:
+            raise _refused(field, str(error)) from error
+        compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        if compiled.is_error():
+            raise _refused(field, compiled.get_error())
+        return compiled
+
+
+class Matcher:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, size: int) -> None:
+        self._matcher = matcher
+        self._ahead: list[int] = []
+        """Guessed tokens that it has taken already."""
+        self._words = np.empty(-(-size // 32), np.uint32)
+
+    @property
+    def error(self) -> str | None:
+        """Why it can't go on: the grammar became too complex for the text, say."""
+        return _line(self._matcher.get_error().partition("<state>")[0]) if self._matcher.is_error() else None
+
+    def take(self, token: int) -> None:
+        """A token was drawn."""
+        if self._ahead and self._ahead[0] == token:
+            del self._ahead[0]
+            return
+        self._forget(0)
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+
+    def mask(self, guessed: Sequence[int] = ()) -> Mask | None:
+        """What may come behind guessed tokens. None: one of those may not, so that nothing is drawn behind them."""
+        same = 0
+        while same < min(len(guessed), len(self._ahead)) and guessed[same] == self._ahead[same]:
+            same += 1
+        self._forget(same)
+        more = list(guessed[same:])
+        if more:
+            taken = self._matcher.try_consume_tokens(more)
+            self._ahead += more[:taken]
+            if taken < len(more):
+                return None
+        self._words[:] = 0
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        return self._words.view(np.uint8).copy()
+
+    def forced(self) -> list[int]:
+        """The only tokens that can come next, as many as are known."""
+        self._forget(0)
+        return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+
+    def _forget(self, kept: int) -> None:
+        """Take back guessed tokens behind the first ones."""
+        if len(self._ahead) > kept:
+            self._matcher.rollback(len(self._ahead) - kept)
+            del self._ahead[kept:]
+
+
+def restrict(logits_V: npt.NDArray[np.float32], mask: Mask) -> None:
+    """Rule out, in place, the tokens that a mask does not have."""
+    allowed_V = np.unpackbits(mask, count=len(logits_V), bitorder="little").view(np.bool_)
+    np.copyto(logits_V, np.float32(-np.inf), where=~allowed_V)
+
+
+def _line(text: str) -> str:
+    """What the library says, in one line: it draws what it was given below each other."""
+    return printable(" ".join(text.split()), 500)
+
+
+def _refused(field: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {_line(why)}", "Send a form that can be followed.", field=field)
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance reads it. Tokens without bytes are never part of a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._encode = tokenizer.encode
+        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.size)]
+        self.special_token_ids = [i for i, text in enumerate(self.tokens) if not text]
+        self.eos_ids = sorted(tokenizer.eos_ids)
+        self.eos_token_id, self.bos_token_id = self.eos_ids[0], None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode(), add_special=False)
