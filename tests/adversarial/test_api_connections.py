@@ -82,3 +82,18 @@ def test_an_answer_that_is_under_way_makes_way_for_nobody(serve: Serve) -> None:
         assert answered(served, "127.0.0.3", None).startswith(b"HTTP/1.1 429 ")
         for stream in streams:
             assert stream.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_a_body_behind_an_offer_of_another_protocol_is_no_request_of_its_own(serve: Serve, protocol: str) -> None:
+    """Behind a proxy that passes the offer on, its sender would ask in the name of whoever has that connection next."""
+    served = serve()
+    head = ASK.replace(b"Connection: close", b"Connection: Upgrade\r\nUpgrade: " + protocol.encode())
+    with connect(served, "127.0.0.2") as connection:
+        connection.sendall(head.replace(b"\r\n\r\n", f"\r\nContent-Length: {len(ASK)}\r\n\r\n".encode()))
+        connection.sendall(ASK)
+        connection.sendall(ASK)
+        got = b""
+        while part := connection.recv(1 << 16):
+            got += part
+    assert got.count(b"HTTP/1.1 200 ") == 2

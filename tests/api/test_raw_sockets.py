@@ -224,3 +224,22 @@ def test_expect_100_continue(serve_with: Serve) -> None:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
         connection.sendall(body)
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+@pytest.mark.parametrize("piece", [1, 1 << 16])
+def test_an_upgrade_that_is_offered_is_declined_and_the_request_answered(serve_with: Serve, framing: str, piece: int) -> None:
+    """Java's client offers HTTP/2 with every first request over plain HTTP."""
+    served = serve_with()
+    body = plain(max_tokens=1)
+    sized = f"Content-Length: {len(body)}" if framing == "length" else "Transfer-Encoding: chunked"
+    framed = body if framing == "length" else f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{offer}\r\n{sized}\r\n\r\n"
+    page = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    last = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    sent = head.encode() + framed + page + head.encode() + framed + last
+    with connect(served) as connection:
+        for start in range(0, len(sent), piece):
+            connection.sendall(sent[start : start + piece])
+        assert to_end(connection).count(b"HTTP/1.1 200 ") == 4

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.server.faults import Fault
@@ -43,6 +44,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._beside_body = 0
         """Bytes of the request that arrives, less its body and what the body excuses."""
         self._in_headers = False
+        self._sizes: list[tuple[bytes, bytes]] = []
+        """Headers of the request that say how long its body is."""
+        self._is_repeated = False
+        """The parser reads a head that stands for one that was read."""
         self._cycles: list[Any] = []
         """Uvicorn's cycles, one a request, in their order; those whose answers are over are dropped when the next comes."""
         self._early = b""
@@ -76,7 +81,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.abort()  # amid an answer there is no way to say why
             return
         self._beside_body += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except HttpParserError:
+            self._refuse(Fault(400, "Invalid HTTP request received.", code="invalid_http"))
         if self.transport.is_closing():
             return
         if self._beside_body > MAX_HEADER_BYTES and not self._is_answered_early():
@@ -87,21 +96,50 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._arm_arriving()
 
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. It takes an offer of another protocol (`Upgrade`) for accepted: the request would end with its headers, and its body be the
+        next one. No offer is accepted here: another parser goes on behind the headers.
+
+        Raises:
+            HttpParserError: this is no HTTP.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                self.parser = HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self._is_repeated = True
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % size for size in self._sizes) + b"\r\n")
+                self._is_repeated = False
+            else:
+                return
+
     def on_message_begin(self) -> None:
         """A request begins."""
-        self._in_headers = True
-        super().on_message_begin()
+        if not self._is_repeated:
+            self._in_headers, self._sizes = True, []
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of its path."""
+        if not self._is_repeated:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header. Trailers, which follow a chunked body, mean nothing here, and would add up."""
         if self._in_headers:
             super().on_header(name, value)
+            if name.lower() in {b"content-length", b"transfer-encoding"}:
+                self._sizes.append((name, value))
 
     def on_headers_complete(self) -> None:
         """A request can be answered from here on."""
-        self._in_headers = False
-        super().on_headers_complete()
-        self._cycles = [*self._unanswered(), self.cycle]
+        if not self._is_repeated:
+            self._in_headers = False
+            super().on_headers_complete()
+            self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
@@ -110,8 +148,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """A request is here; the next one's bytes are counted anew."""
-        self._beside_body = 0
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            self._beside_body = 0
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """An answer is over: go on with what came meanwhile."""
@@ -136,10 +175,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
-
-    def send_400_response(self, msg: str) -> None:
-        """Bytes that are not HTTP get their answer in the API's shape too."""
-        self._refuse(Fault(400, msg, code="invalid_http"))
 
     def _too_slow(self) -> None:
         self._arriving = None
