@@ -41,6 +41,7 @@ class Intake:
         self._inference = inference
         self._clock, self._aliases = clock, aliases
         self._longest_token: dict[str, int] = {}
+        """In bytes, by fingerprint: what a name means may change."""
 
     def chat(self, body: bytes) -> Call:
         """A chat completion.
@@ -130,11 +131,11 @@ class Intake:
             )
 
     def _longest(self, model: ServedModel) -> int:
-        longest = self._longest_token.get(model.name)
+        longest = self._longest_token.get(model.fingerprint)
         if longest is None:
             vocabulary = model.tokenizer
             longest = max(SPECIAL_TOKEN_BYTES, *(len(vocabulary.token_bytes(i)) for i in range(vocabulary.size)))
-            self._longest_token[model.name] = longest
+            self._longest_token[model.fingerprint] = longest
         return longest
 
     def _call(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ from paceline.core.generation import SamplingParams
 from paceline.server.call import Call
 from paceline.server.faults import Refusal
 from paceline.server.intake import Intake
-from paceline.testing.scripted_inference import ScriptedInference
+from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 
 INTAKE = Intake(ScriptedInference(max_context=128), SystemClock())
 
@@ -141,3 +143,22 @@ def test_infinite_values_name_their_field() -> None:
     with pytest.raises(Refusal) as caught:
         INTAKE.completion(b'{"model":"echo","prompt":"a","min_p":NaN}')
     assert caught.value.fault.param == "min_p"
+
+
+class WideTokenizer(ByteTokenizer):
+    """One whose tokens are of a thousand letters."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return 1000 * super().token_bytes(token_id)
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        return super().encode(text[::1000], add_special=add_special)
+
+
+def test_a_text_is_measured_by_the_tokens_that_the_name_has_now() -> None:
+    inference = ScriptedInference(max_context=128)
+    intake, body = Intake(inference, SystemClock()), orjson.dumps({"model": "echo", "prompt": 30_000 * "a"})
+    with pytest.raises(ContextOverflow):
+        intake.completion(body)
+    inference._model = replace(inference._model, tokenizer=WideTokenizer(), fingerprint="fp_another")
+    assert len(intake.completion(body).requests[0].prompt_ids) == 30
