@@ -43,7 +43,7 @@ class LayerRange:
     @property
     def words(self) -> str:
         """The same for a sentence."""
-        return f"{self.start} to {self.stop - 1}"
+        return f"{self.start} to {self.stop - 1}" if self.stop - self.start != 1 else str(self.start)
 
 
 @dataclass(frozen=True, slots=True)

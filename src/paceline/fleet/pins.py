@@ -39,6 +39,7 @@ def pinned(
         ImpossiblePin: there are none.
     """
     _check(cards, request)
+    request = replace(request, pins=(*_own_layers(request), *request.pins))
 
     def link(sender: NodeId, receiver: NodeId) -> Link:
         return links.between(sender, receiver) or Link(receiver, "", ASSUMED_RTT_S, ASSUMED_BYTES_PER_S)
@@ -88,6 +89,14 @@ def _check(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> None:
         raise ImpossiblePin("One machine is pinned, and a pipeline has two or more", "Pin another, or allow it to run alone.")
 
 
+def _own_layers(request: PlanRequest) -> tuple[Pin, ...]:
+    """The layers that an orchestrator keeps, where others are pinned to ranges: they come before all of these."""
+    own, ranges = request.orchestrator, [pin for pin in request.pins if pin.layers is not None]
+    if own is None or not request.orchestrator_layers or not ranges or any(pin.node_id == own for pin in request.pins):
+        return ()
+    return (Pin(own, LayerRange(0, request.orchestrator_layers)),)
+
+
 def _single(cards: Mapping[NodeId, NodeCard], able: Mapping[NodeId, Machine], link: choices.LinkOf, request: PlanRequest) -> list[Choice]:
     (pin,) = request.pins
     machine = _able(pin, able, request)
@@ -127,7 +136,7 @@ def _several(able: Mapping[NodeId, Machine], link: choices.LinkOf, request: Plan
     stages = {machine.node_id: machine for machine in stage_machines(able.values(), request, barred)}
     for pin in request.pins:
         if _able(pin, able, request).node_id not in stages:
-            raise _no_stage(pin.node_id, stages, request)
+            raise _no_stage(able[pin.node_id], stages, request, barred)
     machines = {pin.node_id: stages[pin.node_id] for pin in request.pins}
     shape = next(iter(machines.values())).shape
     if shape.max_context < request.prompt_tokens + request.answer_tokens:
@@ -154,13 +163,16 @@ def _several(able: Mapping[NodeId, Machine], link: choices.LinkOf, request: Plan
     return found
 
 
-def _no_stage(node_id: NodeId, stages: Collection[NodeId], request: PlanRequest) -> ImpossiblePin:
+def _no_stage(machine: Machine, stages: Collection[NodeId], request: PlanRequest, barred: Collection[NodeId]) -> ImpossiblePin:
     if request.orchestrator is not None and request.orchestrator not in stages:
         return ImpossiblePin(f"{request.orchestrator} is to orchestrate and can't hold embedding and head", "Pull the model there.")
-    why = "serves no shards, computes other bytes, or is not trusted enough"
-    return ImpossiblePin(
-        f"{node_id} is pinned, but {why}", "Set serve_shards = true in [pipeline.host] of its config.toml, or pin another."
-    )
+    if machine.node_id in barred:
+        why, hint = "is not trusted enough to hold layers", "Pin another, or lower min_host_trust in [pipeline] of config.toml here."
+    elif not machine.card.serves_shards:
+        why, hint = "serves no shards now", "Start it with `paceline up --serve-shards`, or pin another."
+    else:
+        why, hint = "computes other bytes", "Pin another."
+    return ImpossiblePin(f"{machine.node_id} is pinned, but {why}", hint)
 
 
 def _orders(pins: Sequence[Pin], machines: Mapping[NodeId, Machine], n_layers: int) -> Iterator[tuple[list[Machine], list[int] | None]]:

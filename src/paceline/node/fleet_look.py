@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from paceline.core.errors import MembershipError, NodeUnreachable
+from paceline.core.errors import FleetError, MembershipError, NodeUnreachable
 from paceline.node.fleet_state import read_running
 from paceline.store.home import Home
 from paceline.transport.control_service import Sight, control_channel, fleet_id, read_sight
@@ -38,4 +38,7 @@ async def look(home: Home) -> Looked:
             sight = await read_sight(channel, ASK_S)
     except NodeUnreachable as error:
         raise MembershipError(f"The node of this machine ({identity.node_id}) does not answer", "Start it: paceline up") from error
+    except FleetError as error:  # it was revoked, and knows it
+        anew = "Stop paceline up and start it again: it says how this machine can join anew"
+        raise MembershipError(f"{identity.node_id} is no member any more: {error.message}", anew) from error
     return Looked(fleet_id(identity), sight)

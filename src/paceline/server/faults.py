@@ -13,10 +13,10 @@ from paceline.core.errors import (
     SERVER_STOPPING,
     ContextOverflow,
     ExecutorUnavailable,
+    FleetError,
     InvalidRequest,
     ModelAway,
     NodeStopping,
-    NodeUnreachable,
     Overloaded,
     PacelineError,
     PipelineError,
@@ -98,10 +98,10 @@ def of_error(error: PacelineError) -> Fault:
             return overloaded(str(error), error.retry_after_s)
         case NodeStopping():
             return STOPPING
-        case NodeUnreachable() | PlacementError() | ModelAway():
-            return no_machines(str(error), NO_MACHINE)
         case PipelineError() | ExecutorUnavailable():
             return no_machines(str(error), error.code)
+        case FleetError() | PlacementError() | ModelAway():
+            return no_machines(str(error), NO_MACHINE)
         case _:
             return server_fault(str(error))
 

@@ -126,6 +126,8 @@ def error_of(failed: grpc.aio.AioRpcError, peer: str) -> PacelineError:
     code = failed.code()
     if code in _GONE:
         return NodeUnreachable(f"{peer} can't be reached ({_why(code, details)})", "Look at `paceline status`.")
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return FleetError(f"{peer} refuses this node: {details}")
     return FleetError(f"{peer} refused ({code.name.lower()}): {details}")
 
 

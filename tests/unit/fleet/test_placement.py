@@ -577,8 +577,29 @@ def test_pins_leave_the_orchestrator_first() -> None:
     assert both.node_ids == ("ant", "bee")
     alone = plan(sharing(bee={"memory_free_bytes": 8 * GIB, "shard_memory_bytes": 8 * GIB}), replace(ORCHESTRATED, pins=(bee,))).chosen
     assert [stage.layers for stage in alone.stages] == [LayerRange(0, 0), LayerRange(0, 24)]
-    with pytest.raises(ImpossiblePin, match="bee is pinned, but serves no shards"):
-        plan(sharing(bee={"serves_shards": False}), replace(ORCHESTRATED, pins=(bee, cat)))
+
+
+def test_layers_that_an_orchestrator_keeps_are_pinned_to_it() -> None:
+    bee, cat = Pin(NodeId("bee"), LayerRange(6, 15)), Pin(NodeId("cat"), LayerRange(15, 24))
+    asked = replace(ORCHESTRATED, orchestrator_layers=6, pins=(bee, cat))
+    spans = [(stage.node_id, stage.layers) for stage in plan(sharing(), asked).chosen.stages]
+    assert spans == [("ant", LayerRange(0, 6)), ("bee", LayerRange(6, 15)), ("cat", LayerRange(15, 24))]
+    free = plan(sharing(), replace(asked, pins=(Pin(NodeId("bee")), cat))).chosen
+    assert [len(stage.layers) for stage in free.stages] == [6, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("change", "request_change", "why"),
+    [
+        ({"serves_shards": False}, {}, "serves no shards now"),
+        ({}, {"min_host_trust": Trust.MEMBER}, "is not trusted enough"),
+        ({"models": (offer(numerics_id="o"),)}, {"numerics_id": "n"}, "computes other bytes"),
+    ],
+)
+def test_why_a_pinned_machine_holds_no_layers_is_said(change: dict[str, object], request_change: dict[str, object], why: str) -> None:
+    asked = replace(ORCHESTRATED, pins=(Pin(NodeId("bee")), Pin(NodeId("cat"))), **request_change)
+    with pytest.raises(ImpossiblePin, match=f"^bee is pinned, but {why}"):
+        plan(sharing(bee=change), asked, {NodeId("bee"): Trust.GUEST})
 
 
 def test_loaded_layers_are_no_whole_model_but_make_a_stage_warm() -> None:

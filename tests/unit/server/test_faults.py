@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import orjson
+import pytest
 
-from paceline.core.errors import InvalidRequest, NodeUnreachable
+from paceline.core.errors import FleetError, InvalidRequest, NodeUnreachable
 from paceline.server.faults import of_error
 
 
@@ -12,6 +13,7 @@ def test_what_no_json_can_hold_is_replaced() -> None:
     assert fault.event().startswith(b"data: {")
 
 
-def test_a_machine_that_is_gone_is_no_bug_of_ours() -> None:
-    fault = of_error(NodeUnreachable("b is gone"))
+@pytest.mark.parametrize("error", [NodeUnreachable("b is gone"), FleetError("b refuses this node: a was revoked")])
+def test_a_machine_that_is_gone_or_refuses_is_no_bug_of_ours(error: FleetError) -> None:
+    fault = of_error(error)
     assert (fault.status, fault.code, fault.headers) == (503, "no_machine", {"Retry-After": "5"})

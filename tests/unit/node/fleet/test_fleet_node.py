@@ -21,8 +21,10 @@ from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.effects import Call
 from paceline.fleet.links import LinkTimes
 from paceline.fleet.messages import Request
+from paceline.node.fleet_look import look
 from paceline.node.fleet_settings import parse_preset
 from paceline.node.fleet_state import Claim, read_running, read_version
+from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
 from paceline.transport.channels import Purpose
 from paceline.transport.control_service import control_channel, read_sight
@@ -166,6 +168,8 @@ async def test_a_revoked_node_is_dropped_and_refused_and_stays_so(tmp_path: Path
             await until(lambda: "refused c" in caplog.text)
             # It is told, by the CA's own word, and knows it from then on.
             await until(lambda: "this machine (c) was revoked" in caplog.text)
+            with pytest.raises(MembershipError, match=r"^c is no member any more: .* refuses this node: c was revoked"):
+                await look(Home(tmp_path / "c"))
             await until(lambda: bool(FleetFolder(tmp_path / "c" / "fleet").sealed_revocations()))
             await until(lambda: bool(FleetFolder(tmp_path / "b" / "fleet").sealed_revocations()))
     again = make_node(fleet, tmp_path, "b")
