@@ -26,7 +26,7 @@ from paceline.node.fault_bench import answer, requests
 from paceline.node.local_fleet import LocalFleet
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines import build
-from paceline.node.pipelines.build import PipelineOrder
+from paceline.node.pipelines.order import PipelineOrder
 from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 from paceline.parallel import search
 from paceline.parallel.limits import PipelineLimits

@@ -21,7 +21,7 @@ from paceline.node.fleet_settings import FleetSettings, parse_preset
 from paceline.node.local_fleet import LocalFleet, become_first
 from paceline.node.pipeline_bench import PipelineBenchPlan, PipelineReport, run_pipeline_bench
 from paceline.node.pipeline_settings import PipelineSettings, read_pipeline_settings
-from paceline.node.pipelines.build import PipelineOrder
+from paceline.node.pipelines.order import PipelineOrder
 from paceline.node.planning import parse_pin
 from paceline.node.settings import NodeSettings
 from paceline.store.catalog import resolve

@@ -34,7 +34,7 @@ def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
     Raises:
         UserError: it can't be finished, or run.
     """
-    if not in_fleet(home):
+    if not home.is_in_fleet:
         return None
     from paceline.node.weights import pull_from_fleet
 
@@ -54,7 +54,7 @@ def from_hub(ref: str, home: Home, console: Console) -> LocalModel:
 
     mirror = None
     with byte_bar(console, f"Pulling {ref}", "Checking it") as progress:
-        if in_fleet(home):
+        if home.is_in_fleet:
             from paceline.node.weights import Pulls
 
             mirror = Pulls(home, progress, _announcer(console)).mirror
@@ -72,7 +72,7 @@ def ensure(ref: str, console: Console) -> None:
     from paceline.store.selection import parse_ref
 
     home = Home.from_environment()
-    if is_here(ref, home) or not in_fleet(home):
+    if is_here(ref, home) or not home.is_in_fleet:
         return
     hub_ref = parse_ref(ref)
     try:
@@ -87,11 +87,6 @@ def ensure(ref: str, console: Console) -> None:
 
     with byte_bar(console, f"Fetching {ref}", "Checking it") as progress:
         Pulls(home, progress, _announcer(console)).mirror(listed)
-
-
-def in_fleet(home: Home) -> bool:
-    """Without a fleet there is no node to ask, and no need to import what would ask."""
-    return (home.fleet / "identity.pem").exists()
 
 
 def _announcer(console: Console) -> Callable[[str], None]:

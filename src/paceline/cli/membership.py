@@ -12,14 +12,10 @@ from paceline.node.fleet_settings import FleetSettings, parse_preset
 from paceline.store.home import Home
 
 
-def is_member() -> bool:
-    """Whether this machine is in a fleet."""
-    return (Home.from_environment().fleet / "identity.pem").exists()
-
-
 def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
     """The live cards of those that may answer, as this machine's running node sees the fleet; None where this machine is to be looked at alone."""
-    if not is_member():
+    home = Home.from_environment()
+    if not home.is_in_fleet:
         return None
     import asyncio
 
@@ -28,7 +24,6 @@ def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
     from paceline.node.pipeline_settings import read_trust_policy
 
     try:
-        home = Home.from_environment()
         cards = read_trust_policy(home).eligible(asyncio.run(look(home)).sight.view, Use.ANSWER).cards
     except MembershipError as error:
         print(f"note: {error.message}, so this is about this machine alone", file=sys.stderr)
@@ -50,7 +45,8 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
         MembershipError: this machine is in no fleet, and must be.
     """
     settings = FleetSettings(port, host, peers=tuple(peers), mdns=mdns, preset=parse_preset(preset))
-    if not is_member():
+    home = Home.from_environment()
+    if not home.is_in_fleet:
         if needed or peers:
             raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join.")
         return None
@@ -61,4 +57,4 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
             raise ConfigError(f"--peer {peer!r} is not host:port", "Such as 192.168.1.20:8154.")
     from paceline.node.pipeline_settings import read_trust_policy
 
-    return replace(settings, trust=read_trust_policy(Home.from_environment()))
+    return replace(settings, trust=read_trust_policy(home))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.backends.memory import human
-from paceline.cli.bring import from_fleet, from_hub, in_fleet, is_here
+from paceline.cli.bring import from_fleet, from_hub, is_here
 from paceline.cli.terminal import Terminal, own_command
 from paceline.core.errors import HubSilent, NotAtHub
 from paceline.store.catalog import LocalModel, list_models
@@ -82,7 +82,7 @@ def _pulled(ref: str, home: Home, console: Console) -> LocalModel:
     try:
         return from_hub(ref, home, console)
     except (HubSilent, NotAtHub) as error:
-        if not in_fleet(home):
+        if not home.is_in_fleet:
             raise
         console.print(f"{error.message}. The fleet is asked instead.", markup=False, soft_wrap=True)
         model = from_fleet(ref, home, console)

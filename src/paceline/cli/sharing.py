@@ -106,7 +106,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
 
         fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
     from paceline.fleet.plan import Objective
-    from paceline.node.pipelines.build import PipelineOrder
+    from paceline.node.pipelines.order import PipelineOrder
     from paceline.node.planning import parse_pin
     from paceline.node.shards.hosting import hosting_of
     from paceline.store.catalog import resolve

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.backends.memory import human
-from paceline.cli.membership import is_member
 from paceline.cli.status_here import EndpointLoad, endpoints_here, show_endpoints
 from paceline.cli.terminal import Terminal, counted
 from paceline.core.errors import PlacementError, UserError
@@ -44,7 +43,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
     console = Terminal()
     home = Home.from_environment()
     endpoints = endpoints_here(home)
-    if endpoints and not is_member():
+    if endpoints and not home.is_in_fleet:
         if as_json:
             print(json.dumps({"endpoints": [asdict(one) for one in endpoints]}, indent=2))
         else:
@@ -53,7 +52,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
                 "This machine is in no fleet: paceline init, or paceline join, makes one of several.", style="dim", soft_wrap=True
             )
         return
-    if not is_member():
+    if not home.is_in_fleet:
         raise UserError(
             "Nothing runs here: no endpoint, and this machine is in no fleet",
             "Start an endpoint: paceline up. Begin a fleet: paceline init, or join one: paceline join.",

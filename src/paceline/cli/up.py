@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from paceline.node.build import BuiltNode
     from paceline.node.drafts.proposing import LoadedProposer
     from paceline.node.fleet_state import Claim
-    from paceline.node.pipelines.build import PipelineOrder
+    from paceline.node.pipelines.order import PipelineOrder
     from paceline.node.serving import FleetServing
     from paceline.node.shards.serving import Hosting
     from paceline.server.settings import TlsFiles

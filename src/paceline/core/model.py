@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 BLOCK_TOKENS = 16
-"""Tokens of KV that a name stands for, and that a block counts wherever KV is counted between machines. What a machine keeps together may be more."""
+"""Tokens of KV that a name stands for, and that a block counts where KV is counted between machines. What a machine keeps together may be more."""
 WIDEST_BLOCK = 256
 """Tokens that any machine keeps together, at most. Leases are asked for in whole multiples, so that they are whole blocks for all others too."""
 

@@ -21,7 +21,7 @@ from paceline.engine.step_costs import Load, StepCosts
 FLOOR = 5
 """The oldest prompt gets one part in so many. Raising it: short prompts are answered sooner behind a long one, and that one later."""
 LONGER = 1.25
-"""By what factor rows that end no wait may lengthen a step that somebody waits for. Raising it: prompts get on sooner, and first tokens come later."""
+"""By what factor rows that end no wait may lengthen a step that an answer waits for. Raising it: prompts get on sooner, and first tokens come later."""
 BESIDE = 1.5
 """By what factor prompts may lengthen the step of answers, whatever the budget. Raising it: prompts get on sooner beside many answers, and these slower."""
 

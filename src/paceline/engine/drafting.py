@@ -166,7 +166,7 @@ class Drafting:
         return config.sources.get(name) or (None if config.more is None else config.more.find(name, seq.id))
 
     def _best(self, seq: SequenceState) -> str | None:
-        """Who is likeliest to know the next token."""
+        """The maker likeliest to know the next token."""
         drafts = self._of.get(seq)
         if drafts is None:
             return None

@@ -65,7 +65,7 @@ class SequenceDrafts:
     """Of what is in flight."""
 
     def best(self) -> str | None:
-        """Who is likeliest to know the next token."""
+        """The maker likeliest to know the next token."""
         tapes, rates = self.tapes, self.rates
         if len(tapes) < 2:
             return next(iter(tapes), None)

@@ -1,7 +1,7 @@
 """Which machines of a view can run layers of the model asked for, and how fast: cards as placement reads them.
 
 Law: total over any cards. A figure that no machine has (not finite, below zero, absurd) counts as not measured, and the order of cards
-is nobody's business.
+changes nothing.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def matching_offers(cards: Mapping[NodeId, NodeCard], request: PlanRequest) -> l
     """Every offer of the model asked for: by its id, by its digest, or by the digest of an offer with that id.
 
     Raises:
-        PlacementError: nobody has it, or nobody in the weights format asked for.
+        PlacementError: no node has it, or none in the weights format asked for.
     """
     layered = [
         (card, offer)
@@ -156,7 +156,7 @@ def groups(offers: Sequence[tuple[NodeCard, ModelOffer]], request: PlanRequest) 
         machine = _machine(card.running(offer.weights), offer, offer.shape, request)
         if machine is None:
             continue
-        # Without a digest nobody knows whether two machines' weights are the same.
+        # Without a digest it is not known whether two machines' weights are the same.
         key = (offer.digest or f"{offer.model_id}@{card.node_id}", offer.weights, repr(offer.shape))
         found.setdefault(key, {})[card.node_id] = machine  # the last of a node is its best
     return [list(found[key].values()) for key in sorted(found)]
@@ -193,7 +193,7 @@ def stage_machines(machines: Iterable[Machine], request: PlanRequest, barred: Co
 
     Args:
         machines: that have the weights, or would fetch them.
-        request: names the orchestrator, or nobody.
+        request: may name the orchestrator.
         barred: may hold no layers for others.
     """
     able = [machine for machine in machines if request.numerics_id in {"", machine.offer.numerics_id} or not machine.offer.numerics_id]

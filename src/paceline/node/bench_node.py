@@ -20,8 +20,9 @@ from paceline.node.engine_thread import SWITCH_INTERVAL_S
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.loop_thread import LoopThread
 from paceline.node.pipeline_settings import PipelineSettings
-from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder, build_engine_over
+from paceline.node.pipelines.build import BuiltPipeline, build_engine_over
 from paceline.node.pipelines.eyes import FleetEyes
+from paceline.node.pipelines.order import PipelineOrder
 from paceline.node.serving import FleetServing
 from paceline.node.settings import NodeSettings
 from paceline.node.shards.tensor_ends import tensor_ends

@@ -29,7 +29,6 @@ from paceline.node.speed import SpeedKey, learn_speed
 from paceline.server.inference import ServedModel
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
-from paceline.transport.trust.folder import FleetFolder
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
@@ -163,7 +162,7 @@ def build_node(settings: NodeSettings, progress: LoadProgress | None = None, clo
     """
     clock = clock or SystemClock()
     home = Home.from_environment()
-    in_fleet = FleetFolder(home.fleet).is_member
+    in_fleet = home.is_in_fleet
     built = build_engine(settings, progress, clock, NodeDrafts(settings.draft, clock, in_fleet=in_fleet))
     warm = introduced(built, home, clock) if in_fleet else None
     host = EngineHost(built.engine, built.close, built.model, built.config, clock, built.rebuild, built.grammars)

@@ -222,7 +222,7 @@ def export_authority(folder: FleetFolder, file: Path, passphrase: str | None = N
     """Write a backup of the CA.
 
     Args:
-        passphrase: encrypts it; None: whoever reads the file has the CA.
+        passphrase: encrypts it; None: a person who reads the file has the CA.
 
     Raises:
         MembershipError: the CA is on another machine, or the file is there or can't be written.

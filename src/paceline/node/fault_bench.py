@@ -23,7 +23,8 @@ from paceline.node.build import build_engine
 from paceline.node.local_fleet import LocalFleet
 from paceline.node.pipeline_bench import PipelineBenchPlan
 from paceline.node.pipeline_settings import PipelineSettings
-from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder
+from paceline.node.pipelines.build import BuiltPipeline
+from paceline.node.pipelines.order import PipelineOrder
 from paceline.node.settings import NodeSettings
 
 

@@ -45,7 +45,7 @@ class Fetch:
     """What is fetched, and by which means."""
 
     sources: Sequence[WeightsSource]
-    """Who has it, the best first; all of one digest. At least one."""
+    """Nodes that have it, the best first; all of one digest. At least one."""
     dial: Dial
     home: Home
     progress: Progress

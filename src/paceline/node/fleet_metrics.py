@@ -31,7 +31,7 @@ class FleetMetrics(Collector):
         yield CounterMetricFamily("paceline_gossip_rounds", "Rounds of exchanges begun.", value=meter.rounds)
         yield meter.exchange.family("paceline_gossip_exchange_seconds", "Exchanges that this node began, until they were answered.")
         yield CounterMetricFamily(
-            "paceline_gossip_exchanges_failed", "Exchanges that this node began and nobody answered.", value=meter.failed
+            "paceline_gossip_exchanges_failed", "Exchanges that this node began and no node answered.", value=meter.failed
         )
         yield CounterMetricFamily("paceline_gossip_exchanges_answered", "Exchanges that peers began.", value=meter.answered)
         yield CounterMetricFamily("paceline_gossip_refused", "Requests, cards, stamps and revocations not taken.", value=meter.refused)

@@ -49,7 +49,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who runs requests for a model."""
+    """The nodes that run requests for a model."""
 
     name: str
     weights: Weights

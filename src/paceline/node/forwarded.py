@@ -1,6 +1,6 @@
-"""A request's stream, wherever it runs: where a node can't go on with it, another one does, from the tokens so far.
+"""A request's stream on whichever node runs it: where one can't go on with it, another one does, from the tokens so far.
 
-Law: the client gets every token once, whoever drew it. Every node is asked for the same numerics, prompt ids and seed, so what follows is what would
+Law: the client gets every token once, whichever node drew it. Every node is asked for the same numerics, prompt ids and seed, so what follows is what would
 have followed. An answer that no node has begun is refused at once where none takes it; one that has begun waits for a node to come back, for a while.
 """
 
@@ -116,7 +116,7 @@ class Forwarded:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End it, wherever it runs. Idempotent."""
+        """End it on the node that runs it. Idempotent."""
         self._over = True
         await self._hang_up()
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for who calls from others: benches, which step their engine themselves."""
+"""An event loop in a thread of its own, for callers in others: benches, which step their engine themselves."""
 
 from __future__ import annotations
 

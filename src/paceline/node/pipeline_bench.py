@@ -21,7 +21,8 @@ from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
 from paceline.node.bench import PromptMaker, StepsRequests, drive, with_room
 from paceline.node.bench_node import BenchNode
 from paceline.node.build import build_engine
-from paceline.node.pipelines.build import BuiltPipeline, PipelineOrder
+from paceline.node.pipelines.build import BuiltPipeline
+from paceline.node.pipelines.order import PipelineOrder
 from paceline.node.settings import NodeSettings
 from paceline.node.timing import Spread, Timing
 

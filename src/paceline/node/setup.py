@@ -151,7 +151,7 @@ class Setup:
         return load_runner(self.kernels, self.opened.weights, options, progress)
 
     def sampler(self) -> CompiledSampler:
-        """What draws this model's tokens here; whoever has it closes it."""
+        """What draws this model's tokens here; its caller closes it."""
         return cpu.load_sampler(self.opened.tokenizer.size, self.threads, Home.from_environment().kernels)
 
     def served(self, runner: LayerRunner[Any], kv: KvPlan, clock: Clock) -> ServedModel:

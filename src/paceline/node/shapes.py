@@ -16,7 +16,7 @@ GPU_SHARE = 0.9
 
 CARD_THREADS = 8
 CARD_TOKENS = 8192
-"""Of KV. What a card says of working memory is for these: a card is the same whoever writes it."""
+"""Of KV. What a card says of working memory is for these: every node writes the same card."""
 
 TypeOf = Callable[[str], str]
 """GGML's name of the type a tensor is stored in."""

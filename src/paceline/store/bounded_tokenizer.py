@@ -1,4 +1,4 @@
-"""A model's tokenizer with an allowance: templates and tokenizers are programs of whoever made the model, and run in a process that can be ended.
+"""A model's tokenizer with an allowance: templates and tokenizers are programs of the model's maker, and run in a process that can be ended.
 
 Law: the ids are those that `ModelTokenizer` gives. What takes too long, or more memory than a chat needs, is the request's error; the process is
 started again for the next one. Which bytes a token spells is looked up here: no text of a stranger's has a part in that.

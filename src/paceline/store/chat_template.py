@@ -1,4 +1,4 @@
-"""A model's chat template: a program of whoever made the model, rendered in a sandbox.
+"""A model's chat template: a program of the model's maker, rendered in a sandbox.
 
 The environment is the one transformers gives templates (trimmed blocks, loop controls, `tojson` without HTML escapes,
 `raise_exception`, `strftime_now`, `{% generation %}`), so a template renders the same text here as there.

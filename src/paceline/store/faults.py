@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
+from paceline.core.shown import printable
 
 LONGEST: Final = 500
 """Characters of a reason that are shown."""
@@ -31,5 +32,4 @@ def unreadable(path: Path, error: OSError) -> ModelFileError:
 
 def _shown(reason: str) -> str:
     """Reasons quote files: what a terminal would obey, and what no screen holds, is not for printing."""
-    quoted = reason if len(reason) <= LONGEST else f"{reason[:LONGEST]}..."
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in quoted)
+    return printable(reason, LONGEST) + "..." * (len(reason) > LONGEST)

@@ -97,6 +97,11 @@ class Home:
     def fleet(self) -> Path:
         return self.root / "fleet"
 
+    @property
+    def is_in_fleet(self) -> bool:
+        """Whether this machine is in a fleet. Cheap to ask: most machines are in none."""
+        return (self.fleet / "identity.pem").exists()
+
 
 def check_own(folder: Path) -> None:
     """Refuse a folder in which others may put things; one that is not there yet will be ours.

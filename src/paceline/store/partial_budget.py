@@ -1,4 +1,4 @@
-"""How much of the disk the layers of other nodes' models may take: the part of `partial/` that nobody here asked for has a budget, oldest out first."""
+"""How much of the disk the layers of other nodes' models may take: the part of `partial/` that no command here asked for has a budget, oldest out first."""
 
 from __future__ import annotations
 

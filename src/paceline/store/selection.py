@@ -38,7 +38,7 @@ class HubRef:
 
 
 def is_path(ref: str) -> bool:
-    """Whether a name is a path wherever it is read, and nothing else."""
+    """Whether a name is a path in every command that reads it, and nothing else."""
     return ref.startswith((".", "/", "~")) or (ref.lower().endswith(".gguf") and ":" not in ref)
 
 

@@ -1,6 +1,6 @@
 """The process that renders a model's chat template and runs its tokenizer: `python -m paceline.store.tokenizer_child`.
 
-Both are programs of whoever made the model. Here they have an allowance of memory and of time that no trick gets around: the system refuses more
+Both are programs of the model's maker. Here they have an allowance of memory and of time that no trick gets around: the system refuses more
 memory, and ends what takes longer. Where the system has no such limit of memory (macOS), the parent looks. What goes in and comes out are frames: four bytes of length, then JSON, or the tokenizer itself in the first one.
 """
 

@@ -27,7 +27,7 @@ class Reader:
         formats: what each matrix is held in.
         scratch: for streamed prompt weights; None: resident.
         device: where everything goes.
-        progress: told after every tensor; None: nobody.
+        progress: told after every tensor.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class ModelProposer(SessionProposer, Generic[Activations]):
 
     Args:
         runner: holds all layers, and runs for no other; closed by its maker.
-        vocabulary_size: token ids below this are tokens. Kernels look up the others' too, wherever that is in memory.
+        vocabulary_size: token ids below this are tokens. For others, kernels would read beyond the table.
         eos_ids: nothing is drafted behind one.
         max_rows: that the runner takes at a time.
     """

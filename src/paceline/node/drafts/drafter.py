@@ -1,4 +1,4 @@
-"""Who could draft for this machine's model: the plan's answer, and how to reach them."""
+"""The node that could draft for this machine's model: the plan's answer, and how to reach them."""
 
 from __future__ import annotations
 

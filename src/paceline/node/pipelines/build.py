@@ -6,7 +6,6 @@ Law: what a person asked for is built, or an error says why not. The plan decide
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
-from paceline.core.errors import ConfigError, OutOfMemory, PipelineDisabled, PlacementError
+from paceline.core.errors import PipelineDisabled
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
 from paceline.engine.config import EngineConfig
@@ -22,24 +21,21 @@ from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.intake import context_of
 from paceline.engine.local import LayerRunner
-from paceline.fleet.placement import plan
-from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest, Way
 from paceline.node.build import BuiltNode
 from paceline.node.drafts.sources import NodeDrafts
 from paceline.node.host import EngineHost
 from paceline.node.offers import WarmModel
-from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines.ahead import begin_loads
 from paceline.node.pipelines.choosing import Wanted, typical_request
 from paceline.node.pipelines.meter import MeteredEngine, PipelineMeter
 from paceline.node.pipelines.opening import Opener, SeesFleet
+from paceline.node.pipelines.order import PipelineOrder, check_layers, fitting, longest_context
 from paceline.node.pipelines.router import FleetRouter
 from paceline.node.pipelines.spare_keeper import SpareKeeper
 from paceline.node.pipelines.spot_check import Holders, SpotCheck
 from paceline.node.settings import NodeSettings
 from paceline.node.setup import Setup, set_up
 from paceline.node.shards.ends import TensorEnds
-from paceline.node.sizing import KvPlan
 from paceline.node.speed import Speed, vocabulary_id
 from paceline.parallel.fallback import Fallback, LocalRoute
 from paceline.parallel.limits import PipelineLimits
@@ -75,12 +71,8 @@ def loads_the_rest(own: NodeId, setup: Setup, head: LayerRunner[Any], max_rows: 
     return load
 
 
-logger = logging.getLogger(__name__)
-
 LEAST_TOKENS = 256
 """Of KV, for which machines are worth asking where no context was asked for. Raising it leaves out machines that are nearly full."""
-LOOK_S = 0.5
-"""Between two looks at a view in which no node can take part yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +97,6 @@ class BuiltPipeline:
         """End what the engine runs on."""
         self.executor.close()
         self.sampler.close()
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOrder:
-    """What a person asked for, of one pipeline."""
-
-    settings: PipelineSettings
-    pins: tuple[Pin, ...] = ()
-    own_layers: int | None = None
-    """How many layers this machine runs itself; None: as the plan says."""
-    objective: Objective = Objective.LATENCY
 
 
 def build_pipeline(
@@ -183,7 +164,7 @@ def build_engine_over(
     setup = set_up(settings, spread=True)
     opened, spec, weights, digest = setup.opened, setup.opened.spec, setup.weights, setup.digest
     check_layers(order, opened.name, spec.n_layers)
-    planned, own, kv = _fitting(fleet, order, setup, clock)
+    planned, own, kv = fitting(fleet, order, setup, clock)
     config = replace(setup.config(kv), step_timeout_s=1e6)  # the pipeline has bounds of its own
     max_rows = config.max_rows
     n_blocks = _whole_blocks(kv.tokens)
@@ -194,7 +175,7 @@ def build_engine_over(
         weights,
         spec.n_layers,
         len(own),
-        context=_context(setup),
+        context=longest_context(setup),
         kv_tokens=least_blocks * BLOCK_TOKENS,
         rows=max_rows,
         objective=order.objective,
@@ -292,89 +273,3 @@ def build_engine_over(
 def _whole_blocks(tokens: int) -> int:
     """Blocks of 16 tokens that hold so many, whatever the other machines keep together."""
     return -(-tokens // WIDEST_BLOCK) * (WIDEST_BLOCK // BLOCK_TOKENS)
-
-
-def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
-    """What no machine that may yet come could mend.
-
-    Raises:
-        ConfigError: layers were asked for that the model has not, or none are left for others.
-    """
-    if order.own_layers is not None and order.own_layers >= n_layers:
-        raise ConfigError(
-            f"--own-layers {order.own_layers} leaves none of the {n_layers} layers of {model} to others",
-            f"Ask for {n_layers - 1} at most; without --pipeline this machine runs them all.",
-        )
-    for pin in order.pins:
-        if pin.layers is not None and not pin.layers.start < pin.layers.stop <= n_layers:
-            raise ConfigError(
-                f"--pin gives {pin.node_id} layers {pin.layers.words}, and {model} has {n_layers}",
-                f"Layers are 0 to {n_layers - 1}.",
-            )
-
-
-def _fitting(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) -> tuple[Choice, LayerRange, KvPlan]:
-    """What the plan says, the layers that this machine runs of it, and room for their KV: fewer where the plan, which rounds, gives it too many.
-
-    Raises:
-        PlacementError: others can't run the rest.
-        OutOfMemory: the layers asked for, or none at all, don't fit here, or fewer would, and others can't run the rest.
-    """
-    asked, short = order, None
-    while True:
-        try:
-            planned = _planned(fleet, asked, setup, clock)
-        except PlacementError as error:
-            if short is None:
-                raise
-            raise short from error
-        own = LayerRange(0, asked.own_layers if asked.own_layers is not None else len(planned.stages[0].layers))
-        try:
-            return planned, own, setup.room(own)
-        except OutOfMemory as error:
-            if order.own_layers is not None or not own:
-                raise
-            short = error
-            asked = replace(asked, own_layers=len(own) - 1)
-
-
-def _context(setup: Setup) -> int:
-    """Tokens of the longest request that is asked for."""
-    return setup.settings.context or setup.opened.spec.max_context
-
-
-def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) -> Choice:
-    """What the plan says of a pipeline that begins here; waits for machines that could take part.
-
-    Raises:
-        PlacementError: none came in time.
-    """
-    name = setup.opened.name
-    prompt, answer = typical_request(_context(setup))
-    request = PlanRequest(
-        setup.digest,
-        setup.weights,
-        prompt,
-        answer,
-        ways=frozenset({Way.PIPELINE}),
-        pins=order.pins,
-        objective=order.objective,
-        kv_tokens=setup.settings.context or 0,
-        rows=max(LEAST_ROWS, setup.most.max_rows),
-        orchestrator=fleet.node_id,
-        orchestrator_layers=order.own_layers,
-        min_host_trust=order.settings.min_host_trust,
-        called=name,
-    )
-    until = clock.monotonic() + order.settings.search_seconds
-    told = ""
-    while True:
-        try:
-            return plan(fleet.cards(), request, fleet.trust()).chosen
-        except PlacementError as error:
-            if clock.monotonic() >= until:
-                raise
-            if error.message != told:
-                told = error.message
-                logger.info("waiting for machines that %s could run on, for up to %g s: %s", name, order.settings.search_seconds, told)
-        fleet.wait_for_news(LOOK_S)

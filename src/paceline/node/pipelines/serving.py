@@ -10,8 +10,9 @@ from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError, PlacementError, UserError
 from paceline.node.build import BuiltNode
-from paceline.node.pipelines.build import PipelineOrder, build_pipeline
+from paceline.node.pipelines.build import build_pipeline
 from paceline.node.pipelines.eyes import FleetEyes
+from paceline.node.pipelines.order import PipelineOrder
 from paceline.node.serving import FleetServing
 from paceline.node.settings import NodeSettings
 from paceline.node.shards.tensor_ends import tensor_ends

@@ -1,4 +1,4 @@
-"""Rows that somebody wants back as they arrive, to compare them with what should have been sent. Nothing is kept that nobody asked for."""
+"""Rows that a caller wants back as they arrive, to compare them with what should have been sent. Only what was asked for is kept."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Echoes:
                 future.set_result(x_TD[first : first + n_rows].tobytes())
 
     def forget(self, batch_id: BatchId, future: Future[bytes]) -> None:
-        """Whoever asked waits no more."""
+        """The caller that asked waits no more."""
         future.cancel()
         with self._lock:
             left = [ask for ask in self._asked.pop(batch_id, ()) if ask[2] is not future]

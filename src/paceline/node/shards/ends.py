@@ -36,16 +36,16 @@ class Expected(Protocol):
     """A ticket that was given out."""
 
     def accept(self, deadline: float) -> Incoming:
-        """Whoever brought it. Blocks.
+        """The stream that brought the ticket. Blocks.
 
         Raises:
-            StreamStalled: nobody did until `deadline` on the monotonic clock.
+            StreamStalled: none did until `deadline` on the monotonic clock.
             StreamClosed: it was closed.
         """
         ...
 
     def close(self) -> None:
-        """The ticket is good no more. Idempotent; wakes whoever waits."""
+        """The ticket is good no more. Idempotent; wakes the threads that wait."""
         ...
 
 
@@ -68,7 +68,7 @@ class TensorEnds(Protocol):
     def port(self) -> int: ...
 
     def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> Expected:
-        """Somebody will bring this ticket, and then rows of `width`.
+        """A stream will bring this ticket, and then rows of `width`.
 
         Raises:
             StreamClosed: the port is closed.

@@ -47,7 +47,7 @@ from paceline.transport.trust.certificates import Member
 logger = logging.getLogger(__name__)
 
 ECHO_S = 8.0
-"""How long somebody waits for a batch to be echoed. Under what callers give the call."""
+"""How long a caller waits for a batch to be echoed. Under what callers give the call."""
 JOIN_S = 1.0
 """What a stop gives sessions to end: a batch in progress is computed to its end."""
 LOOK_S = 5.0
@@ -222,7 +222,7 @@ class NodeShardHost:
     # -------------------------------------------------------------------------------------------------------------------- inside
 
     def _find(self, session_id: bytes, caller: Member) -> _Open:
-        """A caller's own session: nobody else's can be named."""
+        """A caller's own session: another caller's can't be named."""
         found = self._open.get((caller.node_id, session_id))
         if found is None:
             raise BadPipelineRequest("There is no such session")
@@ -289,6 +289,6 @@ class NodeShardHost:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
-    """From any thread. A loop that is closed has nobody to tell."""
+    """From any thread. A loop that is closed is told nothing."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(what)

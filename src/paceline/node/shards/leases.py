@@ -18,7 +18,7 @@ class Lease:
 
 
 class Leases:
-    """Who has which blocks of a pool.
+    """Which lease has which blocks of a pool.
 
     Args:
         n_blocks: of the pool.
@@ -52,7 +52,7 @@ class Leases:
         return lease
 
     def give_back(self, lease: Lease) -> None:
-        """Nobody uses these any more."""
+        """No session uses these any more."""
         self._held.remove(lease)
 
     def _widest_gap(self) -> tuple[int, int]:

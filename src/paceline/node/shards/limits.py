@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SHARDS_FREE_SHARE = 0.8
-"""Of the memory that is free, how much shards may take where nobody set a bound. Raising it leaves less to everything else."""
+"""Of the memory that is free, how much shards may take where no bound is set. Raising it leaves less to everything else."""
 SHARD_KV_SHARE = 0.5
 """Of what weights leave of that, how much one shard's KV may take beyond what was asked for by whom it is loaded."""
 
@@ -21,7 +21,7 @@ class HostLimits:
     memory_bytes: int | None = None
     """For all shards, weights and KV; None: a share of what is free."""
     idle_s: float = 600.0
-    """A shard that nobody has used for so long is evicted."""
+    """A shard that no session has used for so long is evicted."""
     stall_s: float = 5.0
     """How long a stage waits for a receiver that takes nothing, or a batch that began to come."""
     turn_s: float = 60.0

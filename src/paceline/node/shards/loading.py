@@ -222,7 +222,7 @@ def free_runners(runners: list[LayerRunner[Any]]) -> None:
 
 
 def in_pipelines_terms(error: PacelineError) -> PipelineError:
-    """Why layers can't be had, for whoever asked for them."""
+    """Why layers can't be had, in words for the caller."""
     match error:
         case PipelineError():
             return error

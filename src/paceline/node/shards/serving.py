@@ -33,7 +33,7 @@ from paceline.transport.trust.certificates import Member
 from paceline.transport.trust.guard import PeerGuard
 
 LOW_BYTES, LOW_PART = 128 << 20, 50
-"""A machine with less memory free, in bytes or as a part of all it has, unloads layers that nobody uses."""
+"""A machine with less memory free, in bytes or as a part of all it has, unloads idle layers."""
 SHOW_S = 5.0
 """How often the card is told how busy shards are. What comes and goes, it is told at once."""
 

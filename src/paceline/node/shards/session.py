@@ -41,7 +41,7 @@ from paceline.parallel.stage_batch import StageBatch
 logger = logging.getLogger(__name__)
 
 IDLE_S = 5.0
-"""A thread that waits for work looks so often whether it was stopped, should nobody wake it."""
+"""A thread that waits for work looks so often whether it was stopped, should nothing wake it."""
 
 
 class RunsBatches(Protocol):
@@ -87,7 +87,7 @@ class Session:
             request: what was asked.
             place: where it runs.
             ticket: what its sender brings.
-            expected: its input, once somebody brings the ticket.
+            expected: its input, once a stream brings the ticket.
             around: what it needs of its host.
         """
         self.request, self.place, self.ticket = request, place, ticket
@@ -174,7 +174,7 @@ class Session:
         return self._echoes.ask(batch_id, first_row, n_rows)
 
     def forget_echo(self, batch_id: BatchId, rows: Future[bytes]) -> None:
-        """Whoever asked waits no more."""
+        """The caller that asked waits no more."""
         self._echoes.forget(batch_id, rows)
 
     @property
@@ -232,7 +232,7 @@ class Session:
             except PipelineError as error:
                 raise _Ended(error, None) from error
             self._computed += 1
-            # Whoever takes it may be as slow as this machine was, and busy with more than one.
+            # The next stage may be as slow as this machine was, and busy with more than one.
             slowest_s = max(0.99 * slowest_s, now() - arrived)
             try:
                 sink.send(batch, out_TD, now() + limits.stall_s + 4 * slowest_s)
@@ -248,7 +248,7 @@ class Session:
             self._meter.observe(shard_id, took_ms)
 
     def _accept(self) -> Incoming | None:
-        """The input, however long it takes: whoever opened the session ends it when that is too long."""
+        """The input, however long it takes: the caller that opened the session ends it when that is too long."""
         while not self.stopping:
             try:
                 source = self._expected.accept(self._clock.monotonic() + IDLE_S)
@@ -279,7 +279,7 @@ class Session:
             raise _Ended(_meaning(error, "The input"), source.peer) from error
 
     def _rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
-        """While nothing comes, and nobody else computes here."""
+        """While nothing comes, and no other session computes here."""
         with self.place.turns.take_free() as mine:
             if mine:
                 self.place.stage.rehearse(batch, x_TD)

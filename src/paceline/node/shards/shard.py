@@ -1,6 +1,6 @@
 """Layers of a model in this machine's memory, or on their way there, and who uses them. All of this happens on the event loop.
 
-A claim is a stream in use: from the moment somebody asks for the layers until nothing of their session runs any more. So the bound of streams
+A claim is a stream in use: from the moment a caller asks for the layers until nothing of their session runs any more. So the bound of streams
 holds while weights load, and a shard without claims may be evicted at any time.
 """
 
@@ -68,7 +68,7 @@ class Shard:
         self.gone = False
         """Evicted, or never to be loaded."""
         self.change = asyncio.Event()
-        """Set when a claim is released; whoever waits clears it."""
+        """Set when a claim is released; the caller that waits clears it."""
 
     @property
     def shard_id(self) -> str:
@@ -107,7 +107,7 @@ class Shard:
         return (self.digest, self.weights) == (digest, weights) and mine.start <= layers.start and layers.stop <= mine.stop
 
     def suits(self, request: StageRequest) -> bool:
-        """Whether it is large enough for a request that nobody else is in the way of."""
+        """Whether it is large enough for a request, were it the only one."""
         loaded = self.loaded
         return loaded is None or (
             loaded.max_rows >= request.max_rows and self.leases.n_blocks >= _own_blocks(request.least_blocks, loaded.runner)

@@ -14,7 +14,7 @@ from paceline.core.errors import PipelineStalled
 
 
 class Turns:
-    """A lock that hands itself to whoever waited longest."""
+    """A lock that hands itself to the thread that waited longest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Turns:
 
     @contextmanager
     def take_free(self) -> Generator[bool]:
-        """Have the turn for as long as the block runs, if nobody has it now. Says whether."""
+        """Have the turn for as long as the block runs, if no thread has it now. Says whether."""
         with self._lock:
             mine = not self._taken
             self._taken = True

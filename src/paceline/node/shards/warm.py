@@ -18,9 +18,10 @@ from paceline.backends.table import Kernels
 from paceline.backends.working import kv_group
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
-from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS
 from paceline.node.devices import LocalDevice, running
 from paceline.node.shapes import model_shape
+from paceline.node.shards.failed_loads import FailedLoads
 from paceline.node.shards.leases import Leases
 from paceline.node.shards.limits import SHARDS_FREE_SHARE, HostLimits
 from paceline.node.shards.load_meter import LoadMeter
@@ -40,13 +41,8 @@ from paceline.parallel.sessions import StageRequest
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 120.0
-"""How long layers that could not be loaded are not loaded again for callers that may come. One that is there has them tried at once."""
 ENDING_S = 2.0
 """How long a stream that is about to become free is waited for. One in use is not waited for at all."""
-
-Held = tuple[str, WeightsFormat, LayerRange]
-"""Layers of a model, by its digest, in one format."""
 
 
 class WarmShards:
@@ -58,7 +54,7 @@ class WarmShards:
         limits: bounds.
         devices: what runs layers here.
         load_bytes: what the process itself takes, of a device's memory, while it loads.
-        low_bytes: none of these are taken of a device's memory; with less free, shards there that nobody uses go.
+        low_bytes: none of these are taken of a device's memory; with less free, idle shards there go.
         threads: of a runner.
         kernel_cache: see `LoadOptions`.
         meter: counts.
@@ -91,8 +87,7 @@ class WarmShards:
         """Of the load that has its turn, and those behind it."""
         self._leaving: set[asyncio.Task[None]] = set()
         """Loads that were given up, and evictions, whose memory is not free yet."""
-        self._failed: dict[Held, tuple[PipelineError, float]] = {}
-        """Layers that could not be loaded: why, and when."""
+        self._failed: Final = FailedLoads(clock)
         self._closed = False
 
     @property
@@ -117,7 +112,7 @@ class WarmShards:
         Raises:
             ShardUnavailable: all its streams are in use, or there is no room for another shard.
         """
-        # Nothing waits between finding a shard and claiming it, so nobody else can take it, and no claim is lost with its caller.
+        # Nothing waits between finding a shard and claiming it, so no other caller can take it, and no claim is lost with its caller.
         while not self._closed:
             shard = self._holding(request)
             if shard is None:
@@ -136,7 +131,7 @@ class WarmShards:
         raise ShardUnavailable("This machine is stopping")
 
     async def await_ending(self, shard: Shard) -> None:
-        """Let sessions that are about to end give their KV back first: whoever opens a new one after a loss wants what its old one had."""
+        """Let sessions that are about to end give their KV back first: a caller that opens a new one after a loss wants what its old one had."""
         while shard.is_ending and await _changed(shard):
             pass
 
@@ -156,7 +151,7 @@ class WarmShards:
                 raise ShardUnavailable("Other layers are being loaded here")
             if len(self._shards) >= self._limits.max_shards:
                 raise ShardUnavailable(f"{len(self._shards)} shards are loaded here already")
-            self._check_failed(request)
+            self._failed.check(request)
             shard = self._added(request)
             self._on_change()
         shard.used_at = self._clock.monotonic()
@@ -172,7 +167,7 @@ class WarmShards:
         self._on_change()
 
     async def evict_idle(self) -> None:
-        """What nobody has used for long goes; where the machine is short of memory, what nobody uses."""
+        """Evict shards that have been idle for long; where the machine is short of memory, all idle ones."""
         for device in self._devices:
             while device.free_bytes() < self._low_bytes and await self._evict_one(device):
                 pass
@@ -198,18 +193,6 @@ class WarmShards:
         """The shard that has the layers: one with a free stream first, then the smallest."""
         found = [shard for shard in self._shards if shard.holds(request.digest, request.weights, request.layers)]
         return min(found, key=lambda shard: (shard.is_full or not shard.suits(request), len(shard.layers)), default=None)
-
-    def _check_failed(self, request: StageRequest) -> None:
-        """Raise why these layers could not be loaded, where that is not long ago."""
-        error, at_s = self._failed.get(_held(request), (None, 0.0))
-        if error is not None and self._clock.monotonic() - at_s < RETRY_S:
-            raise ShardUnavailable(error.message, error.hint)
-
-    def _note_failed(self, request: StageRequest, error: PipelineError) -> PipelineError:
-        now = self._clock.monotonic()
-        self._failed = {held: known for held, known in self._failed.items() if now - known[1] < RETRY_S}
-        self._failed[_held(request)] = error, now
-        return error
 
     def _claimed(self, shard: Shard) -> Claim:
         claim = Claim()
@@ -250,17 +233,17 @@ class WarmShards:
                 self._queue.remove(meter)
             shard.leases = Leases(shard.loaded.runner.n_blocks)
             shard.used_at = self._clock.monotonic()
-            self._failed.pop(_held(request), None)
+            self._failed.forget(request)
             self._meter.loads += 1
             logger.info(
                 "%s is loaded for others, with KV for %d tokens", shard.shard_id, shard.leases.n_blocks * shard.loaded.runner.block_size
             )
         except PacelineError as error:
-            raise self._note_failed(request, in_pipelines_terms(error)) from error
+            raise self._failed.note(request, in_pipelines_terms(error)) from error
         except Exception as error:
             logger.exception("%s can't be loaded", shard.shard_id)
             told = PipelineError(f"{shard.shard_id} can't be loaded: {type(error).__name__}")
-            raise self._note_failed(request, told) from error
+            raise self._failed.note(request, told) from error
         finally:
             meter.end()
             if shard.loaded is None:
@@ -360,10 +343,6 @@ class WarmShards:
             self._shards.remove(shard)
 
 
-def _held(request: StageRequest) -> Held:
-    return request.digest, request.weights, request.layers
-
-
 async def _changed(shard: Shard) -> bool:
     """Wait for a stream that is about to become free. False where none did."""
     shard.change.clear()
@@ -376,6 +355,6 @@ async def _changed(shard: Shard) -> bool:
 
 
 def _noted(task: asyncio.Task[None]) -> None:
-    """Those who wait for a load learn why it failed; where nobody does, nobody wants to know."""
+    """Callers that wait for a load learn why it failed; without one, asyncio need not warn of it."""
     if not task.cancelled():
         task.exception()

@@ -20,6 +20,7 @@ from struct import Struct
 import numpy as np
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError, TensorTooLarge
+from paceline.core.shown import printable
 from paceline.parallel.sessions import TICKET_BYTES
 
 MAGIC = b"PLTS\x01"
@@ -120,5 +121,5 @@ def code_of(error: TensorStreamError) -> CloseCode:
 
 def error_of(code: int, message: str, who: str) -> TensorStreamError:
     """What a CLOSE of the other side means here."""
-    said = "".join(char if char.isprintable() else "?" for char in message)
+    said = printable(message)
     return _ERRORS.get(code, StreamClosed)(f"{who} ended the tensor stream" + (f": {said}" if said else ""))

@@ -119,7 +119,7 @@ class Authority:
         return cls(key, root)
 
     def to_pem(self, passphrase: str | None = None) -> bytes:
-        """Key, encrypted where there is a passphrase, and certificate. A secret: who has it can let anybody in."""
+        """Key, encrypted where there is a passphrase, and certificate. A secret: it lets any machine in."""
         if passphrase is None:
             return self.key_pem + self.root.pem
         encryption = BestAvailableEncryption(passphrase.encode())

@@ -10,12 +10,11 @@ import hashlib
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from paceline.core.clock import Clock
-from paceline.core.errors import GossipRefused, IdentityError, JoinRefused, MembershipError, NotTrusted, RevokedNode
+from paceline.core.errors import GossipRefused, JoinRefused, MembershipError, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import Revocation, RevocationList, SealedList, SealedRevocation
@@ -23,52 +22,16 @@ from paceline.fleet.revocations import Revocations
 from paceline.transport.trust.authority import CertificateAuthority
 from paceline.transport.trust.certificates import Member
 from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.issuer_state import HeldToken, Issued, IssuerState, keep_state, read_state
 from paceline.transport.trust.requests import open_request
 from paceline.transport.trust.seals import AHEAD_S, open_revocations, sign_list, sign_revocation
 from paceline.transport.trust.signing import PublicKey
 from paceline.transport.trust.tokens import ID_BYTES, NONCE_BYTES, PROOF_BYTES, SECRET_BYTES, JoinToken, proves
 
 ANOTHER = "Ask for another: paceline token, on the machine where paceline init ran"
-JOIN_PORT = 8155
 RENEW_BELOW_S = 300 * 86400.0
 """Left of a certificate's year when its node asks for the next one."""
 CLOCKS_APART_S = 86400.0
-KEEP_EXPIRED_S = 7 * 86400
-"""So long an expired token is told from one that never was."""
-
-
-@dataclass(slots=True)
-class _Token:
-    token_id: str
-    secret: str
-    expires_at: float
-    uses_left: int
-    nonces: list[str]
-    trust: Trust
-    """Of those who join by it."""
-    voided: bool = False
-
-
-@dataclass(slots=True)
-class _Issued:
-    """To whom an id was given."""
-
-    key: str
-    """SHA-256 of the public key."""
-    at: int
-    token: str = ""
-    """By which it came; empty for the machine that began the fleet."""
-    trust: Trust | None = None
-    """That it was given last; None where it is not known."""
-
-
-@dataclass(slots=True)
-class _State:
-    """What is on disk."""
-
-    tokens: dict[str, _Token]
-    issued: dict[NodeId, _Issued]
-    join_port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +78,7 @@ class Issuer:
         with self._folder.locked():
             state = self._load()
             expires_at = self._clock.wall() + ttl_s
-            state.tokens[token.token_id.hex()] = _Token(token.token_id.hex(), token.secret.hex(), expires_at, uses, [], trust)
+            state.tokens[token.token_id.hex()] = HeldToken(token.token_id.hex(), token.secret.hex(), expires_at, uses, [], trust)
             self._keep(state)
         return token
 
@@ -281,63 +244,18 @@ class Issuer:
         known = Revocations(open_revocations(self._folder.sealed_revocations(), self.authority.root)).all()
         return max((sealed.revocation.not_after for sealed in known if sealed.revocation.node_id == node_id), default=0)
 
-    def _is_live(self, token: _Token) -> bool:
+    def _is_live(self, token: HeldToken) -> bool:
         return not token.voided and token.uses_left > 0 and token.expires_at > self._clock.wall()
 
-    def _issued(self, certificate: bytes, token_id: str = "") -> _Issued:
+    def _issued(self, certificate: bytes, token_id: str = "") -> Issued:
         member = self.authority.root.member(certificate, self._clock.wall())
-        return _Issued(_digest(member.public_key), member.issued_at, token_id, member.trust)
+        return Issued(_digest(member.public_key), member.issued_at, token_id, member.trust)
 
-    def _load(self) -> _State:
-        kept = self._folder.issuer_state()
-        try:
-            tokens = {
-                token_id: _Token(
-                    token_id,
-                    str(one["secret"]),
-                    float(one["expires_at"]),
-                    int(one["uses_left"]),
-                    list(map(str, one["nonces"])),
-                    Trust(one["trust"]),
-                    bool(one["voided"]),
-                )
-                for token_id, one in dict[str, Any](kept.get("tokens", {})).items()
-            }
-            issued = {
-                NodeId(node_id): _Issued(
-                    str(one["key"]), int(one["at"]), str(one["token"]), Trust(one["trust"]) if "trust" in one else None
-                )
-                for node_id, one in dict[str, Any](kept.get("issued", {})).items()
-            }
-            return _State(tokens, issued, int(kept.get("join_port", JOIN_PORT)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise IdentityError(
-                "The issuer's state (issuer.json) is damaged", "Remove it; tokens handed out so far are void then"
-            ) from error
+    def _load(self) -> IssuerState:
+        return read_state(self._folder)
 
-    def _keep(self, state: _State) -> None:
-        forget = self._clock.wall() - KEEP_EXPIRED_S
-        self._folder.keep_issuer_state(
-            {
-                "join_port": state.join_port,
-                "tokens": {
-                    token.token_id: {
-                        "secret": token.secret,
-                        "expires_at": token.expires_at,
-                        "uses_left": token.uses_left,
-                        "nonces": token.nonces,
-                        "trust": str(token.trust),
-                        "voided": token.voided,
-                    }
-                    for token in state.tokens.values()
-                    if token.expires_at > forget
-                },
-                "issued": {
-                    node_id: {"key": one.key, "at": one.at, "token": one.token, **({} if one.trust is None else {"trust": str(one.trust)})}
-                    for node_id, one in sorted(state.issued.items())
-                },
-            }
-        )
+    def _keep(self, state: IssuerState) -> None:
+        keep_state(self._folder, state, self._clock.wall())
 
 
 def renewal_is_due(member: Member, now: float) -> bool:
@@ -345,7 +263,7 @@ def renewal_is_due(member: Member, now: float) -> bool:
     return member.expires_at - now < RENEW_BELOW_S
 
 
-def _proves(token: _Token, attempt: JoinAttempt) -> bool:
+def _proves(token: HeldToken, attempt: JoinAttempt) -> bool:
     return proves(attempt.proof, bytes.fromhex(token.secret), bytes.fromhex(token.token_id), attempt.request, attempt.nonce)
 
 

@@ -15,7 +15,9 @@ from paceline.core.model import LayerRange
 from paceline.fleet.plan import Pin
 from paceline.node.pipeline_settings import PipelineSettings
 from paceline.node.pipelines import build
-from paceline.node.pipelines.build import PipelineOrder, build_engine_over, check_layers
+from paceline.node.pipelines import order as orders
+from paceline.node.pipelines.build import build_engine_over
+from paceline.node.pipelines.order import PipelineOrder, check_layers
 from paceline.node.settings import NodeSettings
 
 BEE = NodeId("bee")
@@ -52,7 +54,7 @@ def test_what_fails_behind_the_route_ends_the_route(monkeypatch: pytest.MonkeyPa
                  "PipelineLimits", "Speed", "vocabulary_id", "context_of", "NodeDrafts", "Engine"):  # fmt: skip
         monkeypatch.setattr(build, name, getattr(fake, name))
     monkeypatch.setattr(build, "set_up", lambda *_, **__: setup)
-    monkeypatch.setattr(build, "_fitting", lambda *_: (fake.planned, LayerRange(0, 2), fake.kv))
+    monkeypatch.setattr(build, "fitting", lambda *_: (fake.planned, LayerRange(0, 2), fake.kv))
     monkeypatch.setattr(build, "_whole_blocks", lambda _: 16)
     monkeypatch.setattr(build, "typical_request", lambda _: (1, 1))
     monkeypatch.setattr(build, "replace", lambda made, **_: made)
@@ -75,6 +77,6 @@ def test_where_too_little_memory_is_here_and_no_machine_takes_more_what_is_short
     def room(layers: LayerRange) -> None:
         raise OutOfMemory(f"KV of {len(layers)} layers needs 3.0 GiB")
 
-    monkeypatch.setattr(build, "_planned", planned)
+    monkeypatch.setattr(orders, "_planned", planned)
     with pytest.raises(OutOfMemory, match="KV of 3 layers needs"):
-        build._fitting(cast("Any", None), order(None), cast("Any", SimpleNamespace(room=room)), SystemClock())
+        orders.fitting(cast("Any", None), order(None), cast("Any", SimpleNamespace(room=room)), SystemClock())

@@ -14,8 +14,9 @@ from paceline.cli import up
 from paceline.core.clock import SystemClock
 from paceline.core.errors import OutOfMemory, PipelineDisabled, ShardUnavailable
 from paceline.node.pipeline_settings import PipelineSettings
-from paceline.node.pipelines.build import PipelineOrder, build_engine_over
+from paceline.node.pipelines.build import build_engine_over
 from paceline.node.pipelines.choosing import choose
+from paceline.node.pipelines.order import PipelineOrder
 from paceline.node.pipelines.slots import PipelineSlots
 from paceline.node.settings import NodeSettings
 

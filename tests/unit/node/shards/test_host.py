@@ -47,11 +47,11 @@ from paceline.core.model import BLOCK_TOKENS, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.node.shards import loading
+from paceline.node.shards.failed_loads import RETRY_S
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.loading import kernels_for
 from paceline.node.shards.offers import ShardOffers
 from paceline.node.shards.room import block_bytes, fixed_bytes
-from paceline.node.shards.warm import RETRY_S
 from paceline.parallel.sessions import ActivationDtype, NextStage, StageRequest
 from paceline.store.home import Home
 from paceline.testing.clock import FakeClock
