@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,8 @@ DOWN_S = (4.2, 4.8)
 """How long a machine is stopped, or cut off: until it was left."""
 MOST_BETWEEN = 60
 """Tokens between two faults, of all streams together, at most."""
+AGAIN_S = 0.1
+"""Until a client that was refused asks again."""
 CLONE_NEWNET = 0x40000000
 
 Right = Sequence[tuple[dict[str, Any], tuple[str, str]]]
@@ -44,6 +47,10 @@ class Seen(Tally):
     last_s: dict[int, float] = field(default_factory=dict[int, float])
     begun: set[int] = field(default_factory=set[int])
     """Clients whose answer has begun."""
+    of_client: Counter[int] = field(default_factory=Counter[int])
+    """Right answers, by client."""
+    outlasted: int = 0
+    """Answers that their door ended, as they went on for longer than it drains."""
 
     def begins(self) -> None:
         """A client asks."""
@@ -81,10 +88,11 @@ class Places:
 
 
 class Trio:
-    """The door, which has no model, and two machines that have."""
+    """The door, which has no model, and two machines that have. Clients find the door at one place, however often it is started anew."""
 
-    def __init__(self, door: Machine, runs: Sequence[Machine], net: Network | None) -> None:
-        self.door, self.runs, self._net = door, tuple(runs), net
+    def __init__(self, door: Machine, runs: Sequence[Machine], net: Network | None, port: int) -> None:
+        self.door, self.runs, self._net, self._port = door, tuple(runs), net, port
+        self.url = f"http://127.0.0.1:{port}"
         self.places = Places(net)
 
     @property
@@ -113,6 +121,16 @@ class Trio:
             victim.up(*MODEL_OPTIONS)
         until(self.sees_all)
 
+    def restart_door(self, *options: str) -> None:
+        """In order, as a person does; with other options from then on."""
+        self.door.node.stop()
+        self.start_door(*options)
+        until(self.sees_all)
+
+    def start_door(self, *options: str) -> None:
+        """Where clients look for it."""
+        self.door.up(*EMPTY, "--port", str(self._port), *options)
+
     def sees_all(self) -> bool:
         """Whether the door sees both. A machine that is ready was seen: its start waits for that."""
         return self.metric(self.door, "paceline_fleet_nodes") == 1 + len(self.runs)
@@ -131,7 +149,7 @@ class Clients:
     def __init__(self, whole: Trio, right: Right, clients: int, seed: int) -> None:
         self.seen = Seen()
         self.may_be_refused = False
-        """The door itself is started anew: what it does not begin to answer is asked again."""
+        """The door itself is started anew: what it does not begin to answer, or ends as it stops, is asked again."""
         self._whole, self._right = whole, right
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(random.Random(seed + place),)) for place in range(clients)]
@@ -153,25 +171,38 @@ class Clients:
             assert time.monotonic() < end, "nothing streams any more"
             time.sleep(0.005)
 
+    def wait_for_answers(self) -> None:
+        """Until each client has had another one."""
+        end, before = time.monotonic() + LONGEST_S, Counter(self.seen.of_client)
+        while any(self.seen.of_client[thread.ident or 0] == before[thread.ident or 0] for thread in self._threads):
+            assert time.monotonic() < end, "a client is not answered any more"
+            assert not self.seen.wrong, self.seen.wrong
+            time.sleep(0.05)
+
     def _ask(self, rng: random.Random) -> None:
-        door = self._whole.door
-        self._whole.places.enter(door.name)
+        self._whole.places.enter(self._whole.door.name)
         while not self._stop.is_set() and not self.seen.wrong:
             body, expected = rng.choice(self._right)
             self.seen.begins()
             try:
-                got = answer(door.node.url, body, self.seen)
+                got = answer(self._whole.url, body, self.seen)
             except HTTPError as error:
                 if self.may_be_refused and error.code == 503:
+                    self._stop.wait(AGAIN_S)
                     continue
                 got = ("", f"{error.code}: {error.read().decode()}")
             except OSError as error:
                 if self.may_be_refused and threading.get_ident() not in self.seen.begun:
+                    self._stop.wait(AGAIN_S)
                     continue
                 got = ("", f"{type(error).__name__}: {error}")
             with self.seen.lock:
                 self.seen.answers += 1
-                if got != expected:
+                if got == expected:
+                    self.seen.of_client[threading.get_ident()] += 1
+                elif self.may_be_refused and "server_stopping" in got[1] and expected[0].startswith(got[0]):
+                    self.seen.outlasted += 1
+                else:
                     self.seen.wrong.append(f"{body}: {got!r} where {expected!r} was due")
 
 
@@ -204,10 +235,10 @@ def trio(root: Path) -> Iterator[Trio]:
         door, *runs = made
         address = "127.0.0.1" if net is None else net.address("door")
         door.init("--join-port", str(free_port()), "--address", address)
-        door.up(*EMPTY)
+        whole = Trio(door, runs, net, free_port())
+        whole.start_door()
         for machine in runs:
             machine.run("join", token_in(door.run("token", "--address", address)), "--name", machine.name)
             machine.up(*MODEL_OPTIONS)
-        whole = Trio(door, runs, net)
         until(whole.sees_all)
         yield whole
