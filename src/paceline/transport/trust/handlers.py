@@ -169,14 +169,13 @@ class WellFormed(grpc.aio.ServerInterceptor):
 
     def _checked(self, behaviour: Behaviour, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Behaviour:
         async def checked(requests: AsyncIterator[Any], context: Context) -> Any:
-            readable = self._readable(requests, context, method)
             if handler.request_streaming:
-                return await behaviour(readable, context)
-            return await behaviour(await self._whole(readable, context, method), context)
+                return await behaviour(self._readable(requests, context, method), context)
+            return await behaviour(await self._whole(context, method), context)
 
         return checked
 
-    async def _whole(self, requests: AsyncIterator[Any], context: Context, method: str) -> Any:
+    async def _whole(self, context: Context, method: str) -> Any:
         """The one request of a call."""
         # Of strangers, who may be many behind one address, each connection.
         caller = caller_of(context) if "x509_common_name" in context.auth_context() else context.peer()
@@ -185,15 +184,18 @@ class WellFormed(grpc.aio.ServerInterceptor):
         self._begun[caller] += 1
         try:
             async with asyncio.timeout(WHOLE_S):
-                async for request in requests:
-                    return request
+                request = await context.read()
         except TimeoutError:
             await self._refuse(context, MalformedMessage(f"A request has not come whole within {WHOLE_S:g} s"), method)
         finally:
             self._begun[caller] -= 1
             if not self._begun[caller]:
                 del self._begun[caller]
-        return await abort(context, MalformedMessage("A call ended without its request"))  # its caller hung up
+        if request is grpc.aio.EOF:  # its caller hung up
+            await abort(context, MalformedMessage("A call ended without its request"))
+        if isinstance(request, _Unreadable):
+            await self._refuse(context, request.error, method)
+        return request
 
     async def _readable(self, requests: AsyncIterator[Any], context: Context, method: str) -> AsyncIterator[Any]:
         async for request in requests:
