@@ -15,6 +15,7 @@ from paceline.core.errors import NodeUnreachable, NotTrusted, Overloaded, Source
 from paceline.core.generation import FinishReason, GenerationRequest
 from paceline.core.trust import Trust
 from paceline.fleet.eligibility import TrustPolicy, Use
+from paceline.server.intake import find_model, listed
 from paceline.store.home import Home
 from paceline.transport.channels import Purpose
 from paceline.transport.weights_client import WeightsClient
@@ -160,3 +161,17 @@ async def test_41_an_answer_that_ends_where_a_smaller_context_does_is_no_lie(tmp
         await until(lambda: desk_.saw(5, 6) and not desk.live)
         assert await desk_.answer(7, 8) == list(LONG[:20])
         assert "gave other tokens" not in caplog.text
+
+
+@in_loop
+async def test_a_member_that_offers_a_model_by_a_served_name_of_another_machine_gets_none_of_its_requests(tmp_path: Path) -> None:
+    alias, longer = "gpt-4o", NAME.upper()
+    desk = Made("desk", Engine(), (offer(100),))
+    laptop = Made("laptop", Engine(LIE, digest="e" * 64), (offer(FAST, model_id=alias, digest="e" * 64), offer(FAST, model_id=longer, digest="e" * 64)))
+    async with machines(tmp_path, desk, laptop) as (desk_, _):
+        await until(lambda: {model.name for model in desk_.inference.models()} == {NAME, alias, longer})
+        assert find_model(alias, desk_.inference, (alias,)).name == NAME
+        assert [model.name for model in listed(desk_.inference, (alias,))] == [NAME, longer, alias]
+        assert listed(desk_.inference, (alias,))[-1].fingerprint == find_model(NAME, desk_.inference, ()).fingerprint
+        # Without regard to case, nobody takes this machine's name from it either.
+        assert find_model(f"{NAME}:latest", desk_.inference, ()).name == NAME

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import orjson
@@ -25,7 +24,7 @@ from paceline.server.call import Call
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
 from paceline.server.inference import Inference, ServedModel
-from paceline.server.intake import Intake, find_model
+from paceline.server.intake import Intake, find_model, listed
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.page import front
 from paceline.server.request_log import RequestLog
@@ -257,10 +256,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **failing})
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        served = service.inference.models()
-        names = [model.name for model in served]
-        aliases = [replace(served[0], name=name) for name in service.settings.served_names if served and name not in names]
-        return _json({"object": "list", "data": [_model(model) for model in (*served, *aliases)]})
+        served = listed(service.inference, service.settings.served_names)
+        return _json({"object": "list", "data": [_model(model) for model in served]})
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.Model}, 404: _FAULTS[404], **failing})
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]

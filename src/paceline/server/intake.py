@@ -6,6 +6,7 @@ A text is refused by its length before it is tokenized where even the longest to
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 from uuid import uuid4
@@ -185,20 +186,27 @@ class Intake:
         )
 
 
+def listed(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:
+    """What clients are told is served: this machine's own first, its aliases last, each name once."""
+    models = inference.models()
+    return [*(model for model in models if model.name not in aliases), *(replace(models[0], name=name) for name in aliases if models)]
+
+
 def find_model(name: str, inference: Inference, aliases: Collection[str]) -> ServedModel:
-    """The model that a client means: by its name, else by an alias of this machine's own, else without case and `:latest`.
+    """The model that a client means: by an alias of this machine's own, which no other machine's model takes from it, else by its name, else without
+    `:latest`, else without case.
 
     Raises:
         UnknownModel, ModelAway: there is none.
     """
     models = inference.models()
-    by_name = {model.name: model for model in models}
-    if name in by_name:
-        return by_name[name]
     if models and name in aliases:
         return models[0]
-    plain = name.lower().removesuffix(":latest")
-    meant = [model for model in models if model.name.lower() == plain]
+    plain = name.removesuffix(":latest")
+    by_name = {model.name: model for model in models}
+    if found := by_name.get(name) or by_name.get(plain):
+        return found
+    meant = [model for model in models if model.name.lower() == plain.lower()]
     if len(meant) == 1:
         return meant[0]
     raise not_served(name, inference)
