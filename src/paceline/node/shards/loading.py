@@ -103,9 +103,10 @@ class FleetWeights:
         return FoundWeights(digest[:12] if note is None else note.name, source)
 
     async def _arriving(self, request: StageRequest, part: ModelPart, meter: LoadMeter) -> FoundWeights:
-        sources = sources_of(self._givers(), request.digest)
+        givers = self._givers()
+        sources = sources_of(givers, request.digest)
         if not sources:
-            return await in_thread(partial(self._refuse, request))
+            return await in_thread(partial(self._refuse, request, givers))
         # Nothing is awaited between the caller's look at what is being fetched and this fetch's entry there.
         arrivals = Arrivals()
         fetch = Fetch(sources, self._dial, self._home, meter.fetched.show, _words_unseen, examined=meter.examined.show)
@@ -140,10 +141,8 @@ class FleetWeights:
             task.cancel()
         await asyncio.gather(*fetching, return_exceptions=True)
 
-    def _refuse(self, request: StageRequest) -> NoReturn:
-        offers = [
-            (offer.model_id, offer.digest) for card in self._givers().cards for offer in card.models if offer.digest and offer.shard is None
-        ]
+    def _refuse(self, request: StageRequest, givers: MayGiveWeights) -> NoReturn:
+        offers = [(offer.model_id, offer.digest) for card in givers.cards for offer in card.models if offer.digest and offer.shard is None]
         known = [*offers, *((model.name, model.digest or "") for model in list_models(self._home))]
         others = sorted({digest[:12] for name, digest in known if name.lower() == request.model_id.lower() and digest})
         if others:

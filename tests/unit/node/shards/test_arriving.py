@@ -15,7 +15,7 @@ from tests.unit.node.fleet.nodes import BOUND_S, in_loop, until
 from tests.unit.node.shards.hosts import in_thread, wanted
 from tests.unit.node.weights.nodes import Fleet, Node, dialer
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import BadPipelineRequest, PacelineError
 from paceline.core.ids import NodeId
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.core.weights import BlockTensor, WeightSource
@@ -167,3 +167,16 @@ async def test_a_load_that_is_given_up_ends_its_reads_and_its_fetch(tmp_path: Pa
         found.stop()
         with pytest.raises(PacelineError, match="given up"):
             await reading
+
+
+@in_loop
+async def test_the_fleet_is_looked_at_on_the_event_loop_alone_also_for_a_refusal(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+
+    def givers() -> MayGiveWeights:
+        assert asyncio.get_running_loop() is loop
+        return Eligible(Use.GIVE_WEIGHTS, NodeId("taker-1"), ())
+
+    weights = FleetWeights(Home(tmp_path), givers, dialer(Fleet().trust.member("taker-1")))
+    with pytest.raises(BadPipelineRequest):
+        await weights.find(wanted(0, 1, model_id="seeded", digest="1" * 64), LoadMeter())
