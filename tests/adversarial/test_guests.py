@@ -167,7 +167,11 @@ async def test_41_an_answer_that_ends_where_a_smaller_context_does_is_no_lie(tmp
 async def test_a_member_that_offers_a_model_by_a_served_name_of_another_machine_gets_none_of_its_requests(tmp_path: Path) -> None:
     alias, longer = "gpt-4o", NAME.upper()
     desk = Made("desk", Engine(), (offer(100),))
-    laptop = Made("laptop", Engine(LIE, digest="e" * 64), (offer(FAST, model_id=alias, digest="e" * 64), offer(FAST, model_id=longer, digest="e" * 64)))
+    laptop = Made(
+        "laptop",
+        Engine(LIE, digest="e" * 64),
+        (offer(FAST, model_id=alias, digest="e" * 64), offer(FAST, model_id=longer, digest="e" * 64)),
+    )
     async with machines(tmp_path, desk, laptop) as (desk_, _):
         await until(lambda: {model.name for model in desk_.inference.models()} == {NAME, alias, longer})
         assert find_model(alias, desk_.inference, (alias,)).name == NAME

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import fcntl
 import json
 from collections.abc import Generator, Iterable
@@ -125,7 +126,7 @@ class FleetFolder:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_file(path, data, durable=True)
         except OSError as error:
-            raise MembershipError(f"{path} can't be written: {error.strerror}", "PACELINE_HOME names another folder") from error
+            raise _can_not_write(path, error) from error
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -138,7 +139,7 @@ class FleetFolder:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = (self.root / ".lock").open("wb")
         except OSError as error:
-            raise MembershipError(f"{self.root} can't be written: {error.strerror}", "PACELINE_HOME names another folder") from error
+            raise _can_not_write(self.root, error) from error
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -152,7 +153,7 @@ class FleetFolder:
         try:
             lock = file.open("ab")
         except OSError as error:
-            raise MembershipError(f"{file} can't be written: {error.strerror}", "PACELINE_HOME names another folder") from error
+            raise _can_not_write(file, error) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -221,6 +222,12 @@ class FleetFolder:
     def stamp(self) -> Stamp:
         """Another value once tokens or revocations have changed."""
         return tuple(_stamp(path) for path in (self.issuer_file, self.revocations_file))
+
+
+def _can_not_write(path: Path, error: OSError) -> MembershipError:
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+    hint = "Free some space on its disk, and try again" if full else "PACELINE_HOME names another folder"
+    return MembershipError(f"{path} can't be written: {error.strerror}", hint)
 
 
 def _elsewhere() -> MembershipError:
