@@ -264,7 +264,7 @@ class EngineHost:
         if context is not None and context != self._model.max_context:
             self._model = replace(self._model, max_context=context)
 
-    def _fail_all(self, reason: str, code: str | None = None) -> None:
+    def _fail_all(self, reason: str, code: str) -> None:
         for request_id, stream in list(self._live.items()):
             stream.fail(reason, code)
             if code == ENGINE_GONE:  # it may not have reached the engine that failed
@@ -336,7 +336,7 @@ class _Stream:
         self._error = error
         self.wake()
 
-    def fail(self, reason: str, code: str | None = None) -> None:
+    def fail(self, reason: str, code: str) -> None:
         """End what still runs with an error chunk."""
         for index in sorted(self._running):
             self.push(GenerationChunk(self.request.request_id, index, (), "", finish_reason=FinishReason.ERROR, error=reason, code=code))
