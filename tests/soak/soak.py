@@ -135,14 +135,14 @@ class Soak:
                 thread.join(LONGEST_S)
         assert not any(thread.is_alive() for thread in self._threads), "an answer never ended"
 
-    def run_for(self, minutes: int, every_s: float) -> list[int]:
-        """Stream for some minutes, and kill at a fixed pace. Returns how many answers ended in each minute, and then once every answer has ended."""
+    def run_for(self, times: int, every_s: float, span_s: float) -> list[int]:
+        """Stream for some spans of time, and kill at a fixed pace. Returns how many answers ended in each, once every answer has ended."""
         ended: list[int] = []
         for thread in self._threads:
             thread.start()
         try:
-            for _ in range(minutes):
-                before, until_s = self.tally.answers, time.monotonic() + 60
+            for _ in range(times):
+                before, until_s = self.tally.answers, time.monotonic() + span_s
                 while time.monotonic() < until_s and not self.tally.wrong:
                     time.sleep(every_s)
                     self._kill(everybody=False)

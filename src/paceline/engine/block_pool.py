@@ -62,9 +62,10 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def forget_cached(self) -> None:
-        """Empty the prefix cache: what the blocks hold can't be trusted any more."""
-        self._free.extend(self.cache.clear())
+    def forget_idle(self) -> None:
+        """Free what nobody uses: what those blocks hold can't be trusted any more."""
+        while self.cache.n_idle:
+            self._free.append(self.cache.evict())
 
     def check_invariants(self, tables: Iterable[Iterable[BlockId]]) -> None:
         """Assert the module's law.

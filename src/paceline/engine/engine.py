@@ -261,14 +261,32 @@ class Engine:
             self._fail(error, self._outbox)
             raise
         if self._lost and not self._in_flight:
+            kept = self._restored()
+            if kept is None:
+                return False
             self._lost = False
-            for seq in self._scheduler.resume():
+            for seq in self._scheduler.resume(kept):
                 self._outbox.append(self._end(seq, FinishReason.ERROR, _NO_ROOM, "shard_unavailable"))
             if self._executor.holds_identity != self._drafts:
                 self._drafts = not self._drafts
-                for seq in self._scheduler.waiting:
+                for seq in (*self._scheduler.running, *self._scheduler.waiting):
                     (self._drafting.begin if self._drafts else self._drafting.end)(seq)
         return True
+
+    def _restored(self) -> Collection[SequenceId] | None:
+        """Whose KV is as it was before the loss; None: it is not known yet, or was lost again."""
+        before = self._executor.advanced
+        try:
+            return self._executor.restore(self._scheduler.held())
+        except ExecutorLost as lost:
+            self._replay(lost, self._outbox)
+            return None
+        except Exception as error:
+            self._fail(error, self._outbox)
+            raise
+        finally:
+            if self._executor.advanced != before:
+                self._losses = 0
 
     def _read(self, planned: PlannedBatch, output: StepOutput, chunks: list[GenerationChunk]) -> None:
         self._losses = 0

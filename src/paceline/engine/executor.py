@@ -8,7 +8,7 @@ Shapes: T rows (tokens) of a batch, R rows that need logits, S sequences, V voca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -66,6 +66,18 @@ class StepOutput:
     """Valid until the next `submit`; may be written to by its reader."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldSequence:
+    """What was computed of a live sequence before a loss."""
+
+    sequence: SequenceId
+    token_ids: Sequence[int]
+    """Those whose rows were collected, from position 0 on. Never none."""
+    n_prompt: int
+    blocks: Sequence[BlockId]
+    """That hold them. Sequences that begin alike may share the first."""
+
+
 class Executor(Protocol):
     """Runs step batches of one model. Owned by engine; every way of spreading a model implements it."""
 
@@ -104,6 +116,20 @@ class Executor(Protocol):
 
         Raises:
             ExecutorUnavailable: none were found, and none are looked for until this is asked again.
+        """
+        ...
+
+    def restore(self, held: Sequence[HeldSequence]) -> Collection[SequenceId] | None:
+        """After a loss, once it is ready again: have KV as it was before, as far as that costs less than to begin anew. Takes a moment.
+
+        Args:
+            held: what was computed, the oldest first.
+
+        Returns:
+            Whose KV is as it was; that of all others is void. None: it is being made; ask again.
+
+        Raises:
+            ExecutorLost: as `collect` does.
         """
         ...
 

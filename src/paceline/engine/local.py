@@ -17,7 +17,7 @@ import numpy.typing as npt
 from paceline.core.ids import BatchId
 from paceline.core.model import LayerRange
 from paceline.engine.block_tables import BlockTables
-from paceline.engine.executor import StepBatch, StepOutput
+from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 
 _GIVE_UP, _LAYERS = 0, 1
 """Places of the words (int64). Compiled code knows them too: `backends.cpu.conduct`."""
@@ -200,6 +200,11 @@ class LocalExecutor(Generic[Activations]):
 
     def ready(self) -> bool:
         return True
+
+    def restore(self, held: Sequence[HeldSequence]) -> tuple[()]:
+        """Nothing is ever lost."""
+        del held
+        return ()
 
     def notices(self) -> tuple[()]:
         return ()

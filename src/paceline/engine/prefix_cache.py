@@ -97,14 +97,6 @@ class PrefixCache:
         del self._block_of[self._key_of.pop(block)]
         return block
 
-    def clear(self) -> list[BlockId]:
-        """Forget every key. Returns the blocks that were idle; those in use stay with their sequences."""
-        idle = list(self._idle)
-        self._idle.clear()
-        self._block_of.clear()
-        self._key_of.clear()
-        return idle
-
     def check_invariants(self) -> None:
         """Keys and blocks are one to one, and what is idle has a key."""
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "the two directions of the cache disagree"

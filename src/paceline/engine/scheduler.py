@@ -9,15 +9,16 @@ Laws:
   collected, and enter the prefix cache only when their rows are known to be right.
 - With a pipeline (depth > 1), running sequences are spread over `depth` batches, and so is a chunk of prompts: each stage has a part of it, and what
   comes behind waits for no more than one. What room is left there is filled with guesses on guesses.
-- Where KV is lost again before all that the loss before took was computed anew, the oldest goes first and alone: however often that happens, an answer
-  gets ahead.
+- A loss takes what was in flight, and of the rest what the executor can't restore: that is run again. Where KV is lost again before all of it was, the
+  oldest goes first and alone; where it is lost while it is being restored, half as many are, the oldest first: however often that happens, an answer gets
+  ahead.
 - A draft takes no block from anybody: where none is free it is cut short.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from math import inf
@@ -28,7 +29,7 @@ from paceline.engine.block_tables import blocks_for
 from paceline.engine.chunking import PromptLeft, rows_of_prompts
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting
-from paceline.engine.executor import Executor, Path, SequenceStep, StepBatch
+from paceline.engine.executor import Executor, HeldSequence, Path, SequenceStep, StepBatch
 from paceline.engine.intake import context_of
 from paceline.engine.prefixes import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
@@ -77,6 +78,8 @@ class Scheduler:
         """What ran when KV was lost, and is not yet where it was."""
         self._piling = False
         """KV was lost while such were left."""
+        self._interrupted = 0
+        """Losses in a row, the first included, between which nothing could run."""
         self._draining: list[SequenceState] = []
         """Ended or due to be preempted, with blocks held until their batch is collected."""
 
@@ -129,6 +132,7 @@ class Scheduler:
         for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
             seq.flights -= 1
             seq.void = max(0, seq.void - 1)
+            seq.is_settled = True
             if seq.phase is Phase.ENDED:
                 if not seq.flights:
                     self._draining.remove(seq)
@@ -160,28 +164,66 @@ class Scheduler:
         self._may_recall = False
 
     def lost(self, in_flight: Iterable[PlannedBatch]) -> None:
-        """The executor lost KV, and with it every batch in flight: all sequences start over from their ids."""
-        for seq in {seq: None for planned in in_flight for seq in planned.sequences}:
-            seq.flights = seq.void = 0
+        """The executor lost KV, and with it every batch in flight: sequences stand where they were before those, until it is known what is left."""
+        released: list[SequenceId] = []
+        flown: dict[SequenceState, int] = {}
+        for planned in in_flight:
+            released += planned.batch.released
+            for seq, step in zip(planned.sequences, planned.batch.steps, strict=True):
+                # What ran on a wrong guess stands behind what is known.
+                flown[seq] = min(flown.get(seq, seq.computed), step.first_position)
+        # Some parts of the executor have run what others have not.
+        self._released[:0] = released
+        for seq, computed in flown.items():
+            seq.flights = 0
             if seq.phase is Phase.ENDED:
                 self._release(seq)
+                continue
+            seq.forget_guess()
+            seq.computed, seq.void = computed, 0
+            if seq.preempt_when_collected:
+                self._preempt(seq)
+            else:
+                self._trim(seq)
         self._draining.clear()
-        self._piling = self._is_replaying()
-        self._replaying.update(self.running)
-        for seq in reversed(tuple(self.running)):
-            self._requeue(seq)
-        self.pool.forget_cached()
+        self._interrupted += 1
 
-    def resume(self) -> list[SequenceState]:
-        """The executor runs again, with the sizes it has now. Returns the sequences that can't gain a token there; they are to be ended."""
+    def held(self) -> list[HeldSequence]:
+        """What was computed before a loss, and is to be restored."""
+        found = [seq for seq in self.running if seq.computed]
+        return [
+            HeldSequence(seq.id, seq.tokens[: seq.computed], seq.n_prompt, seq.blocks[: blocks_for(seq.computed, self._block_size)])
+            for seq in found[: -(-len(found) >> self._interrupted - 1)]
+        ]
+
+    def resume(self, kept: Collection[SequenceId]) -> list[SequenceState]:
+        """The executor runs again, with the sizes it has now.
+
+        Args:
+            kept: whose KV is as it was. Where it is of any, the sizes are those of before.
+
+        Returns:
+            Those that can't gain a token there; they are to be ended.
+        """
         executor = self._executor
-        self.pool = BlockPool(executor.n_blocks)
+        self._interrupted = 0
+        self._piling = self._is_replaying()
+        for seq in reversed(tuple(self.running)):
+            if not kept or (seq.computed and seq.id not in kept):
+                self._replaying.add(seq)
+                self._requeue(seq)
+        if kept:
+            # Blocks that only the cache knew are not restored everywhere.
+            self.pool.forget_idle()
+            for seq in self.running:
+                self._send_anew(seq)
+        else:
+            self.pool = BlockPool(executor.n_blocks)
         self._depth, self._block_size = executor.depth, executor.block_size
         self.prefixes.use_blocks_of(executor.block_size, self.waiting)
-        self._released.clear()  # no table names them any more
         for seq in self.waiting:
             seq.most_tokens = self._most_tokens(seq)
-        self._most_blocks = max(map(self._blocks_of, self.waiting), default=0)
+        self._most_blocks = max(map(self._blocks_of, (*self.running, *self.waiting)), default=0)
         return [seq for seq in self.waiting if len(seq.tokens) >= seq.most_tokens]
 
     def _most_tokens(self, seq: SequenceState) -> int:
@@ -358,6 +400,15 @@ class Scheduler:
         seq.phase = Phase.WAITING
         insort(self.waiting, seq, key=_turn)
 
+    def _send_anew(self, seq: SequenceState) -> None:
+        """After a loss, what not every part of the executor may have of a sequence's table."""
+        if seq.is_settled:
+            seq.n_sent = min(seq.n_sent, blocks_for(seq.computed, self._block_size))
+        else:
+            # Those that ran a batch in flight have a table, and so have those that restored what it begins with.
+            self._released.append(seq.id)
+            seq.n_sent = 0
+
     def _trim(self, seq: SequenceState) -> None:
         """Give back the blocks that only rejected guesses stood in."""
         needed = blocks_for(len(seq.tokens), self._block_size)
@@ -370,9 +421,9 @@ class Scheduler:
         self.prefixes.stopped(seq)
         self.pool.give_back(reversed(seq.blocks))
         seq.blocks = []
-        if seq.n_sent:
-            self._released.append(seq.id)
-            seq.n_sent = 0
+        # Also where no batch named it: what it begins with may have been restored.
+        self._released.append(seq.id)
+        seq.n_sent, seq.is_settled = 0, False
 
     # ----------------------------------------------------------------------------------------------------------------- invariants
 

@@ -56,6 +56,8 @@ class SequenceState:
     blocks: list[BlockId] = field(default_factory=list[BlockId])
     n_sent: int = 0
     """Blocks of the table that the executor has."""
+    is_settled: bool = False
+    """A batch with its table was collected: every part of the executor has one."""
     keys: list[bytes] = field(default_factory=list[bytes])
     """Of its full blocks; empty without a prefix cache."""
     n_published: int = 0

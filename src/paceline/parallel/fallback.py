@@ -124,7 +124,8 @@ class LocalRoute:
         """Run the oldest."""
         del deadline, rehearse  # kernels in this thread can't be given up half way
         batch, x_TD = self._waiting.popleft()
-        return batch, self._stage.run(batch, x_TD)
+        behind = batch.behind(self.stages[0].layers)
+        return behind, self._stage.run(batch, x_TD)[: behind.n_rows]
 
     def fault(self, wait_s: float = 0.0) -> Fault | None:
         del wait_s

@@ -25,6 +25,8 @@ class PipelineLimits:
     """How long one look for machines may hold up the engine's thread."""
     max_rows: int = 1024
     max_context: int = 1 << 20
+    journal_bytes: int = 256 << 20
+    """Of what went to the first stage, kept so that a loss costs this machine's own layers nothing. Raising it takes memory."""
 
 
 SMALL = 8

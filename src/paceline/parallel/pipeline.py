@@ -2,7 +2,8 @@
 
 Laws:
 - Batches go through the stages in order, several at a time; each is complete in itself, so a stage that falls away is replaced by telling the
-  engine (`ExecutorLost`), which runs live sequences again from their ids.
+  engine (`ExecutorLost`), which says what live sequences held: those who lost KV compute it anew, those before them what makes their inputs, those behind
+  nothing.
 - Nothing that a stage sends is believed unseen: number of rows, width, finite and bounded values.
 - Every wait is bounded by `PipelineLimits`; a search for machines that finds none ends with `ExecutorUnavailable`, and a later request starts
   another; or, where there is a fallback, with all layers here, until others are back.
@@ -13,10 +14,11 @@ Shapes: T rows of a batch, R rows with logits, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -35,12 +37,14 @@ from paceline.core.errors import (
     TensorTooLarge,
 )
 from paceline.core.generation import Notice
-from paceline.core.ids import BatchId
-from paceline.engine.executor import StepBatch, StepOutput
+from paceline.core.ids import BatchId, SequenceId
+from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
 from paceline.parallel.fallback import Fallback
+from paceline.parallel.journal import Journal
 from paceline.parallel.limits import Patience, PipelineLimits
 from paceline.parallel.news import RouteNews
+from paceline.parallel.restoring import Lacks, Restoring
 from paceline.parallel.route import Fault, Route, Router, RouteStage, SpanLease, SpanLeases
 from paceline.parallel.search import Search
 from paceline.parallel.stage import Stage
@@ -102,6 +106,11 @@ class PipelineExecutor:
         self._search = Search(router, fallback, remote, limits, clock)
         self._news = RouteNews(remote, head.numerics_id, watch or Unwatched(), clock)
         self.block_size, self.one_path = head.block_size, head.one_path
+        self._journal: Journal | None = None
+        self._lacks = Lacks()
+        self._restoring: Restoring | None = None
+        self._holds = False
+        """Some of what was computed before the route that is in use stands."""
         self.n_blocks, self.numerics_id, self.holds_identity = head.n_blocks, head.numerics_id, head.holds_identity
         self.depth = 1
         self.times = PipelineTimes()
@@ -156,6 +165,8 @@ class PipelineExecutor:
     def reset(self) -> None:
         # Others hold tables of sequences that are gone: a new route begins with none.
         self._pending.clear()
+        self._search.forget_kv()
+        self._lacks, self._restoring, self._own = Lacks(), None, None
         self._leases.void(None)
         route, self._route = self._route, None
         if route is not None:
@@ -167,18 +178,49 @@ class PipelineExecutor:
     def submit(self, batch: StepBatch) -> None:
         if self._search.is_alone and (others := self._search.others_are_back(partial(self._fits, batch))) is not None:
             raise self._given_back(others)
+        self._lacks.clear()  # the engine goes on
+        self._send(batch, without_tokens(batch), None)
+
+    def restore(self, held: Sequence[HeldSequence]) -> Collection[SequenceId] | None:
+        self._in_use()
+        work = self._restoring
+        if work is None:
+            if not self._holds or not held:
+                return ()
+            spans = [stage.layers for stage in self.stages]
+            work = self._restoring = Restoring(
+                held, self._head.layers, spans, self._lacks, self.block_size, self._limits.max_rows, self._journal
+            )
+        while len(self._pending) < self.depth and (step := work.next()) is not None:
+            self._send(step.batch, without_tokens(step.batch, work.fills_to), step.bits_TD)
+        if self._pending:
+            work.came(self._receive(inf)[0].batch)
+            return None
+        self._restoring = None
+        self._lacks.clear()
+        return work.sequences
+
+    def _send(self, batch: StepBatch, stage_batch: StageBatch, bits_TD: WireBits | None) -> None:
+        """Have a batch go through the stages.
+
+        Args:
+            bits_TD: what goes to the first; None: it is to be computed.
+        """
         route, times, clock = self._in_use(), self.times, self._clock
         began = clock.monotonic()
-        stage_batch, rows_R = without_tokens(batch), logits_rows(batch)
-        x_TD = self._head.embed(token_ids(batch))
+        rows_R = logits_rows(batch)
         try:
             route.sink.prepare(stage_batch, self._width)
         except TensorStreamError as error:
             raise self._lost(error) from error
-        if self._own is not None:
-            x_TD = self._own.run_activations(stage_batch, x_TD)
-        bits_TD = self._head.to_wire(x_TD)
-        if self._inspector is not None:
+        if bits_TD is None:
+            x_TD = self._head.embed(token_ids(batch))
+            if self._own is not None:
+                x_TD = self._own.run_activations(stage_batch, x_TD)
+            bits_TD = self._head.to_wire(x_TD)
+            if self._journal is not None and not stage_batch.fills_to:  # what is restored from it must stay
+                self._journal.note(batch, bits_TD)
+        if self._inspector is not None and not stage_batch.fills_to:
             self._inspector.sent(route, stage_batch, bits_TD)
         now = clock.monotonic()
         times.own_s += now - began
@@ -193,6 +235,18 @@ class PipelineExecutor:
         self._pending.append(_InFlight(stage_batch, rows_R, now))
 
     def collect(self, deadline: float) -> StepOutput:
+        oldest, bits_TD = self._receive(deadline)
+        if self._inspector is not None:
+            self._inspector.came(oldest.batch, bits_TD)
+        now, times = self._clock.monotonic(), self.times
+        self._patience.took(oldest.batch.n_rows, now - oldest.sent_at)
+        logits_RV = self._head.logits(self._head.from_wire(bits_TD), oldest.rows_R)
+        times.away_s += now - oldest.sent_at
+        times.own_s += self._clock.monotonic() - now
+        return StepOutput(BatchId(oldest.batch.batch_id), logits_RV)
+
+    def _receive(self, deadline: float) -> tuple[_InFlight, WireBits]:
+        """The oldest batch that is on its way, and what came of it."""
         route, oldest = self._in_use(), self._pending[0]
         began = self._clock.monotonic()
         bound = min(deadline, began + self._allowed_s())
@@ -201,18 +255,11 @@ class PipelineExecutor:
             self._check(oldest.batch, answered, bits_TD)
         except (TensorStreamError, ShardCorrupt) as error:
             raise self._lost(error) from error
-        if self._inspector is not None:
-            self._inspector.came(answered, bits_TD)
         self._pending.popleft()
         self._received += 1
-        now, times = self._clock.monotonic(), self.times
-        self._patience.took(oldest.batch.n_rows, now - oldest.sent_at)
-        logits_RV = self._head.logits(self._head.from_wire(bits_TD), oldest.rows_R)
-        times.batches += 1
-        times.waiting_s += now - began
-        times.away_s += now - oldest.sent_at
-        times.own_s += self._clock.monotonic() - now
-        return StepOutput(BatchId(oldest.batch.batch_id), logits_RV)
+        self.times.batches += 1
+        self.times.waiting_s += self._clock.monotonic() - began
+        return oldest, bits_TD
 
     def close(self) -> None:
         if self._route is not None:
@@ -247,13 +294,22 @@ class PipelineExecutor:
         """Run over a route from now on."""
         self._route = route
         self._leases.take(SpanLease(stage.node_id, stage.layers, stage.kv_tokens) for stage in route.stages)
-        head, self.block_size = self._head, route.block_size
-        self.n_blocks = min(self._leases.kv_tokens, head.n_blocks * head.block_size) // self.block_size
-        self.holds_identity = head.holds_identity and all(stage.holds_identity for stage in route.stages)
-        own = head.layers
-        limits = self._limits
-        self._own = None
-        if len(own):
+        head, own, limits = self._head, self._head.layers, self._limits
+        n_blocks = min(self._leases.kv_tokens, head.n_blocks * head.block_size) // route.block_size
+        holds_identity = head.holds_identity and all(stage.holds_identity for stage in route.stages)
+        resumed = [stage.resumed for stage in route.stages]
+        self._holds = (
+            (self._own is not None or True in resumed)
+            and None not in resumed
+            and (self.block_size, self.holds_identity) == (route.block_size, holds_identity)
+            and self.n_blocks <= n_blocks
+        )
+        self._lacks.begin(stage.layers for stage in route.stages if not stage.resumed)
+        if not self._holds:
+            self.block_size, self.n_blocks, self.holds_identity = route.block_size, n_blocks, holds_identity
+            self._own = self._journal = None
+        if len(own) and self._own is None:
+            self._journal = Journal(limits.journal_bytes, self.block_size, self._width)
             self._own = Stage(
                 head,
                 own,
@@ -291,6 +347,8 @@ class PipelineExecutor:
     def _rehearse(self, batch: StageBatch, bits_TD: WireBits) -> None:
         """What `collect` does with a batch that came."""
         oldest = self._pending[0]
+        if oldest.batch.fills_to:
+            return
         with suppress(ShardCorrupt):  # it is like the last one, which may have been another
             self._check(oldest.batch, replace(batch, batch_id=oldest.batch.batch_id), bits_TD)
             self._head.rehearse_logits(bits_TD, oldest.rows_R)
@@ -298,7 +356,7 @@ class PipelineExecutor:
     def _check(self, sent: StageBatch, answered: StageBatch, bits_TD: Any) -> None:
         if answered.batch_id != sent.batch_id:
             raise ShardCorrupt(f"Batch {answered.batch_id} came back where {sent.batch_id} was due")
-        check_activations(bits_TD, sent.n_rows, self._width)
+        check_activations(bits_TD, 0 if sent.fills_to else sent.n_rows, self._width)
 
     def _lost(self, error: PipelineError | TensorStreamError | None) -> ExecutorLost:
         """Close the route, leave out who broke it, and say which layers are gone."""
@@ -313,10 +371,10 @@ class PipelineExecutor:
             if not isinstance(error, StreamStalled) and error is not None:
                 fault = Fault(fault.node_id, ShardUnavailable.code, str(error))
         self._news.lost(fault)
-        self._route = None
+        self._route = self._restoring = None
         self._pending.clear()
         route.close()
         self._search.lost(fault)
         lost = self._leases.void(fault.node_id)
-        self._leases.void(None)  # with the route, the machines that are left end their sessions
+        self._leases.void(None)  # those that are left are taken anew with the next route
         return ExecutorLost(fault.message, lost)

@@ -1,6 +1,7 @@
 """A way through the machines, as the pipeline's executor sees it: whom activations go to, whom they come from, and who finds another way.
 
-Law: a route that broke is never mended, it is closed and another one is found. The node to blame stays out for a while.
+Law: a route that broke is never mended, it is closed and another one is found. Its stages keep their KV for a while, and those that take part in the next
+route go on with it. The node to blame stays out for a while.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class RouteStage:
     """Its kernels give a row the same bytes whatever runs beside it."""
     kv_tokens: int = 0
     """Whose KV of these layers fits what it leased."""
+    resumed: bool | None = False
+    """It has the KV of the same stage of the route before. None: it knows nothing of such things."""
 
     def __str__(self) -> str:
         return f"{self.layers.words} on {self.node_id}"
@@ -122,6 +125,10 @@ class Router(Protocol):
         Raises:
             PipelineError: there can be none: no nodes have the layers, or those who have them refuse.
         """
+        ...
+
+    def forget_kv(self) -> None:
+        """What stages kept of routes before is of no use: the next begins with none."""
         ...
 
     def quarantine(self, fault: Fault) -> None:

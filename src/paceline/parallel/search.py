@@ -12,7 +12,15 @@ from collections.abc import Callable
 from math import inf
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
+from paceline.core.errors import (
+    ExecutorUnavailable,
+    PacelineError,
+    PipelineError,
+    PipelineStalled,
+    ShardCorrupt,
+    ShardUnavailable,
+    WeightsMismatch,
+)
 from paceline.parallel.fallback import Fallback
 from paceline.parallel.limits import PipelineLimits
 from paceline.parallel.route import Fault, Opening, Route, Router
@@ -68,6 +76,8 @@ class Search:
     def lost(self, fault: Fault) -> None:
         """The route broke."""
         self._since, self._broke = self._clock.monotonic(), fault
+        if fault.code == ShardCorrupt.code:
+            self._router.forget_kv()  # of those behind it, too: it was computed from what is wrong
         self._router.quarantine(fault)
         if self._fallback is not None:
             self._fallback.lost()
@@ -91,11 +101,13 @@ class Search:
         self._forget_opening()
         if (fault := route.fault()) is not None:  # it broke while nothing was asked of it
             route.close()
+            self._router.forget_kv()
             self._router.quarantine(fault)
             self._again_at = now + LOOK_AGAIN_S
             return None
         if not fits(route):
             route.close()
+            self._router.forget_kv()
             self._again_at = now + ALONE_MOST_S
             logger.info(
                 "others could run layers %s again, but with other numerics, or less memory for answers than is needed now", self._layers
@@ -146,6 +158,10 @@ class Search:
             return self._alone(fallback)
         raise self._unavailable(self.reason)
 
+    def forget_kv(self) -> None:
+        """As `Router.forget_kv`."""
+        self._router.forget_kv()
+
     def close(self) -> None:
         """Idempotent; does not wait."""
         if self._fallback is not None:
@@ -180,6 +196,7 @@ class Search:
         if route is not None:
             logger.warning("no machines are left for layers %s (%s): they run here until others are back", self._layers, self.reason)
             self._until, self._found_none, self._broke, self.is_alone = None, False, None, True
+            self._router.forget_kv()
             now = self._clock.monotonic()
             again = now - self._back_at < ALONE_MOST_S
             self._alone_s = min(2 * self._alone_s, ALONE_MOST_S) if again else self._limits.alone_s

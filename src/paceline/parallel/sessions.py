@@ -12,6 +12,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 
 SESSION_ID_BYTES = 16
+KV_NAME_BYTES = 16
 TICKET_BYTES = 32
 
 
@@ -43,6 +44,8 @@ class StageRequest:
     dtype: ActivationDtype = ActivationDtype.BF16
     report_s: float = 0.25
     """How often the stage says how far it is."""
+    kv: bytes = b""
+    """Names the session's KV: it outlives the session for a while, and the caller's next session of that name goes on with it. Empty: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class StageOpened:
     numerics_id: str
     one_path: bool
     holds_identity: bool
+    resumed: bool | None = None
+    """It has the KV that a session of the same name left. None: its node keeps none."""
 
 
 @dataclass(frozen=True, slots=True)

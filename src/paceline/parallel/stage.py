@@ -51,7 +51,7 @@ class Stage:
         """Blocks that this session has filled: those a new sequence may begin with."""
 
     def take_blocks_of(self, tokens: int) -> None:
-        """Batches name blocks of so many tokens, all of them: asked before the first.
+        """Batches name blocks of so many tokens, all of them: asked before the first. Where they were of another size, nothing is held any more.
 
         Raises:
             BadPipelineRequest: such a block is no run of the runner's own, or more than is leased.
@@ -59,6 +59,8 @@ class Stage:
         own = self._runner.block_size
         if tokens < 1 or tokens % own or tokens > self._leased * own:
             raise BadPipelineRequest(f"Blocks of {tokens} tokens can't be made of the {self._leased} blocks of {own} leased here")
+        if tokens != self._block_size:
+            self._tables, self._reach, self._full = BlockTables(), {}, set()
         self._block_size, self._run_length = tokens, tokens // own
         self._n_blocks = self._leased // self._run_length
 
@@ -72,6 +74,8 @@ class Stage:
         runner = self._runner
         check_activations(x_TD, len(x_TD), self._width)
         self._check(batch, len(x_TD))
+        if not batch.sequences:
+            return x_TD
         tables_SB = self._gain(batch)
         # Noted before the kernels run, because the next stage waits for what follows them.
         self._note_written(batch, tables_SB)
@@ -79,7 +83,7 @@ class Stage:
 
     def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
         """`parallel.links.Rehearse`, of a batch like one that was run."""
-        if not all(map(self._tables.length, batch.sequences)):
+        if not batch.sequences or not all(map(self._tables.length, batch.sequences)):
             return
         with suppress(BadPipelineRequest, ShardCorrupt):
             check_activations(x_TD, len(x_TD), self._width)

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.core.errors import ShardCorrupt
 from paceline.core.ids import BatchId, SequenceId
+from paceline.core.model import LayerRange
 from paceline.engine.executor import StepBatch
 from paceline.engine.local import WireBits
 
@@ -33,13 +34,19 @@ class StageBatch:
     """Those blocks, one sequence after the other."""
     released: Sequence[SequenceId] = ()
     """Sequences to forget before this batch runs."""
+    fills_to: int = 0
+    """It fills KV of the layers before this one, and no others: those hold it already. 0: it goes through all."""
 
     @property
     def n_rows(self) -> int:
         return sum(self.row_counts)
 
+    def behind(self, layers: LayerRange) -> StageBatch:
+        """What these layers hand on: nothing but its id where no layers behind them lack its rows."""
+        return StageBatch(self.batch_id, (), (), (), (), (), ()) if 0 < self.fills_to <= layers.stop else self
 
-def without_tokens(batch: StepBatch) -> StageBatch:
+
+def without_tokens(batch: StepBatch, fills_to: int = 0) -> StageBatch:
     """What stages are told of a batch."""
     steps = batch.steps
     return StageBatch(
@@ -51,6 +58,7 @@ def without_tokens(batch: StepBatch) -> StageBatch:
         [len(step.new_blocks) for step in steps],
         [block for step in steps for block in step.new_blocks],
         batch.released,
+        fills_to,
     )
 
 

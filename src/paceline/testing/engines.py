@@ -59,9 +59,10 @@ class EngineBench:
         max_losses: int = 8,
         drafting: DraftingConfig | None = None,
         clock: FakeClock | None = None,
+        restores: bool = False,
     ) -> None:
         self.runner = NullRunner(n_blocks=n_blocks, block_size=block_size, vocab=VOCAB, one_path=one_path)
-        self.executor = InOrderExecutor(self.runner, depth, lose, break_at)
+        self.executor = InOrderExecutor(self.runner, depth, lose, break_at, restores=restores)
         config = self.config = EngineConfig(
             max_context=max_context,
             max_running=max_running,

@@ -7,26 +7,32 @@ what that guessed.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import count
+from math import inf
 
 from paceline.core.errors import ExecutorLost, LostSpan
 from paceline.core.ids import BatchId, BlockId, SequenceId
 from paceline.engine.block_tables import blocks_for
-from paceline.engine.executor import StepBatch, StepOutput
+from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import LocalExecutor
+from paceline.engine.restoring import Restored, restoring_batches
 from paceline.testing.null_backend import NullRunner
 
 
 class InOrderExecutor:
     """An `Executor` of any depth over a `NullRunner`."""
 
-    def __init__(self, runner: NullRunner, depth: int = 1, lose: Collection[int] = (), break_at: int | None = None) -> None:
+    def __init__(
+        self, runner: NullRunner, depth: int = 1, lose: Collection[int] = (), break_at: int | None = None, *, restores: bool = False
+    ) -> None:
         """An executor with nothing in flight.
 
         Args:
             depth: how many may be in flight.
             lose: ordinals of `collect` at which all KV and all batches in flight are lost.
             break_at: ordinal of `collect` at which it fails for good.
+            restores: whether it computes anew what is lost.
         """
         self.depth, self.n_blocks, self.block_size = depth, runner.n_blocks, runner.block_size
         self.one_path, self.numerics_id, self.holds_identity = runner.one_path, runner.numerics_id, runner.holds_identity
@@ -40,9 +46,23 @@ class InOrderExecutor:
         self._pending: dict[BatchId, StepBatch] = {}
         self._named: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
         self._written: dict[BatchId, dict[SequenceId, frozenset[BlockId]]] = {}
+        self._restores = restores
+        self.restored = 0
+        """Rows."""
 
     def ready(self) -> bool:
         return True
+
+    def restore(self, held: Sequence[HeldSequence]) -> Collection[SequenceId]:
+        if not self._restores:
+            return ()
+        ids = count()
+        lacking = [Restored(each, 0) for each in held]
+        for batch in restoring_batches(lacking, self.block_size, 8, lambda: BatchId(next(ids))):
+            self.restored += sum(len(step.token_ids) for step in batch.steps)
+            self._inner.submit(batch)
+            self._inner.collect(inf)
+        return [each.sequence for each in held]
 
     def notices(self) -> tuple[()]:
         return ()
@@ -86,7 +106,6 @@ class InOrderExecutor:
             self._runner.wipe()
             for batch_id in tuple(self._pending):
                 self._drop(batch_id)
-            self._tables.clear()
             self._inner = LocalExecutor(self._runner)
             raise ExecutorLost("stage 0 went away", (LostSpan(0, 1, "elsewhere"),))
         batch_id = next(iter(self._pending))

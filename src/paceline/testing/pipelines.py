@@ -71,6 +71,13 @@ class Machine:
         self.tamper: Tamper | None = None
         self.dies_at: int | None = None
         """Batches from now until it dies."""
+        self.keeps: dict[LayerRange, Stage] = {}
+        """Stages of the last route, with their KV. It loses them as it dies."""
+        self.rows: dict[LayerRange, int] = {}
+        """That it has run."""
+        self.on_death: Callable[[], None] = lambda: None
+        self.refused: list[Exception] = []
+        """Why it did not run batches that came."""
         self.lock = threading.Lock()
 
 
@@ -88,6 +95,7 @@ class MemoryRoute:
                 machine.numerics_id,
                 machine.holds_identity,
                 machine.n_blocks * machine.runner.block_size,
+                layers in machine.keeps,
             )
             for machine, layers in parts
         )
@@ -117,8 +125,9 @@ class MemoryRoute:
             thread.join()
 
     def _serve(self, place: int, machine: Machine, layers: LayerRange) -> None:
-        stage = Stage(
-            machine.runner, layers, base_block=0, n_blocks=machine.n_blocks, max_rows=1024, max_context=1 << 20, width=machine.width
+        stage = machine.keeps.setdefault(
+            layers,
+            Stage(machine.runner, layers, base_block=0, n_blocks=machine.n_blocks, max_rows=1024, max_context=1 << 20, width=machine.width),
         )
         stage.take_blocks_of(self.block_size)
         source, sink = self._pipes[place], self._pipes[place + 1]
@@ -134,12 +143,21 @@ class MemoryRoute:
                     machine.dies_at -= 1
                     machine.alive = machine.dies_at > 0
                 if not machine.alive:
+                    machine.keeps.clear()
+                    machine.on_death()
                     self._faults.append(Fault(machine.node_id, "shard_unavailable", f"{machine.node_id} went away"))
                     raise StreamClosed("gone")
                 if machine.hangs:
                     continue
-                with machine.lock:
-                    out_TD = np.array(stage.run(batch, x_TD))
+                try:
+                    with machine.lock:
+                        out_TD = np.array(stage.run(batch, x_TD))
+                except Exception as error:
+                    machine.refused.append(error)
+                    raise
+                machine.rows[layers] = machine.rows.get(layers, 0) + batch.n_rows
+                batch = batch.behind(layers)
+                out_TD = out_TD[: batch.n_rows]
                 if machine.tamper is not None:
                     out_TD = machine.tamper(batch, out_TD)
                 self._done[place] += 1
@@ -150,7 +168,7 @@ class MemoryRoute:
 
 
 class MemoryRouter:
-    """Covers the layers with machines in the order given, leaving out those that are broken or quarantined.
+    """Covers the layers with machines in the order given, leaving out those that are broken or quarantined. Those of the last route keep their layers.
 
     Args:
         machines: by the layers each holds.
@@ -175,12 +193,24 @@ class MemoryRouter:
             return self.loading.pop(0)
         chosen: list[tuple[Machine, LayerRange]] = []
         for span in self.splits:
-            found = next((machine for machine in self._able(span) if machine not in [one for one, _ in chosen]), None)
+            able = sorted(self._able(span), key=lambda machine: span not in machine.keeps)
+            kept = [machine for machine in self.machines if machine.alive and machine.keeps.keys() - {span}]
+            found = next((machine for machine in able if machine not in [*kept, *(one for one, _ in chosen)]), None)
+            found = found or next((machine for machine in able if machine not in [one for one, _ in chosen]), None)
             if found is None:
                 raise ShardUnavailable(f"No machine has layers {span.words}")
             chosen.append((found, span))
+        if self.routes:
+            self.routes[-1].close()
+        for machine in self.machines:
+            part = dict(chosen)
+            machine.keeps = {layers: stage for layers, stage in machine.keeps.items() if part.get(machine) == layers}
         self.routes.append(MemoryRoute(chosen, self.block_size))
         return self.routes[-1]
+
+    def forget_kv(self) -> None:
+        for machine in self.machines:
+            machine.keeps.clear()
 
     def quarantine(self, fault: Fault) -> None:
         if fault.node_id is not None:

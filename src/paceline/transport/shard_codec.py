@@ -11,6 +11,7 @@ from paceline.core.manifest import is_sha256
 from paceline.core.model import WIDEST_BLOCK, LayerRange, WeightsFormat
 from paceline.core.shown import printable
 from paceline.parallel.sessions import (
+    KV_NAME_BYTES,
     SESSION_ID_BYTES,
     TICKET_BYTES,
     ActivationDtype,
@@ -48,6 +49,7 @@ def write_open(request: StageRequest) -> wire.OpenStageRequest:
         max_rows=request.max_rows,
         activation_dtype=str(request.dtype),
         report_ms=round(request.report_s * 1000),
+        kv=request.kv,
     )
 
 
@@ -64,7 +66,8 @@ def read_open(message: wire.OpenStageRequest) -> StageRequest:
     except ValueError:
         raise BadPipelineRequest("Activations of a format that is unknown here") from None
     layers = _read_layers(message)
-    return replace(layers, session_id=message.session_id, dtype=dtype, report_s=message.report_ms / 1000)
+    _bound(len(message.kv) in {0, KV_NAME_BYTES}, f"A name of KV has {KV_NAME_BYTES} bytes")
+    return replace(layers, session_id=message.session_id, dtype=dtype, report_s=message.report_ms / 1000, kv=message.kv)
 
 
 def write_warm(request: StageRequest) -> wire.WarmLayersRequest:
@@ -130,6 +133,7 @@ def write_event(event: StageEvent) -> wire.OpenStageResponse:
                     numerics_id=event.numerics_id,
                     one_path=event.one_path,
                     holds_identity=event.holds_identity,
+                    resumed=event.resumed,
                 )
             )
         case StageReport():
@@ -164,10 +168,12 @@ def read_event(message: wire.OpenStageResponse, request: StageRequest) -> StageE
                 and request.least_blocks <= told.n_blocks <= request.n_blocks
                 and 0 < told.block_size <= 1 << 16
                 and len(told.numerics_id) <= MAX_NAME
+                and (request.kv or not told.resumed)
             )
             if sound:
                 return StageOpened(
-                    told.tensor_port, told.ticket, told.n_blocks, told.block_size, told.numerics_id, told.one_path, told.holds_identity
+                    *(told.tensor_port, told.ticket, told.n_blocks, told.block_size, told.numerics_id, told.one_path, told.holds_identity),
+                    resumed=told.resumed if told.HasField("resumed") else None,
                 )
         case "report":
             told = message.report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import count
 from random import Random
@@ -11,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from paceline.core.errors import ContextOverflow, Overloaded
+from paceline.core.errors import ContextOverflow, ExecutorLost, Overloaded
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
-from paceline.core.ids import RequestId
+from paceline.core.ids import RequestId, SequenceId
 from paceline.engine.drafting import DraftingConfig
-from paceline.engine.executor import StepBatch, StepOutput
+from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.testing.engines import VOCAB, Answer, EngineBench, UnsteadySource, answer_alone
 
 BASES = tuple(tuple(1 + (base * 7 + i * i) % 31 for i in range(24)) for base in range(3))
@@ -57,11 +58,14 @@ class EngineMachine(RuleBasedStateMachine):
         prefill_chunk=st.integers(1, 20),
         prefix_cache=st.sampled_from([True, True, False]),
         lose=st.frozensets(st.integers(0, 60), max_size=3),
+        restores=st.sampled_from(["nothing", "all", "some"]),
         drafts=st.sampled_from(["off", "ngram", "auto", "knowing"]),
         chance=st.integers(0, 1 << 30).map(Random),
         slow=st.sampled_from([0.0, 0.0, 0.05]),
     )
-    def start(self, pool_tokens: int, block_size: int, one_path: bool, drafts: str, chance: Random, slow: float, **config: object) -> None:
+    def start(
+        self, pool_tokens: int, block_size: int, one_path: bool, drafts: str, chance: Random, slow: float, restores: str, **config: object
+    ) -> None:
         n_blocks = pool_tokens // block_size
         self.truths: list[list[int]] = []
         drafting = DraftingConfig(drafts, {"knowing": UnsteadySource(lambda sequence: self.truths[sequence], chance, VOCAB)})
@@ -69,8 +73,9 @@ class EngineMachine(RuleBasedStateMachine):
             n_blocks=n_blocks,
             block_size=block_size,
             one_path=one_path,
-            max_losses=4,
+            max_losses=100,
             drafting=drafting,
+            restores=restores != "nothing",
             **config,  # type: ignore[arg-type]
         )
         submit = self.bench.executor.submit
@@ -96,6 +101,21 @@ class EngineMachine(RuleBasedStateMachine):
             return output
 
         self.bench.executor.collect = recalling  # type: ignore[method-assign]
+        restore = self.bench.executor.restore
+
+        def unsteady(held: Sequence[HeldSequence]) -> Collection[SequenceId] | None:
+            match chance.randrange(4):
+                case 0:
+                    return None
+                case 1:
+                    raise ExecutorLost("lost again", ())
+                case 2:
+                    return restore(held[: len(held) // 2])
+                case _:
+                    return restore(held)
+
+        if restores == "some":
+            self.bench.executor.restore = unsteady  # type: ignore[method-assign]
         self.one_path = one_path
         self.known: dict[RequestId, GenerationRequest] = {}
         self.aborted: set[RequestId] = set()

@@ -55,6 +55,7 @@ def runners() -> Iterator[dict[str, LayerRunner[Any]]]:
         "one": load(ALL, edges=False),
         "two": load(ALL, edges=False),
         "three": load(ALL, edges=False),
+        "four": load(ALL, edges=False),
         "head": load(LayerRange(0, 0)),
         "head2": load(LayerRange(0, 2)),
         "whole": load(ALL),
@@ -224,6 +225,53 @@ def test_a_machine_that_dies_costs_no_byte(
         assert bench.executor.failovers == 1
         assert {notice.kind for notice in bench.run.notices} == {"shard_status", "shard_failover"}
         assert {stage.node_id for stage in bench.router.routes[-1].stages} == {"one", "three"}
+
+
+def rows_run(bench: Bench) -> dict[tuple[str, LayerRange], int]:
+    return {(name, layers): rows for name, machine in bench.machines.items() for layers, rows in machine.rows.items()}
+
+
+@pytest.mark.parametrize(("head", "splits"), [("head2", [(2, 4), (4, 6)]), ("head", [(0, 2), (2, 5), (5, 6)])])
+@pytest.mark.parametrize("dies_at", [5, 14, 30])
+@pytest.mark.parametrize("place", [0, -1])
+def test_those_behind_a_lost_stage_compute_nothing_anew_and_this_machine_neither(
+    runners: dict[str, LayerRunner[Any]],
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    head: str,
+    splits: list[tuple[int, int]],
+    dies_at: int,
+    place: int,
+) -> None:
+    own, own_rows = runners[head], 0
+    run_layers = own.run_layers
+
+    def counted(x_TD: Any, plan: Any, part: LayerRange | None = None) -> Any:
+        nonlocal own_rows
+        own_rows += int(plan.n_rows_S.sum())
+        return run_layers(x_TD, plan, part)
+
+    monkeypatch.setattr(own, "run_layers", counted)
+    wanted = requests(5, max_tokens=30)
+    rows = dict[bool, tuple[int, dict[LayerRange, int]]]()
+    for breaks in (False, True):
+        own_rows = 0
+        with Bench(runners, head, ["one", "two", "three", "four"], splits) as bench:
+            victim = bench.machines[bench.executor.stages[place].node_id]
+            victim.dies_at = dies_at if breaks else None
+            answers = bench.run.all(wanted)
+            assert {name: tokens[:12] for name, tokens in answers.items()} == expected
+            spans = [LayerRange(*span) for span in splits]
+            rows[breaks] = own_rows, {span: sum(machine.rows.get(span, 0) for machine in bench.machines.values()) for span in spans}
+            assert bench.executor.failovers == breaks
+    (own_before, before), (own_after, after) = rows[False], rows[True]
+    in_flight = sum(len(request.prompt_ids) for request in wanted) // 4
+    spans = list(before)
+    for span in spans[spans.index(LayerRange(*splits[place])) + 1 :]:
+        assert after[span] <= before[span] + in_flight
+    assert own_after <= own_before + in_flight
+    if dies_at == 30:
+        assert after[LayerRange(*splits[place])] > before[LayerRange(*splits[place])] + in_flight
 
 
 def test_several_die_one_after_another(runners: dict[str, LayerRunner[Any]], expected: dict[str, list[int]]) -> None:

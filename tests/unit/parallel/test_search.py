@@ -52,6 +52,8 @@ class Router:
             raise self.answer
         return self.answer
 
+    def forget_kv(self) -> None: ...
+
     def quarantine(self, fault: Fault) -> None:
         self.left_out.append(fault)
 

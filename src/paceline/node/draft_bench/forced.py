@@ -7,12 +7,12 @@ model's would where a draft is right; what stands behind a wrong one is not look
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from paceline.core.generation import Notice
 from paceline.core.ids import BatchId, SequenceId
-from paceline.engine.executor import Executor, StepBatch, StepOutput
+from paceline.engine.executor import Executor, HeldSequence, StepBatch, StepOutput
 
 CERTAIN = 1e30
 """A logit above any model's, and finite."""
@@ -71,6 +71,9 @@ class ForcedExecutor:
 
     def ready(self) -> bool:
         return self._inner.ready()
+
+    def restore(self, held: Sequence[HeldSequence]) -> Collection[SequenceId] | None:
+        return self._inner.restore(held)
 
     def notices(self) -> Sequence[Notice]:
         return self._inner.notices()

@@ -80,6 +80,8 @@ def choose(
     there = frozenset(card.node_id for card in allowed) - exclude
     pins = wanted.pins if there.issuperset(pin.node_id for pin in wanted.pins) else ()
     mismatch: WeightsMismatch | None = None
+    if not pins and (kept := _kept_with_warm(allowed, own, wanted, last, there)):
+        return kept
     try:
         if not pins and (warm := warm_cover(allowed, own, wanted, exclude)):
             return warm
@@ -128,6 +130,27 @@ def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: 
         numerics_id=wanted.numerics_id,
         called=wanted.model_id,
     )
+
+
+def _kept_with_warm(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, last: Sequence[Part], there: frozenset[NodeId]) -> list[Part]:
+    """The last route with loaded shards in the place of the machines that are not there: those that are left go on with their KV. None where a span is not
+    covered.
+    """
+    parts: list[Part] = []
+    outside = frozenset(card.node_id for card in cards) - there | {part.node_id for part in last}
+    for part in last:
+        if part.node_id in there:
+            parts.append(part)
+            continue
+        span = replace(wanted, own_layers=part.layers.start, n_layers=part.layers.stop)
+        try:
+            found = warm_cover(cards, own, span, outside)
+        except WeightsMismatch:
+            return []
+        if not found:
+            return []
+        parts += found
+    return parts if len(parts) <= wanted.max_shards else []
 
 
 def _mended(

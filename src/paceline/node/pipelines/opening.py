@@ -80,18 +80,24 @@ class Opener:
         self.least_blocks = request.least_blocks
         """Fewer KV blocks than these are of no use, at present."""
 
-    async def open(self, parts: Sequence[Part], *, blocks: int | None = None, loads: StageLoads | None = None) -> FleetRoute:
+    async def open(
+        self, parts: Sequence[Part], *, blocks: int | None = None, loads: StageLoads | None = None, kv: Mapping[Part, bytes] | None = None
+    ) -> FleetRoute:
         """A route over these machines. Those that load are not waited for once another refuses: what they load stays with them for a while.
 
         Args:
             parts: in the order of their layers.
             blocks: of KV to lease from each, of 16 tokens, no more and no fewer; None: as many as are to be had, up to the request's.
             loads: told how far each is.
+            kv: names of their KV, by which they keep it and go on with it; None: it ends with the route.
 
         Raises:
             NotOpened: a machine is in the way.
         """
-        opening = [asyncio.create_task(self._open(part, blocks, loads), name=f"open-{part.node_id}") for part in parts]
+        names = kv or {}
+        opening = [
+            asyncio.create_task(self._open(part, blocks, loads, names.get(part, b"")), name=f"open-{part.node_id}") for part in parts
+        ]
         try:
             await asyncio.wait(opening, return_when=asyncio.FIRST_EXCEPTION)
             refusals: dict[NodeId, FleetError] = {}
@@ -112,7 +118,7 @@ class Opener:
             await asyncio.gather(*(each.close() for each in ended if isinstance(each, RemoteStage)), return_exceptions=True)
             raise
 
-    async def _open(self, part: Part, blocks: int | None, loads: StageLoads | None) -> RemoteStage:
+    async def _open(self, part: Part, blocks: int | None, loads: StageLoads | None, kv: bytes) -> RemoteStage:
         asked = self._request
         request = replace(
             asked,
@@ -120,6 +126,7 @@ class Opener:
             layers=part.layers,
             n_blocks=blocks or asked.n_blocks,
             least_blocks=blocks or self.least_blocks,
+            kv=kv,
         )
 
         def loading(news: StageLoading) -> None:
@@ -171,6 +178,7 @@ class Opener:
                 session.opened.numerics_id,
                 session.opened.holds_identity,
                 session.opened.n_blocks * BLOCK_TOKENS,
+                session.opened.resumed,
             )
             for part, session in zip(parts, sessions, strict=True)
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -27,6 +28,7 @@ from paceline.node.pipelines.spare_keeper import SpareKeeper
 from paceline.node.pipelines.stage_loads import StageLoads
 from paceline.parallel.route import Fault, Opening
 from paceline.parallel.search import TOLD
+from paceline.parallel.sessions import KV_NAME_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,12 @@ class FleetRouter:
         self._spares, self._ahead = spares, tuple(ahead)
         self._last: tuple[Part, ...] = ()
         """Of the last route, while it is not known whether another can be had."""
+        self._kv: dict[Part, bytes] = {}
+        """Names of what the stages of the last route keep. Another dictionary takes its place once that is of no use."""
+        self._kv_asked = self._kv
+        """What there was of it when the attempt began."""
+        self._kv_opened = self._kv
+        """Of the route that it opened."""
         self._instances: dict[NodeId, bytes] = {}
         """Of the processes that were asked last."""
         self._lock = threading.Lock()
@@ -89,6 +97,7 @@ class FleetRouter:
         if self._closed:
             raise ShardUnavailable("This node is stopping")
         if self._attempt is None:
+            self._kv_asked = self._kv
             self._attempt = asyncio.run_coroutine_threadsafe(self._find(), self._loop)
         # Not by its TimeoutError: a route that is opened just then would be lost, and open for ever.
         if not wait((self._attempt,), max(0.0, wait_s)).done:
@@ -102,12 +111,19 @@ class FleetRouter:
             # No node can now. One may as soon as there is news, and those left out may in a while.
             self._fleet.wait_for_news(max(0.0, until - self._clock.monotonic()))
             raise
+        if self._kv_asked is not self._kv:
+            route.close()
+            return self._loads.opening
         self.route = route
+        self._kv = self._kv_opened
         self._loads.end()
         self._last = tuple(Part(stage.node_id, stage.layers) for stage in route.stages)
         if self._spares is not None:
             self._spares.keep(self._last, self.excluded)
         return route
+
+    def forget_kv(self) -> None:
+        self._kv = {}
 
     def quarantine(self, fault: Fault) -> None:
         if self._spares is not None:
@@ -153,7 +169,10 @@ class FleetRouter:
                 raise kind(f"{error.message} ({said})", error.hint) from error
             self._loads.begin(parts)
             try:
-                return await self._opener.open(parts, loads=self._loads)
+                kv = {part: self._kv_asked.get(part) or os.urandom(KV_NAME_BYTES) for part in parts}
+                route = await self._opener.open(parts, loads=self._loads, kv=kv)
+                self._kv_opened = kv
+                return route
             except NotOpened as error:
                 for node_id, refusal in error.refusals.items():
                     refusals[node_id] = refusal

@@ -30,7 +30,7 @@ from paceline.core.model import BLOCK_TOKENS
 from paceline.node.shards.ends import TensorEnds, opened_in_thread
 from paceline.node.shards.limits import HostLimits
 from paceline.node.shards.meter import ShardMeter
-from paceline.node.shards.session import Session, Surroundings
+from paceline.node.shards.session import Place, Session, Surroundings
 from paceline.node.shards.shard import Claim, Shard
 from paceline.node.shards.warm import WarmShards
 from paceline.parallel.sessions import (
@@ -147,7 +147,7 @@ class NodeShardHost:
             raise BadPipelineRequest("A session of this id is open")
         mine = self._open[key] = _Open()
         try:
-            async with aclosing(self._session(mine, request)) as events:
+            async with aclosing(self._session(mine, request, caller)) as events:
                 async for event in events:
                     yield event
         except ShardUnavailable:
@@ -156,22 +156,25 @@ class NodeShardHost:
         finally:
             del self._open[key]
 
-    async def _session(self, mine: _Open, request: StageRequest) -> AsyncGenerator[StageEvent]:
+    async def _session(self, mine: _Open, request: StageRequest, caller: Member) -> AsyncGenerator[StageEvent]:
         if self._closed:
             raise ShardUnavailable("This machine is stopping")
-        shard, claim = await self.warm.claim(request)
+        shard, claim = await self.warm.claim(request, (caller.node_id, request.kv) if request.kv else None)
         try:
             async with aclosing(self._loading(shard, request.report_s)) as loading:
                 async for progress in loading:
                     yield progress
+            if claim.kv is not None:
+                shard.stop(claim.kv)
             await self.warm.await_ending(shard)
-            session = self._begin(shard, claim, request, mine)
+            resumed = None if claim.kv is None else shard.resume(request, claim.kv)
+            session = self._begin(shard, claim, request, mine, resumed)
         except BaseException:
             self.warm.release(shard, claim)
             raise
         try:
             self._meter.sessions_opened += 1
-            yield self._opened(shard, session)
+            yield self._opened(shard, session, resumed=resumed is not None)
             while session.fault is None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(request.report_s):
@@ -244,11 +247,11 @@ class NodeShardHost:
             raise ShardUnavailable("This machine is stopping")
         await load
 
-    def _begin(self, shard: Shard, claim: Claim, request: StageRequest, mine: _Open) -> Session:
+    def _begin(self, shard: Shard, claim: Claim, request: StageRequest, mine: _Open, resumed: Place | None) -> Session:
         """A session on a loaded shard."""
         if shard.loaded is None or self._closed:
             raise ShardUnavailable("This machine is stopping")
-        place = shard.place(request)
+        place = resumed or shard.place(request)
         loop, ticket = asyncio.get_running_loop(), secrets.token_bytes(TICKET_BYTES)
         try:
             expected = self._ends.expect(ticket, request.dtype, place.width)
@@ -268,7 +271,7 @@ class NodeShardHost:
         self._live.add(session)
         return session
 
-    def _opened(self, shard: Shard, session: Session) -> StageOpened:
+    def _opened(self, shard: Shard, session: Session, *, resumed: bool) -> StageOpened:
         loaded = shard.loaded
         assert loaded is not None, "a shard with a claim is not evicted"
         runner = loaded.runner
@@ -280,6 +283,7 @@ class NodeShardHost:
             runner.numerics_id,
             runner.one_path,
             runner.holds_identity,
+            resumed,
         )
 
     async def _reap(self) -> None:

@@ -22,6 +22,9 @@ class HostLimits:
     """For all shards, weights and KV; None: a share of what is free."""
     idle_s: float = 600.0
     """A shard that no session has used for so long is evicted."""
+    kept_s: float = 120.0
+    """How long KV outlives its session, where the caller may go on with it, unless another needs the room. Raising it: more of an answer outlives a route
+    that takes long to mend."""
     stall_s: float = 5.0
     """How long a stage waits for a receiver that takes nothing, or a batch that began to come."""
     turn_s: float = 60.0

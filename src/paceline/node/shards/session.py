@@ -27,6 +27,7 @@ from paceline.core.errors import (
     TensorStreamError,
 )
 from paceline.core.ids import BatchId, NodeId
+from paceline.core.model import LayerRange
 from paceline.engine.local import WireBits
 from paceline.node.shards.echoes import Echoes
 from paceline.node.shards.ends import Expected, Incoming
@@ -62,6 +63,8 @@ class Place:
     lease: Lease
     width: int
     """Of a row."""
+    layers: LayerRange
+    max_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ class Session:
         self._sink: ActivationSink | None = None
         self._to: NodeId | None = None
         self.stopping = False
+        self.holds_kv = True
+        """What ran was run to its end: another session may go on with its KV."""
         self.fault: StageFault | None = None
         self._latencies = Latencies()
         self._received = self._computed = self._sent = 0
@@ -218,14 +223,18 @@ class Session:
             arrived = now()
             self._received += 1
             echoes.came(batch.batch_id, x_TD)
+            behind = batch.behind(self.request.layers)
             try:
-                sink.prepare(batch, x_TD.shape[1])
+                sink.prepare(behind, x_TD.shape[1])
             except FleetError as error:
                 raise _Ended(_meaning(error, "The output"), to) from error
             try:
                 with self.place.turns.take(limits.turn_s):
                     began = now()
-                    out_TD = stage.run(batch, x_TD).copy()  # the runner's buffer is another session's next
+                    self.holds_kv = False
+                    out_TD = stage.run(batch, x_TD)
+                    out_TD = (out_TD if behind is batch else out_TD[:0]).copy()  # the runner's buffer is another session's next
+                    self.holds_kv = True
                     self._busy_s += now() - began
             except (BadPipelineRequest, ShardCorrupt) as error:
                 raise _Ended(error, source.peer) from error
@@ -235,7 +244,7 @@ class Session:
             # The next stage may be as slow as this machine was, and busy with more than one.
             slowest_s = max(0.99 * slowest_s, now() - arrived)
             try:
-                sink.send(batch, out_TD, now() + limits.stall_s + 4 * slowest_s)
+                sink.send(behind, out_TD, now() + limits.stall_s + 4 * slowest_s)
             except FleetError as error:
                 raise _Ended(_meaning(error, "The output"), to) from error
             try:

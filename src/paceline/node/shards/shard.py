@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ShardUnavailable
+from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
 from paceline.engine.local import LayerRunner
 from paceline.fleet.card import ModelShape
@@ -20,6 +21,9 @@ from paceline.node.shards.session import Place, Session
 from paceline.node.shards.turns import Turns
 from paceline.parallel.sessions import StageRequest
 from paceline.parallel.stage import Stage
+
+KvName = tuple[NodeId, bytes]
+"""The caller, and what it calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,14 @@ class Loaded:
 
 
 class Claim:
-    """One stream in use. Its identity is what counts."""
+    """One stream in use. Its identity is what counts.
 
-    def __init__(self) -> None:
+    Args:
+        kv: under which the session's KV is kept; None: it is not.
+    """
+
+    def __init__(self, kv: KvName | None = None) -> None:
+        self.kv = kv
         self.session: Session | None = None
 
 
@@ -65,6 +74,8 @@ class Shard:
         self.meter = LoadMeter()
         self.loaded: Loaded | None = None
         self.leases = Leases(0)
+        self._kept: dict[KvName, tuple[Place, float]] = {}
+        """KV of sessions that have ended, and until when it is kept. The oldest first."""
         self.gone = False
         """Evicted, or never to be loaded."""
         self.change = asyncio.Event()
@@ -113,8 +124,53 @@ class Shard:
             loaded.max_rows >= request.max_rows and self.leases.n_blocks >= _own_blocks(request.least_blocks, loaded.runner)
         )
 
+    def end(self, claim: Claim, until: float | None) -> None:
+        """A stream is over: its KV is kept for whoever goes on with it, or given back.
+
+        Args:
+            until: when it is kept, on the monotonic clock; None: it is not.
+        """
+        self.claims.discard(claim)
+        session, name = claim.session, claim.kv
+        if session is None:
+            return
+        # A session that takes long to end may find its name taken.
+        taken = name in self._kept or any(other.kv == name and other.session is not None for other in self.claims)
+        if until is None or name is None or taken or not session.holds_kv:
+            self.leases.give_back(session.place.lease)
+        else:
+            self._kept[name] = session.place, until
+
+    def stop(self, name: KvName) -> None:
+        """End the session that has this KV: its caller goes on with another."""
+        for claim in self.claims:
+            if claim.kv == name and claim.session is not None:
+                claim.session.stop()
+
+    def drop_kept(self, now: float) -> None:
+        """What nobody went on with in time."""
+        for name, (_, until) in tuple(self._kept.items()):
+            if until <= now:
+                self._drop(name)
+
+    def resume(self, request: StageRequest, name: KvName) -> Place | None:
+        """What the last session of this name left; None: nothing, or nothing that fits. Its lease is to be given back."""
+        place, _ = self._kept.get(name, (None, 0.0))
+        loaded = self.loaded
+        if place is None or loaded is None:
+            return None
+        fits = place.layers == request.layers and place.max_rows == min(request.max_rows, loaded.max_rows)
+        if not fits or place.lease.n_blocks < _own_blocks(request.least_blocks, loaded.runner):
+            self._drop(name)
+            return None
+        del self._kept[name]
+        return place
+
+    def _drop(self, name: KvName) -> None:
+        self.leases.give_back(self._kept.pop(name)[0].lease)
+
     def place(self, request: StageRequest) -> Place:
-        """Room for a session, once it is loaded. Its lease is to be given back.
+        """Room for a session, once it is loaded. Its lease is to be given back. What is kept makes way.
 
         Raises:
             ShardUnavailable: there is less than was asked for.
@@ -126,19 +182,26 @@ class Shard:
         later = max(0, self.max_streams - 1 - sum(claim.session is not None for claim in self.claims))
         least = _own_blocks(request.least_blocks, loaded.runner)
         wanted = max(least, request.n_blocks * BLOCK_TOKENS // loaded.runner.block_size)
-        lease = self.leases.take(wanted, least, later * _own_blocks(KEPT_BACK, loaded.runner))
+        kept_back = later * _own_blocks(KEPT_BACK, loaded.runner)
+        lease = self.leases.take(wanted, least, kept_back)
+        while self._kept and (lease is None or lease.n_blocks < wanted):
+            if lease is not None:
+                self.leases.give_back(lease)
+            self._drop(next(iter(self._kept)))
+            lease = self.leases.take(wanted, least, kept_back)
         if lease is None:
             raise ShardUnavailable(f"{self.shard_id} has fewer than {request.least_blocks} KV blocks free")
+        max_rows = min(request.max_rows, loaded.max_rows)
         stage = Stage(
             loaded.runner,
             request.layers,
             base_block=lease.base,
             n_blocks=lease.n_blocks,
-            max_rows=min(request.max_rows, loaded.max_rows),
+            max_rows=max_rows,
             max_context=loaded.spec.max_context,
             width=loaded.spec.hidden,
         )
-        return Place(self.shard_id, stage, self.turns, lease, loaded.spec.hidden)
+        return Place(self.shard_id, stage, self.turns, lease, loaded.spec.hidden, request.layers, max_rows)
 
 
 def _own_blocks(n_blocks: int, runner: LayerRunner[Any]) -> int:

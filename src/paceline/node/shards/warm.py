@@ -36,7 +36,7 @@ from paceline.node.shards.loading import (
 )
 from paceline.node.shards.meter import ShardMeter
 from paceline.node.shards.room import block_bytes, blocks_for, fixed_bytes, rows_for
-from paceline.node.shards.shard import Claim, Loaded, Shard
+from paceline.node.shards.shard import Claim, KvName, Loaded, Shard
 from paceline.parallel.sessions import StageRequest
 
 logger = logging.getLogger(__name__)
@@ -106,8 +106,11 @@ class WarmShards:
         most = int(free * SHARDS_FREE_SHARE) if bound is None else bound - self.used_bytes
         return min(most, free - self._low_bytes - self._load_bytes(device.kernels))
 
-    async def claim(self, request: StageRequest) -> tuple[Shard, Claim]:
+    async def claim(self, request: StageRequest, kv: KvName | None = None) -> tuple[Shard, Claim]:
         """A stream on a shard that has the layers, which may still be loading. Release it.
+
+        Args:
+            kv: see `Claim`.
 
         Raises:
             ShardUnavailable: all its streams are in use, or there is no room for another shard.
@@ -117,7 +120,7 @@ class WarmShards:
             shard = self._holding(request)
             if shard is None:
                 if len(self._shards) < self._limits.max_shards:
-                    return (shard := self._added(request)), self._claimed(shard)
+                    return (shard := self._added(request)), self._claimed(shard, kv)
                 if not (self._give_up_unclaimed() or await self._evict_one()):
                     raise ShardUnavailable(f"{self._limits.max_shards} shards are loaded here, and all are in use")
             elif not shard.suits(request):
@@ -125,13 +128,13 @@ class WarmShards:
                     raise ShardUnavailable(f"{shard.shard_id} is loaded with less room than is asked for, and in use")
                 await self._evict(shard)
             elif not shard.is_full:
-                return shard, self._claimed(shard)
+                return shard, self._claimed(shard, kv)
             elif not (shard.is_ending and await _changed(shard)):
                 raise ShardUnavailable(f"All {shard.max_streams} streams of {shard.shard_id} are in use")
         raise ShardUnavailable("This machine is stopping")
 
     async def await_ending(self, shard: Shard) -> None:
-        """Let sessions that are about to end give their KV back first: a caller that opens a new one after a loss wants what its old one had."""
+        """Let sessions that are about to end leave their KV first: a caller that opens a new one after a loss wants what its old one had."""
         while shard.is_ending and await _changed(shard):
             pass
 
@@ -159,10 +162,8 @@ class WarmShards:
 
     def release(self, shard: Shard, claim: Claim) -> None:
         """A stream is free again."""
-        shard.claims.discard(claim)
-        shard.used_at = self._clock.monotonic()
-        if claim.session is not None:
-            shard.leases.give_back(claim.session.place.lease)
+        shard.used_at = now = self._clock.monotonic()
+        shard.end(claim, None if self._closed else now + self._limits.kept_s)
         shard.change.set()
         self._on_change()
 
@@ -173,6 +174,7 @@ class WarmShards:
                 pass
         now = self._clock.monotonic()
         for shard in self.shards:
+            shard.drop_kept(now)
             # Looked at in its turn: while others go, it may be claimed.
             if shard.is_idle and now - shard.used_at >= self._limits.idle_s:
                 await self._evict(shard)
@@ -194,8 +196,8 @@ class WarmShards:
         found = [shard for shard in self._shards if shard.holds(request.digest, request.weights, request.layers)]
         return min(found, key=lambda shard: (shard.is_full or not shard.suits(request), len(shard.layers)), default=None)
 
-    def _claimed(self, shard: Shard) -> Claim:
-        claim = Claim()
+    def _claimed(self, shard: Shard, kv: KvName | None) -> Claim:
+        claim = Claim(kv)
         shard.claims.add(claim)
         if shard.is_loading:
             self._give_up_unclaimed()

@@ -3,7 +3,8 @@
 To them activations are bf16 bits (uint16). fp16 and fp32 are ways to write them on the wire, for those who asked; fp16 loses what it can't hold.
 
 Before activations goes their `StageBatch`, in numbers of 8 bytes, little-endian: how many sequences, blocks and released sequences, the batch's id,
-then the columns one after the other: sequences, rows, first positions, paths, counts of blocks; blocks; released sequences. It is not a message of
+then the columns one after the other: sequences, rows, first positions, paths, counts of blocks; blocks; released sequences; and, of a batch that only
+fills KV, the layer that it fills to. It is not a message of
 the schema, because each token waits for this to be written and read twice a stage, with nothing of it in any cache: protobuf took four times as long.
 """
 
@@ -35,6 +36,8 @@ def write_batch(batch: StageBatch) -> bytes:
         batch.sequences, batch.row_counts, batch.first_positions, batch.paths, batch.block_counts, batch.blocks, batch.released,
     ):  # fmt: skip
         numbers.extend(column)
+    if batch.fills_to:
+        numbers.append(batch.fills_to)
     if _BIG_ENDIAN:
         numbers.byteswap()
     return numbers.tobytes()
@@ -53,15 +56,18 @@ def read_batch(data: bytes) -> StageBatch:
     if _BIG_ENDIAN:
         numbers.byteswap()
     n, n_blocks, n_released, batch_id, *rest = numbers.tolist()
-    if 5 * n + n_blocks + n_released != len(rest):
+    columns = 5 * n + n_blocks + n_released
+    fills_to = rest.pop() if len(rest) == columns + 1 else 0
+    if columns != len(rest):
         raise StreamCorrupt(
             f"Batch {batch_id} says {n} sequences, {n_blocks} blocks and {n_released} released, and has {len(rest)} numbers"
         )
     blocks, released = rest[5 * n : 5 * n + n_blocks], rest[5 * n + n_blocks :]
     sequences, counts, positions, paths, gained = (rest[n * column : n * (column + 1)] for column in range(5))
     return StageBatch(
-        BatchId(batch_id), cast("list[SequenceId]", sequences), counts, positions, paths, gained, blocks, cast("list[SequenceId]", released)
-    )
+        BatchId(batch_id), cast("list[SequenceId]", sequences), counts, positions, paths, gained, blocks,
+        cast("list[SequenceId]", released), fills_to,
+    )  # fmt: skip
 
 
 WIRE: Final[dict[ActivationDtype, np.dtype[np.generic]]] = {

@@ -35,6 +35,7 @@ class OpenStageRequest(_message.Message):
     MAX_ROWS_FIELD_NUMBER: _builtins.int
     ACTIVATION_DTYPE_FIELD_NUMBER: _builtins.int
     REPORT_MS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """Chosen by the caller, 16 random bytes."""
     model_id: _builtins.str
@@ -55,6 +56,10 @@ class OpenStageRequest(_message.Message):
     """bf16; fp16 and fp32 are outside the identity promise."""
     report_ms: _builtins.int
     """How often the stage reports."""
+    kv: _builtins.bytes
+    """Names the session's KV, 16 random bytes: it is kept for a while once the session has ended, and the caller's next session of that name goes on with it.
+    Empty: it is not kept.
+    """
     def __init__(
         self,
         *,
@@ -69,10 +74,11 @@ class OpenStageRequest(_message.Message):
         max_rows: _builtins.int = ...,
         activation_dtype: _builtins.str = ...,
         report_ms: _builtins.int = ...,
+        kv: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_dtype", b"activation_dtype", "digest", b"digest", "first_layer", b"first_layer", "least_blocks", b"least_blocks", "max_rows", b"max_rows", "model_id", b"model_id", "n_blocks", b"n_blocks", "quantization", b"quantization", "report_ms", b"report_ms", "session_id", b"session_id", "stop_layer", b"stop_layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_dtype", b"activation_dtype", "digest", b"digest", "first_layer", b"first_layer", "kv", b"kv", "least_blocks", b"least_blocks", "max_rows", b"max_rows", "model_id", b"model_id", "n_blocks", b"n_blocks", "quantization", b"quantization", "report_ms", b"report_ms", "session_id", b"session_id", "stop_layer", b"stop_layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,6 +155,7 @@ class StageOpened(_message.Message):
     NUMERICS_ID_FIELD_NUMBER: _builtins.int
     ONE_PATH_FIELD_NUMBER: _builtins.int
     HOLDS_IDENTITY_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     tensor_port: _builtins.int
     """Where activations are to be sent: port of the tensor streams, on the node's addresses."""
     ticket: _builtins.bytes
@@ -160,6 +167,8 @@ class StageOpened(_message.Message):
     numerics_id: _builtins.str
     one_path: _builtins.bool
     holds_identity: _builtins.bool
+    resumed: _builtins.bool
+    """The stage has the KV of that name. Absent: its node keeps none, and takes no batches that only fill KV."""
     def __init__(
         self,
         *,
@@ -170,12 +179,15 @@ class StageOpened(_message.Message):
         numerics_id: _builtins.str = ...,
         one_path: _builtins.bool = ...,
         holds_identity: _builtins.bool = ...,
+        resumed: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "resumed", b"resumed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "holds_identity", b"holds_identity", "n_blocks", b"n_blocks", "numerics_id", b"numerics_id", "one_path", b"one_path", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resumed", b"_resumed", "block_size", b"block_size", "holds_identity", b"holds_identity", "n_blocks", b"n_blocks", "numerics_id", b"numerics_id", "one_path", b"one_path", "resumed", b"resumed", "tensor_port", b"tensor_port", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__resumed: _TypeAlias = _typing.Literal["resumed"]  # noqa: Y015
+    _WhichOneofArgType__resumed: _TypeAlias = _typing.Literal["_resumed", b"_resumed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resumed) -> _WhichOneofReturnType__resumed | None: ...
 
 Global___StageOpened: _TypeAlias = StageOpened  # noqa: Y015
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -90,14 +91,19 @@ class Routes:
     def __init__(self, opener: Opener, routes: list[list[Part]], loop: asyncio.AbstractEventLoop) -> None:
         self.opener, self.routes, self.loop = opener, routes, loop
         self.opened: list[FleetRoute] = []
+        self.names: dict[Part, bytes] = {}
 
     def find(self, wait_s: float) -> FleetRoute | Opening:
         del wait_s
         if not self.routes:
             raise ShardUnavailable("No machine is left")
-        opening = asyncio.run_coroutine_threadsafe(self.opener.open(self.routes.pop(0)), self.loop)
+        parts = self.routes.pop(0)
+        self.names = {part: self.names.get(part) or secrets.token_bytes(16) for part in parts}
+        opening = asyncio.run_coroutine_threadsafe(self.opener.open(parts, kv=self.names), self.loop)
         self.opened.append(opening.result(BOUND_S))
         return self.opened[-1]
+
+    def forget_kv(self) -> None: ...
 
     def quarantine(self, fault: Fault) -> None: ...
 
@@ -135,6 +141,7 @@ async def over_hosts(head: LayerRunner[Any], sizes: tuple[int, int, int], kills:
         executor.submit = counted  # type: ignore[method-assign]
         run = await in_thread(run_all, executor)
         seen.append(executor.block_size)
+        assert [stage.resumed for stage in executor.stages] == [True, False]
         await in_thread(routes.close)
         return run, executor, seen
 

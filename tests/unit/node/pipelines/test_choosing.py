@@ -81,6 +81,16 @@ def test_those_of_a_route_that_are_left_keep_their_layers(gone: NodeId, left: No
     assert found == [Part(DOG if part.node_id == gone else part.node_id, part.layers) for part in LAST]
 
 
+def test_those_that_are_left_keep_their_layers_though_one_shard_could_run_all() -> None:
+    """They have the KV of what goes on."""
+    shard = replace(OFFER, role=Role.SHARD, warm=True, shard=ShardState(LayerRange(8, 24), 4))
+    cards = [replace(card, models=(OFFER, shard)) if card.node_id == DOG else card for card in CARDS]
+    wanted = replace(PINNED, pins=())
+    found = choose(cards, {}, OWN, wanted, frozenset({BEE}), LAST)
+    assert found == [Part(DOG, LayerRange(8, 14)), Part(CAT, LayerRange(14, 24))]
+    assert choose(cards, {}, OWN, wanted, frozenset({BEE})) == [Part(DOG, LayerRange(8, 24))]
+
+
 def test_where_no_machine_takes_the_layers_of_a_lost_one_all_are_shared_out_anew() -> None:
     small = [replace(card, shard_memory_bytes=5 * (101 << 20)) if card.node_id == DOG else card for card in CARDS]
     found = choose(small, {}, OWN, replace(PINNED, pins=()), frozenset({BEE}), LAST)

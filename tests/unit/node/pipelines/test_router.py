@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -50,15 +50,19 @@ class Opens:
     least_blocks, block_size = 2, 16
 
     asked: list[set[NodeId]] = field(default_factory=list[set[NodeId]])
+    names: list[Mapping[Part, bytes]] = field(default_factory=list[Mapping[Part, bytes]])
+    """Of their KV."""
     may: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then it takes its time."""
     stages: Sequence[Part] = ()
     """Of the route that was opened last, which this stands for."""
+    closed: int = 0
     done: int = 0
     """Bytes of a hundred that each machine says it has loaded."""
     refuses: dict[NodeId, FleetError] = field(default_factory=dict[NodeId, FleetError])
 
-    async def open(self, parts: Sequence[Part], *, loads: StageLoads) -> Any:
+    async def open(self, parts: Sequence[Part], *, loads: StageLoads, kv: Mapping[Part, bytes]) -> Any:
+        self.names.append(kv)
         self.asked.append({part.node_id for part in parts})
         for part in parts:
             loads.told(part, StageLoading(self.done, 100))
@@ -67,6 +71,9 @@ class Opens:
             raise NotOpened(refused)
         self.stages = parts
         return self
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 class Bench:
@@ -164,3 +171,37 @@ async def test_a_route_on_its_way_says_how_far_its_machines_are() -> None:
     assert (said.nodes, said.percent, said.advanced) == ((BEE,), 41, 41)
     bench.opens.may.set()
     await bench.found()
+
+
+@in_loop
+async def test_who_is_left_goes_on_with_the_kv_of_the_route_before_and_nobody_else() -> None:
+    bench = Bench(BEE, CAT, DOG)
+    await bench.found()
+    await bench.found()
+    first, second = bench.opens.names
+    assert first == second
+    (gone, *_) = first
+    bench.breaks(gone.node_id, "shard_unavailable")
+    await bench.found()
+    third = bench.opens.names[-1]
+    assert third.keys() != first.keys()
+    assert all(third[part] == first.get(part, third[part]) for part in third)
+    assert not {*third.values()} & {name for part, name in first.items() if part not in third}
+    bench.router.forget_kv()
+    await bench.found()
+    assert not {*bench.opens.names[-1].values()} & {*third.values()}
+
+
+@in_loop
+async def test_a_route_on_its_way_over_kv_that_is_of_no_use_any_more_is_not_taken() -> None:
+    bench = Bench(BEE)
+    await bench.found()
+    bench.opens.may.clear()
+    await in_thread(bench.router.find, 0.0)
+    await until(lambda: len(bench.opens.asked) == 2)
+    bench.router.forget_kv()
+    bench.opens.may.set()
+    assert isinstance(await in_thread(bench.router.find, 5.0), Opening)
+    assert bench.opens.closed == 1
+    await bench.found()
+    assert not {*bench.opens.names[-1].values()} & {*bench.opens.names[-2].values()}
