@@ -97,3 +97,10 @@ def test_a_body_behind_an_offer_of_another_protocol_is_no_request_of_its_own(ser
         while part := connection.recv(1 << 16):
             got += part
     assert got.count(b"HTTP/1.1 200 ") == 2
+
+
+def test_the_api_s_document_is_made_once_however_often_it_is_asked_for(serve: Serve) -> None:
+    """Making it holds up every stream."""
+    served = serve()
+    assert served.app.openapi() is served.app.openapi()
+    assert served.http.get("/openapi.json").json() == served.app.openapi()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any, cast
 
 import orjson
@@ -39,16 +40,15 @@ def body_of(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(model=name)}}}}}
 
 
-def document(app: FastAPI, inference: Inference, *, with_key: bool) -> dict[str, Any]:
+def document(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The document. `model` is an enumeration of the models served now, so that it tells the truth about what is accepted."""
     api = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
     _, definitions = models_json_schema([(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")], ref_template=REF)
     schemas = api.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
-    names = [model.name for model in inference.models()]
     if names:
         for request in (ChatCompletionRequest, CompletionRequest):
-            schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": names}
+            schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": list(names)}
     for path in api["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI adds it to every route with a parameter; none answers so
@@ -202,7 +202,12 @@ def create_app(inference: Inference, settings: ServerSettings | None = None) -> 
     app.add_middleware(RequestLog, clock=service.clock)
     _add_faults(app)
     _add_routes(app, service)
-    app.openapi = lambda: document(app, inference, with_key=service.settings.api_key is not None)
+
+    @lru_cache(maxsize=1)  # it takes the event loop some 50 ms, and whoever asks may ask again and again
+    def documented(*names: str) -> dict[str, Any]:
+        return document(app, names, with_key=service.settings.api_key is not None)
+
+    app.openapi = lambda: documented(*(model.name for model in inference.models()))
     return app
 
 
