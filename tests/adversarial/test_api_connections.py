@@ -104,3 +104,10 @@ def test_the_api_s_document_is_made_once_however_often_it_is_asked_for(serve: Se
     served = serve()
     assert served.app.openapi() is served.app.openapi()
     assert served.http.get("/openapi.json").json() == served.app.openapi()
+
+
+@pytest.mark.parametrize("kind", [{}, [], 0, None, "xml"])
+def test_a_form_of_answers_that_is_of_the_wrong_type_is_the_client_s_fault(serve: Serve, kind: object) -> None:
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "a"}], "response_format": {"type": kind}}
+    answer = serve().http.post("/v1/chat/completions", json=chat)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")

@@ -76,7 +76,7 @@ class JsonSchemaFormat(Strict):
 
 def _kind_of_format(value: object) -> str | None:
     kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
-    return f"as-{kind}" if kind in {"text", "json_object", "json_schema"} else None
+    return f"as-{kind}" if kind in ("text", "json_object", "json_schema") else None  # a tuple: it may be of any type
 
 
 ResponseFormat = Annotated[
