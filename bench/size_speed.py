@@ -25,7 +25,7 @@ ASKED = {8192: (1.25, 1.5), 32768: (2.2, 2.8)}
 SCENARIOS = (
     Scenario("decode, 1 stream", 1, 64, 32, "sequence decode", {"llama.cpp": (1.0, 1.05)}),
     # Long enough that the first still decodes when the last begins: while one decodes, prompts are computed in small chunks.
-    Scenario("decode, 16 streams, total", 16, 32, 112, "total decode", {"llama.cpp": (3.0, 4.0)}),
+    Scenario("decode, 16 streams, total", 16, 32, 224, "total decode", {"llama.cpp": (3.0, 4.0)}),
     Scenario("prefill, 512 tokens", 1, 512, 1, "prefill", {"llama.cpp": (2.2, 3.0)}),
 )
 
