@@ -98,10 +98,11 @@ def test_one_answer_moves_as_often_as_machines_are_lost(trio: Trio) -> None:
     def doze() -> None:
         """The last one sleeps until the answer has left it, and is asked again."""
         left, machine = metric(trio.door, "paceline_fleet_retried_total"), trio.serving()
+        asked_before = metric(machine, "paceline_prompt_tokens_total")
         machine.node.process.send_signal(signal.SIGSTOP)
         until(lambda: metric(trio.door, "paceline_fleet_retried_total") > left)
         machine.node.process.send_signal(signal.SIGCONT)
-        until(lambda: metric(machine, "paceline_requests_running") == 1)
+        until(lambda: metric(machine, "paceline_prompt_tokens_total") > asked_before and metric(machine, "paceline_requests_running") == 1)
 
     lost = {20: lambda: trio.serving().node.kill(), 40: doze, 41: doze}
     assert collect(trio.client.chat.completions.create(**asked), lost) == whole
