@@ -57,7 +57,7 @@ def read_batch(data: bytes) -> StageBatch:
         numbers.byteswap()
     n, n_blocks, n_released, batch_id, *rest = numbers.tolist()
     columns = 5 * n + n_blocks + n_released
-    fills_to = rest.pop() if len(rest) == columns + 1 else 0
+    fills_to = rest.pop() if len(rest) == columns + 1 and rest[-1] else 0
     if columns != len(rest):
         raise StreamCorrupt(
             f"Batch {batch_id} says {n} sequences, {n_blocks} blocks and {n_released} released, and has {len(rest)} numbers"

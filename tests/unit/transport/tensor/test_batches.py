@@ -29,6 +29,7 @@ def batches(draw: st.DrawFn) -> StageBatch:
     return StageBatch(
         BatchId(draw(IDS)), [SequenceId(i) for i in column(IDS)], column(st.integers(1, 9)), column(SMALL), column(st.integers(0, 1)), counts,
         [BlockId(i) for i in column(SMALL, sum(counts))], [SequenceId(i) for i in draw(st.lists(IDS, max_size=4))],
+        draw(st.integers(0, 200)),
     )  # fmt: skip
 
 
@@ -54,8 +55,9 @@ def test_what_is_cut_off_or_goes_on_is_refused(cut: int) -> None:
     whole = write_batch(ONE)
     with pytest.raises(StreamCorrupt):
         read_batch(whole[:cut])
-    with pytest.raises(StreamCorrupt):
-        read_batch(whole + whole[:8])
+    for more in (bytes(8), whole[:16]):
+        with pytest.raises(StreamCorrupt):
+            read_batch(whole + more)
 
 
 def test_counts_beyond_what_is_there_allocate_nothing() -> None:
