@@ -81,6 +81,8 @@ class Grammars:
             raise InvalidRequest(
                 f"{field}: {len(grammar.text)} letters, and {MAX_GRAMMAR_LETTERS} are taken", "Send a smaller one.", field=field
             )
+        if not self._vocabulary.eos_ids:
+            raise _refused(field, "this model has no token that ends an answer")
         if self._tokenizer is None:
             vocabulary = _Vocabulary(self._vocabulary)
             self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)

@@ -180,6 +180,13 @@ def test_what_is_no_form_is_refused_and_the_field_named(kind: GrammarKind, text:
     assert refused.value.field == {"json_schema": "response_format"}.get(kind, kind)
 
 
+def test_a_model_whose_answers_have_no_end_takes_no_form() -> None:
+    endless = Pieces()
+    endless.eos_ids = frozenset()
+    with pytest.raises(InvalidRequest, match="no token that ends"):
+        Grammars(endless).prepare(SCHEMA)
+
+
 def test_a_form_and_no_end_exclude_one_another() -> None:
     with pytest.raises(InvalidRequest, match="ignore_eos"):
         answers(ask(1, ignore_eos=True))
