@@ -34,6 +34,8 @@ ASK: dict[str, Any] = {
     "extra_body": {"ignore_eos": True},
 }
 KILL_AT = 12
+OWN = "12"
+"""Layers of `one`: the rest (350 MiB) is more than one of the others has room for, so that two must hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
         at = Limited(small, dict(zip(NAMES, made, strict=True)), limits, model, right, f"127.0.0.1:{port}")
         with ThreadPoolExecutor() as together:
             hosts = [together.submit(at.host, name) for name in ("two", "three")]
-            at.nodes["one"].up("--model", str(model), "--pipeline", "--own-layers", "17", "--fleet-port", str(port), *SMALL)
+            at.nodes["one"].up("--model", str(model), "--pipeline", "--own-layers", OWN, "--fleet-port", str(port), *SMALL)
             for host in hosts:
                 host.result()
         yield at
