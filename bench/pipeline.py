@@ -98,15 +98,19 @@ class TwoProcesses:
     stages: tuple[RouteStage, ...]
     sink: ActivationSink
     source: ActivationSource
+    block_size: int
 
     def find(self, wait_s: float) -> TwoProcesses:
         del wait_s
         return self
 
+    def forget_kv(self) -> None:
+        """Nothing is kept: no stage is ever lost here."""
+
     def quarantine(self, fault: Fault) -> None:
         raise SystemExit(f"the pipeline broke: {fault.message}")
 
-    def fault(self) -> None:
+    def fault(self, wait_s: float = 0.0) -> None:
         return None
 
     def suspect(self, received: int) -> Fault:
@@ -117,7 +121,7 @@ class TwoProcesses:
         self.source.close()
 
 
-def connect(cut: int, n_layers: int, core: int) -> tuple[TwoProcesses, multiprocessing.Process]:
+def connect(cut: int, n_layers: int, core: int, block_size: int) -> tuple[TwoProcesses, multiprocessing.Process]:
     fleet = TestFleet()
     a, b = fleet.member("a"), fleet.member("b")
     ours, theirs = multiprocessing.Pipe()
@@ -132,8 +136,8 @@ def connect(cut: int, n_layers: int, core: int) -> tuple[TwoProcesses, multiproc
     ours.send((port, expected.ticket))
     sink = StreamSink(dial([f"127.0.0.1:{their_port}"], b.member, ticket, a, never, time.perf_counter() + PATIENCE_S))
     source = Acknowledged(expected.wait(time.perf_counter() + PATIENCE_S))
-    stage = RouteStage(NodeId("b"), LayerRange(cut, n_layers), f"{MODEL}:{cut}-{n_layers - 1}", "", holds_identity=True, n_blocks=BLOCKS)
-    return TwoProcesses((stage,), sink, source), process
+    stage = RouteStage(NodeId("b"), LayerRange(cut, n_layers), f"{MODEL}:{cut}-{n_layers - 1}", "", holds_identity=True, kv_tokens=BLOCKS * block_size)
+    return TwoProcesses((stage,), sink, source, block_size), process
 
 
 class Acknowledged(StreamSource):
@@ -156,7 +160,7 @@ def main() -> None:
     os.sched_setaffinity(0, {first})
     whole, opened = load(None, edges=True)
     head, _ = load(LayerRange(0, options.cut), edges=True)
-    route, process = connect(options.cut, opened.spec.n_layers, second)
+    route, process = connect(options.cut, opened.spec.n_layers, second, whole.block_size)
     clock = SystemClock()
     limits = PipelineLimits(stall_s=PATIENCE_S, search_s=1.0)
     executors = {
