@@ -1,0 +1,106 @@
+"""A place in a text that is still being written.
+
+Law: whoever reads at a cursor waits (`yield`) until what it must see is there, or the text has ended, and moves on for good: no reading depends on
+how the text was cut, and none is done twice. Looking ahead is bounded by the longest mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable
+
+BLANKS = " \t\r\n"
+
+
+class Marks:
+    """Literals that are looked for together."""
+
+    def __init__(self, literals: Iterable[str] = ()) -> None:
+        self.literals = frozenset(literals)
+        self._prefixes = frozenset(text[:i] for text in self.literals for i in range(1, len(text) + 1))
+        first = "".join(sorted({text[0] for text in self.literals}))
+        self.others = re.compile(f"[^{re.escape(first + BLANKS)}]+" if first else r"[\s\S]+")
+        """A run of characters that are neither blank nor begin a literal; anything where there is no literal."""
+
+    def __or__(self, other: Marks) -> Marks:
+        return Marks(self.literals | other.literals)
+
+    def begun(self, text: str) -> bool:
+        return text in self._prefixes
+
+
+class Cursor:
+    """Where the reading of a text stands."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._held: list[str] | None = None
+        """What was taken since `hold`."""
+        self.looked = 0
+        """Characters looked at, again or not: how much work was done."""
+
+    def feed(self, text: str) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        self._ended = True
+
+    def more(self, ahead: int = 0) -> Generator[None, None, bool]:
+        """Wait for the character here, or some characters ahead. False: the text ends before it."""
+        while self._at + ahead >= len(self._text):
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Generator[None, None, str]:
+        """The character here; empty at the end."""
+        self.looked += 1
+        return self._text[self._at] if (yield from self.more()) else ""
+
+    def take(self, length: int = 1) -> str:
+        """Go over characters that are there."""
+        taken = self._text[self._at : self._at + length]
+        self._at += length
+        if self._held is not None:
+            self._held.append(taken)
+        return taken
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """Go over what matches here, of the text that is there. The pattern must be one class of characters, repeated."""
+        match = pattern.match(self._text, self._at)
+        taken = self.take(match.end() - self._at) if match else ""
+        self.looked += len(taken)
+        return taken
+
+    def mark(self, marks: Marks) -> Generator[None, None, str]:
+        """The longest literal that stands here, not gone over; empty: none does."""
+        found, length = "", 0
+        while (yield from self.more(length)):
+            length += 1
+            self.looked += 1
+            text = self._text[self._at : self._at + length]
+            if not marks.begun(text):
+                break
+            if text in marks.literals:
+                found = text
+        return found
+
+    def blanks(self) -> Generator[None, None, str]:
+        """Go over blanks."""
+        taken: list[str] = []
+        while (c := (yield from self.peek())) and c in BLANKS:
+            taken.append(self.take())
+        return "".join(taken)
+
+    def hold(self) -> None:
+        """From here on, keep what is taken, until it is clear what it is."""
+        self._held = []
+
+    def release(self) -> str:
+        """What was taken since `hold`."""
+        text, self._held = "".join(self._held or ()), None
+        return text

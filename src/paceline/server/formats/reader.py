@@ -1,0 +1,303 @@
+"""Reads what a model wrote into parts: content, reasoning, calls of tools.
+
+Law: the parts, joined, are a function of the text and of nothing else: not of how it was cut. Time is linear in its length.
+
+What is no call stays content, character by character: the name of no tool that was offered, a body that breaks off before the arguments begin, a mark
+that somebody merely writes about. A call has begun once its name and the first character of its arguments were read; what breaks off behind that leaves
+arguments that break off too. Not part of anything: the marks of calls and reasoning themselves, and blanks next to them (behind a call they stay
+where content goes on).
+
+Without `parallel` the first call is read and later ones are left out; text between and behind them is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from paceline.server.formats.cursor import BLANKS, Cursor, Marks
+from paceline.server.formats.format import Body, Calls, Format, Thinking
+from paceline.server.formats.json_text import decoded, json_string, json_value
+from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+
+Reading = Generator[None, None, None]
+Text = Callable[[str], None]
+"""Says what a text is part of."""
+
+
+class AnswerReader:
+    """Reads one answer, as it is written."""
+
+    def __init__(
+        self,
+        format: Format,  # noqa: A002  (callers name it so)
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        in_reasoning: bool = False,
+        parallel: bool = True,
+    ) -> None:
+        """Read an answer of this format.
+
+        Args:
+            format: how the model writes.
+            tools: the JSON schema of each tool's parameters, by its name. Without any no call is read.
+            in_reasoning: the prompt ended inside a reasoning block.
+            parallel: several calls are taken.
+        """
+        self._tools = tools
+        self._parallel = parallel
+        self._thinking = format.thinking
+        self._skipped = frozenset(format.skipped)
+        self._cursor = Cursor()
+        self._parts: list[Part] = []
+        self._n_calls = 0
+        self._spoke = False
+        """There was content other than blanks."""
+        calls = format.calls if tools else ()
+        self._sections = {mark: [each for each in calls if mark in each.begin] for each in calls for mark in each.begin}
+        self._bare = {mark: [each] for each in reversed(calls) if each.bare or not each.begin for mark in each.open}
+        self._at_start = {mark: [each] for each in reversed(calls) for mark in each.at_start}
+        self._call_marks = Marks((*self._sections, *self._bare))
+        opening = Marks(format.thinking.open if format.thinking else ())
+        anywhere = opening if format.thinking and format.thinking.anywhere else Marks()
+        self._content_marks = self._call_marks | anywhere | Marks(self._skipped)
+        self._start_marks = self._content_marks | opening | Marks(self._at_start)
+        self._reading = self._answer(in_reasoning=in_reasoning)
+        next(self._reading, None)
+
+    @property
+    def looked(self) -> int:
+        """Characters looked at so far, again or not."""
+        return self._cursor.looked
+
+    def feed(self, text: str) -> list[Part]:
+        """What more text makes certain."""
+        if text:
+            self._cursor.feed(text)
+            next(self._reading, None)
+        return self._said()
+
+    def end(self) -> list[Part]:
+        """What is left once the answer has ended."""
+        self._cursor.end()
+        next(self._reading, None)
+        return self._said()
+
+    def _said(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _content(self, text: str) -> None:
+        if text:
+            self._spoke = self._spoke or not text.isspace()
+            match self._parts:
+                case [*_, Content() as last]:
+                    self._parts[-1] = Content(last.text + text)
+                case _:
+                    self._parts.append(Content(text))
+
+    def _reasoning(self, text: str) -> None:
+        if text:
+            match self._parts:
+                case [*_, Reasoning() as last]:
+                    self._parts[-1] = Reasoning(last.text + text)
+                case _:
+                    self._parts.append(Reasoning(text))
+
+    def _begin(self, name: str, arguments: str = "") -> None:
+        """A call has begun: what was held is no content."""
+        self._cursor.release()
+        self._n_calls += 1
+        if self._parallel or self._n_calls == 1:
+            self._parts.append(CallBegun(self._n_calls - 1, name))
+        self._arguments(arguments)
+
+    def _arguments(self, text: str) -> None:
+        if text and (self._parallel or self._n_calls == 1):
+            match self._parts:
+                case [*_, CallArguments() as last] if last.index == self._n_calls - 1:
+                    self._parts[-1] = CallArguments(last.index, last.text + text)
+                case _:
+                    self._parts.append(CallArguments(self._n_calls - 1, text))
+
+    # ------------------------------------------------------------------------------------------------- content and reasoning
+
+    def _answer(self, *, in_reasoning: bool) -> Reading:
+        cursor, blanks = self._cursor, ""
+        if in_reasoning and self._thinking:
+            yield from self._think(self._thinking)
+            yield from cursor.blanks()
+        elif self._start_marks.literals:
+            blanks = yield from cursor.blanks()
+        mark = yield from cursor.mark(self._start_marks)
+        while True:
+            behind = ""
+            if not mark:
+                self._content(blanks)
+                blanks, mark = yield from self._text(self._content_marks, self._content)
+            if not mark:
+                self._content(blanks)
+                return
+            if mark in self._skipped:
+                self._content(blanks)
+                cursor.take(len(mark))
+            elif self._thinking and mark in self._thinking.open:
+                cursor.take(len(mark))
+                yield from self._think(self._thinking)
+                yield from cursor.blanks()
+            elif (left := (yield from self._calls(mark, blanks, self._content))) is not None:
+                behind = left + (yield from cursor.blanks())
+            nothing_yet = not self._n_calls and not self._spoke
+            mark = yield from cursor.mark(self._start_marks if nothing_yet else self._content_marks)
+            blanks = behind if not mark and self._spoke and (yield from cursor.more()) else ""
+
+    def _think(self, thinking: Thinking) -> Reading:
+        """Go over reasoning, to behind its end."""
+        cursor = self._cursor
+        opening, marks = Marks(thinking.open), Marks(thinking.close)
+        yield from cursor.blanks()
+        if mark := (yield from cursor.mark(opening)):
+            cursor.take(len(mark))
+            yield from cursor.blanks()
+        if thinking.ended_by_calls:
+            marks |= self._call_marks
+        while True:
+            blanks, mark = yield from self._text(marks, self._reasoning)
+            if not mark:
+                self._reasoning(blanks)
+                return
+            if mark in thinking.close:
+                cursor.take(len(mark))
+                return
+            if (yield from self._calls(mark, blanks, self._reasoning)) is not None:
+                return
+
+    def _text(self, marks: Marks, say: Text) -> Generator[None, None, tuple[str, str]]:
+        """Go over text up to one of the marks, or to the end. Returns the blanks before it, which were not said, and the mark."""
+        cursor, blanks = self._cursor, ""
+        while c := (yield from cursor.peek()):
+            if run := cursor.run(marks.others):
+                say(blanks + run)
+                blanks = ""
+            elif c in BLANKS:
+                blanks = yield from cursor.blanks()
+            elif mark := (yield from cursor.mark(marks)):
+                return blanks, mark
+            else:
+                say(blanks + cursor.take())
+                blanks = ""
+        return blanks, ""
+
+    # ------------------------------------------------------------------------------------------------------------------ calls
+
+    def _calls(self, mark: str, blanks: str, say: Text) -> Generator[None, None, str | None]:
+        """Go over the calls that a mark opens. Returns blanks behind them. None: there is no call, and the text was said, blanks first."""
+        cursor = self._cursor
+        ways = self._sections.get(mark) or self._bare.get(mark) or self._at_start[mark]
+        way = None if mark in self._sections else ways[0]
+        ends = {end for each in ways for end in each.end}
+        opens = {opening: each for each in reversed(ways) for opening in each.open}
+        first = opens.pop("", None)
+        marks, between = Marks((*ends, *opens)), BLANKS + "".join(each.between for each in ways)
+        read = False
+        cursor.hold()
+        cursor.take(len(mark))
+        while True:
+            if way is None:
+                while (c := (yield from cursor.peek())) and c in between:
+                    cursor.take()
+                opening = yield from cursor.mark(marks)
+                if read and opening in ends:
+                    cursor.release()
+                    cursor.take(len(opening))
+                    return ""
+                way = opens.get(opening) or (None if read else first)
+                if way is None:
+                    break
+                cursor.take(len(opening))
+            if not (yield from self._call(way)):
+                break
+            read, way = True, None
+            cursor.hold()
+        text = cursor.release()
+        if not read:
+            say(blanks + text)
+            return None
+        if not text.strip(BLANKS):
+            return text
+        self._content(text if self._spoke else text.lstrip(BLANKS))
+        return ""
+
+    def _call(self, way: Calls) -> Generator[None, None, bool]:
+        """Go over one call, behind what opens it. False: it is none."""
+        match way.body:
+            case Body.OBJECT:
+                return (yield from self._object(way))
+            case Body.JSON | Body.LAX | Body.PARAMETERS:
+                raise NotImplementedError
+
+    def _object(self, way: Calls) -> Generator[None, None, bool]:
+        """Go over an object that has name and arguments, behind its brace."""
+        cursor, name, buffered, begun = self._cursor, None, None, False
+        while (c := (yield from cursor.peek())) != "}":
+            if c and c in BLANKS + ",":
+                cursor.take()
+                continue
+            key = yield from self._string()
+            yield from cursor.blanks()
+            if key is None or (yield from cursor.peek()) != ":":
+                return begun
+            cursor.take()
+            yield from cursor.blanks()
+            if key in way.name_keys and name is None:
+                name = yield from self._string()
+                if name is None or name not in self._tools:
+                    return False
+                if buffered is not None:
+                    self._begin(name, buffered)
+                    begun = True
+            elif key in way.arguments_keys and buffered is None and not begun:
+                if name is not None and (yield from cursor.peek()) == "{":
+                    self._begin(name)
+                    begun = True
+                    if not (yield from json_value(cursor, self._arguments)):
+                        return True
+                    continue
+                buffered = yield from self._whole_arguments()
+                if buffered is None:
+                    return False
+                if name is not None:
+                    self._begin(name, buffered)
+                    begun = True
+            elif not (begun or key in _PASSED_OVER) or not (yield from json_value(cursor, _ignore)):
+                return begun
+        if not begun and name is not None:
+            self._begin(name, buffered or "{}")
+            begun = True
+        if begun:
+            cursor.take()
+        return begun
+
+    def _string(self) -> Generator[None, None, str | None]:
+        """The text of the JSON string that stands here, gone over. None: none does."""
+        if (yield from self._cursor.peek()) != '"':
+            return None
+        pieces: list[str] = []
+        return decoded("".join(pieces)) if (yield from json_string(self._cursor, pieces.append)) else None
+
+    def _whole_arguments(self) -> Generator[None, None, str | None]:
+        """A JSON object that stands here, gone over: itself, as JSON in a string, or null for none. None: something else stands here."""
+        pieces: list[str] = []
+        if not (yield from json_value(self._cursor, pieces.append)):
+            return None
+        text = "".join(pieces)
+        text = "{}" if text == "null" else (decoded(text) or "" if text.startswith('"') else text)
+        return text if text.lstrip(BLANKS).startswith("{") else None
+
+
+_PASSED_OVER = ("id", "type", "index")
+"""Keys of a call's object that may stand before its name."""
+
+
+def _ignore(_: str) -> None:
+    """Take no note of a text."""
