@@ -14,6 +14,7 @@ import orjson
 import pytest
 
 from paceline.node.api_certificate import own_certificate
+from paceline.server.admission import WRONG_KEYS
 from paceline.server.settings import ServerSettings, TlsFiles
 from paceline.store.home import Home
 from paceline.testing.scripted_inference import ScriptedInference
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a mac
 def serve() -> Generator[Serve, None, None]:
     with ExitStack() as started:
 
-        def start(tls: TlsFiles | None = None) -> Served[ScriptedInference]:
-            served = Served(ScriptedInference(), ServerSettings(api_key=KEY, max_connections=MOST), tls)
+        def start(tls: TlsFiles | None = None, host: str = "127.0.0.1") -> Served[ScriptedInference]:
+            served = Served(ScriptedInference(), ServerSettings(api_key=KEY, max_connections=MOST), tls, host)
             started.callback(served.close)
             return served
 
@@ -45,7 +46,7 @@ def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
 
 
 def connect(served: Served[ScriptedInference], host: str) -> socket.socket:
-    return socket.create_connection(served.address, BOUND_S, (host, 0))
+    return socket.create_connection(("127.0.0.1", served.address[1]), BOUND_S, (host, 0))
 
 
 def answered(served: Served[ScriptedInference], host: str, tls: TlsFiles | None) -> bytes:
@@ -68,6 +69,23 @@ def test_a_stranger_that_holds_all_connections_keeps_nobody_else_out(serve: Serv
         for stranger in (*strangers[MOST:], strangers[0]):
             while stranger.recv(1 << 16):
                 pass
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this system has no sockets for both IPv4 and IPv6")
+def test_where_the_api_listens_on_ipv6_too_each_ipv4_address_counts_for_itself(serve: Serve) -> None:
+    """There they come as ::ffff:a.b.c.d, all in one /64: one that guesses keys, or holds connections, would keep all others out."""
+    served = serve(host="::")
+    wrong = ASK.replace(KEY.encode(), b"a-guess-a-guess-a-guess")
+    for _ in range(2 * WRONG_KEYS):
+        with connect(served, "127.0.0.2") as guesser:
+            guesser.sendall(wrong)
+            last = guesser.recv(1 << 16)
+    assert last.startswith(b"HTTP/1.1 429 ")
+    assert answered(served, "127.0.0.3", None).startswith(b"HTTP/1.1 200 ")
+    with ExitStack() as held:
+        for _ in range(3 * MOST):
+            held.enter_context(connect(served, "127.0.0.2"))
+        assert answered(served, "127.0.0.3", None).startswith(b"HTTP/1.1 200 ")
 
 
 def test_an_answer_that_is_under_way_makes_way_for_nobody(serve: Serve) -> None:

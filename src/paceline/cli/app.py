@@ -213,6 +213,10 @@ def up(
         )
     if no_model and draft != "auto":
         raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
+    if no_model and served_name:
+        raise ConfigError(
+            "--served-name is another name for this machine's model, and with --no-model it has none", "Give it where the model runs."
+        )
     settings = (
         None
         if no_model

@@ -31,7 +31,7 @@ from paceline.node.fleet_routes import Route, Stop, Weights, routes
 from paceline.node.fleet_tokenizers import Described, TokenizerStore
 from paceline.node.forwarded import Forwarded, Leg
 from paceline.node.proofs import PROBE, Again, Proofs, probe
-from paceline.node.sharing import Sharing
+from paceline.node.sharing import Prompt, Sharing
 from paceline.server.inference import ChunkStream, Progress, ServedModel, fingerprint_of
 from paceline.transport.generate_client import RemoteStream
 from paceline.transport.generate_service import LoadedModel
@@ -219,10 +219,11 @@ class FleetInference:
         route = self._routes.get(name)
         if route is None or route.weights != same[0]:
             return None
-        stop = self._sharing.choose([stop for stop in route.stops if stop.numerics_id == same[1]], request.prompt_ids, left)
+        prompt = Prompt(request.prompt_ids, f"{route.weights.digest}:{route.weights.format}", request.cache_salt)
+        stop = self._sharing.choose([stop for stop in route.stops if stop.numerics_id == same[1]], prompt, left)
         if stop is None:
             return None
-        self._sharing.began(stop.node_id, request.prompt_ids)
+        self._sharing.began(stop.node_id, prompt)
         return Leg(stop, self._stream(name, route, stop, request))
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:

@@ -32,6 +32,16 @@ REMEMBERED = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a node's cache knows a prompt by: equal ids for another model, or under another salt, are another prompt."""
+
+    ids: Sequence[int]
+    model: str = ""
+    """Its digest and the format of its weights."""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """A node that failed a request."""
 
@@ -55,7 +65,7 @@ class Sharing:
         self._prefixes: OrderedDict[bytes, NodeId] = OrderedDict()
         """Where each was sent last."""
 
-    def choose(self, stops: Sequence[Stop], prompt_ids: Sequence[int], left: Collection[NodeId]) -> Stop | None:
+    def choose(self, stops: Sequence[Stop], prompt: Prompt, left: Collection[NodeId]) -> Stop | None:
         """The stop to ask now; None where all were left.
 
         Args:
@@ -64,7 +74,7 @@ class Sharing:
         open_stops = [stop for stop in stops if stop.node_id not in left]
         if len(open_stops) < 2:
             return open_stops[0] if open_stops else None
-        known = self._known(prompt_ids)
+        known = self._known(prompt)
         times = [stop.expected_s for stop in stops if stop.expected_s is not None]
         quickest_s, slowest_s = min(times, default=0.5), max(times, default=0.5)
         has_own = any(stop.node_id == self._own for stop in stops)
@@ -81,10 +91,10 @@ class Sharing:
 
         return min(open_stops, key=cost)  # the first of equal ones
 
-    def began(self, node_id: NodeId, prompt_ids: Sequence[int]) -> None:
+    def began(self, node_id: NodeId, prompt: Prompt) -> None:
         """A request goes to a node."""
         self._under_way[node_id] += 1
-        for key in prefix_keys(prompt_ids):
+        for key in prefix_keys(prompt):
             self._prefixes[key] = node_id
             self._prefixes.move_to_end(key)
         while len(self._prefixes) > REMEMBERED:
@@ -113,21 +123,21 @@ class Sharing:
             return False
         return True
 
-    def _known(self, prompt_ids: Sequence[int]) -> dict[NodeId, float]:
+    def _known(self, prompt: Prompt) -> dict[NodeId, float]:
         """How much of a prompt each node was sent before: 0 to 1."""
         found: dict[NodeId, float] = {}
-        for place, key in enumerate(prefix_keys(prompt_ids), start=1):
+        for place, key in enumerate(prefix_keys(prompt), start=1):
             node_id = self._prefixes.get(key)
             if node_id is not None:
-                found[node_id] = min(1.0, place * PREFIX_TOKENS / len(prompt_ids))
+                found[node_id] = min(1.0, place * PREFIX_TOKENS / len(prompt.ids))
         return found
 
 
-def prefix_keys(prompt_ids: Sequence[int]) -> list[bytes]:
+def prefix_keys(prompt: Prompt) -> list[bytes]:
     """Names of a prompt's prefixes, the shortest first."""
-    hashed = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(repr((prompt.model, prompt.salt)).encode(), digest_size=16)
     keys: list[bytes] = []
-    for place in range(min(MOST_PREFIXES, len(prompt_ids) // PREFIX_TOKENS)):
-        hashed.update(array("I", prompt_ids[place * PREFIX_TOKENS : (place + 1) * PREFIX_TOKENS]).tobytes())
+    for place in range(min(MOST_PREFIXES, len(prompt.ids) // PREFIX_TOKENS)):
+        hashed.update(array("I", prompt.ids[place * PREFIX_TOKENS : (place + 1) * PREFIX_TOKENS]).tobytes())
         keys.append(hashed.copy().digest())
     return keys

@@ -175,9 +175,13 @@ def _sent(headers: Headers) -> bytes:
 
 
 def network_of(host: str) -> str:
-    """Who an address stands for. Of IPv6, the network of a household: it has addresses without end."""
+    """Which clients count as one. Of IPv6, the network of a household: it has addresses without end. An IPv4 address that came over a socket for
+    both (as ::ffff:a.b.c.d) is what it is without.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host
-    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else str(address)
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))

@@ -194,7 +194,8 @@ def listed(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:
 
 def find_model(name: str, inference: Inference, aliases: Collection[str]) -> ServedModel:
     """The model that a client means: by an alias of this machine's own, which no other machine's model takes from it, else by its name, else without
-    `:latest`, else without case.
+    `:latest`, else without case. Of those that differ in case alone, this machine's own comes first, then the first by name: another machine
+    that offers one keeps no client from the others.
 
     Raises:
         UnknownModel, ModelAway: there is none.
@@ -206,9 +207,9 @@ def find_model(name: str, inference: Inference, aliases: Collection[str]) -> Ser
     by_name = {model.name: model for model in models}
     if found := by_name.get(name) or by_name.get(plain):
         return found
-    meant = [model for model in models if model.name.lower() == plain.lower()]
-    if len(meant) == 1:
-        return meant[0]
+    for model in models:
+        if model.name.lower() == plain.lower():
+            return model
     raise not_served(name, inference)
 
 

@@ -25,11 +25,13 @@ BOUND_S = 30
 class Served(Generic[Kind]):
     """A running server. Methods may be called from any other thread."""
 
-    def __init__(self, inference: Kind, settings: ServerSettings | None = None, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, inference: Kind, settings: ServerSettings | None = None, tls: TlsFiles | None = None, host: str = "127.0.0.1"
+    ) -> None:
         self.inference = inference
         self.settings = settings or ServerSettings()
         self.app = create_app(inference, self.settings)
-        self._tls = tls
+        self._tls, self._host = tls, host
         self._up: concurrent.futures.Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="test-server")
         self._thread.start()
@@ -54,8 +56,8 @@ class Served(Generic[Kind]):
             loop = asyncio.get_running_loop()
             await serve(
                 self.app,
-                "127.0.0.1",
-                bind("127.0.0.1", 0),
+                self._host,
+                bind(self._host, 0),
                 stop=stop,
                 on_ready=lambda url: self._up.set_result((url, loop, stop)),
                 tls=self._tls,

@@ -100,6 +100,10 @@ def test_a_wrong_flag_names_the_near_ones() -> None:
     assert_user_error(paceline("up", "--prot", "1"), "--prot", "--port")
 
 
+def test_another_name_for_no_model_is_refused() -> None:
+    assert_user_error(paceline("up", "--port", "0", "--no-model", "--served-name", "gpt-4"), "--served-name", "--no-model")
+
+
 def test_drafts_for_no_model_are_refused() -> None:
     assert_user_error(paceline("up", "--port", "0", "--no-model", "--draft", "ngram"), "--draft", "--no-model")
 

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.core.errors import ContextOverflow, InvalidRequest, UnknownModel
 from paceline.core.generation import SamplingParams
 from paceline.server.call import Call
 from paceline.server.faults import Refusal
-from paceline.server.intake import Intake
+from paceline.server.inference import ServedModel
+from paceline.server.intake import Intake, find_model
 from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 
 INTAKE = Intake(ScriptedInference(max_context=128), SystemClock())
@@ -162,3 +163,23 @@ def test_a_text_is_measured_by_the_tokens_that_the_name_has_now() -> None:
         intake.completion(body)
     inference._model = replace(inference._model, tokenizer=WideTokenizer(), fingerprint="fp_another")
     assert len(intake.completion(body).requests[0].prompt_ids) == 30
+
+
+class Several(ScriptedInference):
+    """Serves a model under each of some names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names = names
+
+    def models(self) -> list[ServedModel]:
+        return [replace(self._model, name=name) for name in self._names]
+
+
+def test_of_names_that_differ_in_case_alone_this_machines_own_is_meant() -> None:
+    served = Several("Llama", "LLAMA", "llama")
+    assert [find_model(name, served, ()).name for name in ("llama", "LLAMA", "Llama:latest")] == ["llama", "LLAMA", "Llama"]
+    assert find_model("lLaMa", served, ()).name == "Llama", "the first is this machine's own"
+    assert find_model("lLaMa:latest", served, ()).name == "Llama"
+    with pytest.raises(UnknownModel):
+        find_model("llam", served, ())

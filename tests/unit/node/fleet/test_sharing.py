@@ -10,12 +10,12 @@ from paceline.core.errors import NodeStopping, NodeUnreachable, Overloaded, Pace
 from paceline.core.ids import NodeId
 from paceline.node.fleet_routes import Stop
 from paceline.node.serving import shown_load
-from paceline.node.sharing import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Sharing, prefix_keys
+from paceline.node.sharing import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Prompt, Sharing, prefix_keys
 from paceline.testing.clock import FakeClock
 
 DOOR, B, C = NodeId("a"), NodeId("b"), NodeId("c")
-SHORT = (1, 2, 3)
-LONG = tuple(range(1000))
+SHORT = Prompt((1, 2, 3))
+LONG = Prompt(tuple(range(1000)))
 
 
 def stop(node_id: NodeId, expected_s: float | None = 1.0) -> Stop:
@@ -30,7 +30,7 @@ class Door:
         self.clock, self.heard, self.load = FakeClock(), dict[NodeId, float](), 0
         self.sharing = Sharing(DOOR, lambda: self.load, self.heard.get, self.clock)
 
-    def send(self, stops: list[Stop] = STOPS, prompt: tuple[int, ...] = SHORT) -> Stop:
+    def send(self, stops: list[Stop] = STOPS, prompt: Prompt = SHORT) -> Stop:
         chosen = self.sharing.choose(stops, prompt, ())
         assert chosen is not None
         self.sharing.began(chosen.node_id, prompt)
@@ -75,13 +75,23 @@ def test_a_conversation_stays_where_its_prefix_is_unless_others_have_much_less_t
     door = Door()
     first = door.send(prompt=LONG)
     door.sharing.ended(first, None)
-    again = (*LONG, 7, 8, 9)
+    again = Prompt((*LONG.ids, 7, 8, 9))
     busy = [door.send([first], SHORT)]
     assert door.send(prompt=again) == first
     busy += [door.send([first], SHORT) for _ in range(4)]
     assert door.send(prompt=again) != first
-    other = tuple(reversed(LONG))
+    other = Prompt(tuple(reversed(LONG.ids)))
     assert door.sharing.choose(STOPS, other, ()) != first
+
+
+@pytest.mark.parametrize("other", [replace(LONG, model="another"), replace(LONG, salt="another")])
+def test_a_prompt_of_another_model_or_salt_is_no_prefix(other: Prompt) -> None:
+    """The machine holds nothing for it, and where it goes would tell what was asked under another salt."""
+    door = Door()
+    first = door.send([STOPS[1]], prompt=LONG)
+    door.sharing.ended(first, None)
+    assert door.sharing.choose(STOPS, LONG, ()) == first
+    assert door.sharing.choose(STOPS, other, ()) == STOPS[0]
 
 
 @pytest.mark.parametrize("error", [NodeUnreachable("gone"), NodeStopping("stopping")])
@@ -111,9 +121,9 @@ def test_none_is_chosen_where_all_were_left() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    assert len(prefix_keys(range(100 * PREFIX_TOKENS * MOST_PREFIXES))) == MOST_PREFIXES
-    assert prefix_keys(LONG) == prefix_keys((*LONG, 1))
+    assert len(prefix_keys(Prompt(range(100 * PREFIX_TOKENS * MOST_PREFIXES)))) == MOST_PREFIXES
+    assert prefix_keys(LONG) == prefix_keys(Prompt((*LONG.ids, 1)))
     door = Door()
     for salt in range(2 * REMEMBERED // MOST_PREFIXES):
-        door.send(prompt=tuple(range(salt, salt + PREFIX_TOKENS * MOST_PREFIXES)))
+        door.send(prompt=Prompt(tuple(range(salt, salt + PREFIX_TOKENS * MOST_PREFIXES))))
     assert len(door.sharing._prefixes) == REMEMBERED
