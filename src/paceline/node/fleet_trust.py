@@ -66,6 +66,8 @@ class TrustKeeper:
         self._issuer, self._reach, self._max_age_s = issuer, reach, max_age_s
         self._began, self._tried = clock.monotonic(), float("-inf")
         self._kept = folder.sealed_list()
+        self._to_keep = False
+        """The certificate was renewed, and is not on disk yet."""
         self._has_signed = False
         """Once, though another node's word is new: this one has the CA now, too."""
         self._warned: set[str] = set()
@@ -111,6 +113,9 @@ class TrustKeeper:
         left_s = self._identity.member.expires_at - now
         if renewal_is_due(self._identity.member, now) and self._clock.monotonic() - self._tried >= TRY_EVERY_S:
             await self._renew(issuer, left_s)
+        if self._to_keep:  # until it is there: without it a restart would show the one before
+            await asyncio.to_thread(self._folder.write_secret, self._folder.identity_file, self._identity.to_pem())
+            self._to_keep = False
 
     async def _sign(self, issuer: Issuer, now: float) -> None:
         said, digest = self._gossip.revocation_list, self._gossip.revocations_digest
@@ -129,7 +134,7 @@ class TrustKeeper:
                     "start paceline up on the machine with the fleet's CA"
                 )
             return
-        await asyncio.to_thread(self._folder.write_secret, self._folder.identity_file, self._identity.to_pem())
+        self._to_keep = True
         await self._gossip.reseal()
         logger.info("this node's certificate was renewed")
 

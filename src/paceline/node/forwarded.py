@@ -25,7 +25,7 @@ from paceline.core.errors import (
     UnknownModel,
 )
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, RequestId
 from paceline.node.fleet_routes import Stop
 from paceline.server.inference import ChunkStream
 
@@ -79,6 +79,7 @@ class Forwarded:
         """
         self._request, self._nodes, self._clock, self._sleep = request, nodes, clock, sleep
         self._leg: Leg | None = None
+        self._n_legs = 0
         self._so_far: dict[int, list[int]] = {index: [] for index in request.indices}
         """Tokens of the sequences that have not ended."""
         self._begun = False
@@ -127,8 +128,12 @@ class Forwarded:
             if self._begun:
                 so_far = {index: tuple(tokens) for index, tokens in self._so_far.items()}
                 request = replace(request, so_far=so_far, draft=None)  # another node may not draft with the same
+            if self._n_legs:
+                # An engine may be asked again that has not ended the leg before: what it still says of that one is none of this one's.
+                request = replace(request, request_id=RequestId(f"{request.request_id}.{self._n_legs}"))
             self._leg = self._nodes.leg(request, self._left)
             if self._leg is not None:
+                self._n_legs += 1
                 return True
             if not self._begun:
                 raise self._refusal or NodeUnreachable(
@@ -154,6 +159,8 @@ class Forwarded:
             return ()
         lost = next((chunk for chunk in item if chunk.code is not None), None)
         gained = [chunk for chunk in item if chunk.code is None and self._takes(chunk)]
+        if self._n_legs > 1:
+            gained = [replace(chunk, request_id=self._request.request_id) for chunk in gained]
         if lost is not None:
             why = ExecutorUnavailable(lost.error or "The machines it takes are not there", code=lost.code or "")
             await self._leave(leg, why)

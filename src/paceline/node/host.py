@@ -84,7 +84,11 @@ class EngineHost:
         return (self._model,)
 
     def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
-        """Start a request; see `Inference.generate`. Nothing happens before the first item is asked for."""
+        """Start a request; see `Inference.generate`. Nothing happens before the first item is asked for.
+
+        Args:
+            request: with an id that no request had before: the engine may still speak of one that was left.
+        """
         return _Stream(self, model, request)
 
     def stats(self) -> EngineStats:

@@ -139,7 +139,7 @@ class MeteredEngine:
 
     def add(self, request: GenerationRequest) -> None:
         self._engine.add(request)
-        self._timed[request.request_id] = _Timed(self._clock.monotonic(), request.n)
+        self._timed[request.request_id] = _Timed(self._clock.monotonic(), len(request.indices))
 
     def abort(self, request_id: RequestId) -> None:
         self._engine.abort(request_id)

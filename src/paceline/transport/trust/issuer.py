@@ -32,6 +32,9 @@ ANOTHER = "Ask for another: paceline token, on the machine where paceline init r
 RENEW_BELOW_S = 300 * 86400.0
 """Left of a certificate's year when its node asks for the next one."""
 CLOCKS_APART_S = 86400.0
+RENEW_EVERY_S = 300.0
+"""Between two renewals of one node: each is a signature of the CA's, and a write that is waited for. Raising it: a node that did not get its answer
+waits longer for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ class Issuer:
 
         Raises:
             NotTrusted: the request is for another name or key, or the member was revoked.
-            GossipRefused: it is too early.
+            GossipRefused: it is too early, or it was just renewed.
             IdentityError: the state can't be read or kept.
         """
         now = self._clock.wall()
@@ -200,6 +203,8 @@ class Issuer:
                 raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
             state = self._load()
             before = state.issued.get(asked)
+            if before is not None and 0 <= now - before.at < RENEW_EVERY_S:  # a time ahead is of a clock that was set back
+                raise GossipRefused(f"The certificate of {member.node_id} was renewed a moment ago")
             trust = (before and before.trust) or member.trust
             certificate = self.authority.issue(request, asked, now, trust=trust)
             state.issued[asked] = self._issued(certificate, before.token if before else "")

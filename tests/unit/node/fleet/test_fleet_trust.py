@@ -20,7 +20,7 @@ from paceline.transport.trust.authority import NODE_HOLDS, Authority
 from paceline.transport.trust.authority_process import AuthorityProcess
 from paceline.transport.trust.certificates import make_key
 from paceline.transport.trust.folder import FleetFolder
-from paceline.transport.trust.issuer import RENEW_BELOW_S, Issuer
+from paceline.transport.trust.issuer import RENEW_BELOW_S, RENEW_EVERY_S, Issuer
 from paceline.transport.trust.requests import make_request
 from paceline.transport.trust.seals import open_list, sign_list
 from paceline.transport.trust.signing import Kind
@@ -58,6 +58,32 @@ async def test_a_certificate_renews_itself_at_the_node_with_the_ca(tmp_path: Pat
         await until(lambda: (known := a.gossip.opener.member(NodeId("b"))) is not None and known.serial == b.identity.member.serial)
         met = await a.pool.meet(b.addresses[0], 30)
         assert met.serial == b.identity.member.serial
+
+
+@in_loop
+async def test_a_renewed_certificate_that_can_not_be_kept_is_used_and_kept_once_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = old_fleet()
+    folder = FleetFolder(tmp_path / "b" / "fleet")
+    folder.write_secret(folder.identity_file, fleet.member("b", at=time.time() - 100 * DAY_S).to_pem())
+    a = make_node(fleet, tmp_path, "a")
+    holds_authority(fleet, FleetFolder(tmp_path / "a" / "fleet"))
+    before, write = folder.identity().member, FleetFolder.write_secret
+
+    def full(at: FleetFolder, path: Path, data: bytes) -> None:
+        if path == folder.identity_file:
+            raise MembershipError(f"{path} can't be written: No space left on device")
+        write(at, path, data)
+
+    async with running(a), running(b := make_node(fleet, tmp_path, "b", a)):
+        with monkeypatch.context() as patch:
+            patch.setattr(FleetFolder, "write_secret", full)
+            await until(lambda: (known := a.gossip.opener.member(NodeId("b"))) is not None and known.serial != before.serial)
+            await until(lambda: "this node goes on, but: " in caplog.text and "No space left" in caplog.text)
+            assert folder.identity().member == before
+        await until(lambda: folder.identity().member == b.identity.member)
+    assert folder.identity().member.expires_at > before.expires_at
 
 
 @in_loop
@@ -112,6 +138,15 @@ def test_only_ones_own_certificate_is_renewed_and_not_too_early(tmp_path: Path) 
     again = fleet.authority.root.member(issuer.renew(request, alice.member), clock.wall())
     assert (again.node_id, again.public_key) == (alice.node_id, alice.member.public_key)
     assert again.expires_at > alice.member.expires_at
+    signed = FleetFolder(tmp_path / "fleet").issuer_state()
+    for _ in range(3):  # it shows the certificate before that one, again and again
+        with pytest.raises(GossipRefused, match="renewed a moment ago"):
+            issuer.renew(request, alice.member)
+    assert FleetFolder(tmp_path / "fleet").issuer_state() == signed, "nothing was signed, and nothing written"
+    clock.advance(RENEW_EVERY_S)
+    assert issuer.renew(request, alice.member), "its answer may have been lost"
+    set_back = Issuer(fleet.authority, FleetFolder(tmp_path / "fleet"), FakeClock(wall=clock.wall() - DAY_S))
+    assert set_back.renew(request, alice.member)
     for wrong in (make_request(make_key(), alice.node_id), make_request(alice.key, bob.node_id), make_request(bob.key, bob.node_id)):
         with pytest.raises(NotTrusted, match="another name or key"):
             issuer.renew(wrong, alice.member)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
-from tests.unit.node.fleet.nodes import in_loop
+from tests.unit.node.echo_engine import EchoEngine
+from tests.unit.node.fleet.nodes import in_loop, until
+from tests.unit.node.test_host import host_of
 
 from paceline.core.errors import (
     ContextOverflow,
@@ -25,6 +29,8 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import NodeId, RequestId
 from paceline.node.fleet_routes import Stop
 from paceline.node.forwarded import Forwarded, Leg
+from paceline.node.host import EngineHost
+from paceline.server.inference import ChunkStream
 from paceline.testing.clock import FakeClock
 
 ID = RequestId("r")
@@ -126,7 +132,7 @@ def test_what_the_next_node_may_not_share_moves_on(refusal: PacelineError) -> No
     chunks = asyncio.run(collect(forwarded(nodes=nodes)))
     assert len(chunks) == 4
     assert nodes.told == [refusal]
-    assert nodes.asked == [REQUEST, REQUEST]
+    assert nodes.asked == [REQUEST, replace(REQUEST, request_id=RequestId("r.1"))], "an id of its own"
     assert first.closed == second.closed == 1
 
 
@@ -260,3 +266,55 @@ async def test_closing_or_cancelling_ends_it_over_there() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert silent.closed == 1
+
+
+class NoRoom:
+    """An engine's stream, of which one sequence has no room after the first item."""
+
+    def __init__(self, stream: ChunkStream) -> None:
+        self._stream, self._begun = stream, False
+
+    def __aiter__(self) -> NoRoom:
+        return self
+
+    async def __anext__(self) -> Sequence[GenerationChunk]:
+        if self._begun:
+            return [GenerationChunk(ID, 0, (), "", finish_reason=FinishReason.ERROR, error="no room", code="shard_unavailable")]
+        self._begun = True
+        return await anext(self._stream)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class Same:
+    """`Nodes` that are one engine, asked again and again."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host, self.asked = host, list[GenerationRequest]()
+
+    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        self.asked.append(request)
+        stream = self._host.generate("echo", request)
+        return Leg(Stop(NodeId(str(len(self.asked))), b"", "", ()), NoRoom(stream) if len(self.asked) == 1 else stream)
+
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        pass
+
+
+@in_loop
+async def test_what_an_engine_still_says_of_an_answer_that_left_it_is_no_part_of_the_same_answer_s_return() -> None:
+    """One of two sequences has no room, so both leave; a step with the other is still under way when the engine is asked again."""
+    engine = EchoEngine()
+    engine.gate.shut()
+    with closing(host_of(engine)) as host:
+        nodes = Same(host)
+        stream = Forwarded(REQUEST, nodes, FakeClock())
+        engine.gate.let(1)
+        assert [(one.index, one.token_ids) for one in await anext(stream)] == [(0, (0,)), (1, (0,))]
+        coming = asyncio.ensure_future(anext(stream))
+        await until(lambda: len(nodes.asked) == 2 and host.live == 1)
+        engine.gate.open()
+        again = await coming
+        assert [(one.request_id, one.index, one.token_ids) for one in again[:2]] == [(ID, 0, (0,)), (ID, 1, (0,))]
+        await stream.aclose()

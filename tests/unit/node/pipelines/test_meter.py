@@ -53,3 +53,13 @@ def test_requests_are_timed_from_their_arrival_by_their_tokens() -> None:
     assert "paceline_tokens_per_second_count 2.0" in lines
     total = next(float(line.split()[1]) for line in lines if line.startswith("paceline_tokens_per_second_sum"))
     assert 2.0 < total <= 2.0 + 2 * 2.25, "two choices of four more tokens every half second, and one of three"
+
+
+def test_an_answer_that_goes_on_with_some_of_its_sequences_is_forgotten_at_its_end() -> None:
+    bench = EngineBench()
+    engine = MeteredEngine(bench.engine, PipelineMeter(), FakeClock())
+    engine.add(GenerationRequest(RequestId("a"), (1, 2, 3), 5, n=2, ignore_eos=True, so_far={1: (4,)}))
+    while engine.has_work:
+        engine.submit()
+        engine.collect()
+    assert not engine._timed
