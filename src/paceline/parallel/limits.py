@@ -15,7 +15,8 @@ class PipelineLimits:
     """How long machines are looked for, or may load no further byte, before requests end with an error. Raising it: they wait longer where
     none come back."""
     prepare_s: float = 300.0
-    """How long machines that have all bytes may go on: kernels are compiled. Raising it: one that hangs there is given up later."""
+    """How long machines may go on that have no bytes to count, before the first or behind the last: kernels are read or compiled. Raising it: one
+    that hangs there is given up later."""
     alone_s: float = 30.0
     """How long this machine goes on alone, once it has to, before it looks for others again. Raising it: machines that come back are used later, and
     those that come and go hold up answers less often."""

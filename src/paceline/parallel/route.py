@@ -61,9 +61,11 @@ class Opening:
     """Those that load."""
 
     @property
-    def has_all_bytes(self) -> bool:
-        """Nothing but what has no bytes is left to do, as compiling kernels."""
-        return 0 < self.bytes_total <= self.bytes_done
+    def counts_no_bytes(self) -> bool:
+        """What machines do now has no bytes, as far as is known: before the first they read kernels, one process of a machine at a time, and
+        behind the last they compile.
+        """
+        return self.bytes_total <= self.bytes_done and bool(self.bytes_total or self.nodes)
 
     @property
     def percent(self) -> int:

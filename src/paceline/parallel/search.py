@@ -54,7 +54,7 @@ class Search:
         self._advanced = 0
         """Of that, when it was last seen to rise."""
         self._prepares_until: float | None = None
-        """Set while machines have all bytes."""
+        """Set while machines have no bytes to count."""
         self._since = clock.monotonic()
         self.reason = self._hint = ""
         """Why no machines were found, as far as it is known, and what would help."""
@@ -177,7 +177,7 @@ class Search:
         if opening.advanced > self._advanced:
             self._advanced = opening.advanced
             self._until = now + self._limits.search_s
-        if not opening.has_all_bytes:
+        if not opening.counts_no_bytes:
             self._prepares_until = None
         elif self._prepares_until is None:
             self._prepares_until = now + self._limits.prepare_s

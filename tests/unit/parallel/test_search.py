@@ -182,13 +182,24 @@ def test_machines_that_load_nothing_further_are_not_waited_for(search: Search, r
         look_while_it_tries()
 
 
-def test_machines_that_have_all_bytes_may_compile_for_a_while(search: Search, router: Router) -> None:
-    router.answer = loading(1000)
+@pytest.mark.parametrize(("done", "total", "percent"), [(0, 0, 0), (1000, 1000, 100)])
+def test_machines_that_have_no_bytes_to_count_may_read_and_compile_kernels_for_a_while(
+    search: Search, router: Router, done: int, total: int, percent: int
+) -> None:
+    router.answer = loading(done, total=total)
     began = router.clock.monotonic()
-    with pytest.raises(ExecutorUnavailable, match="100 % done") as caught:
+    with pytest.raises(ExecutorUnavailable, match=f"{percent} % done") as caught:
         look_to_the_end(search)
     assert caught.value.code == "pipeline_stalled"
     assert router.clock.monotonic() - began == pytest.approx(LIMITS.prepare_s, abs=1.0)
+
+
+def test_machines_that_say_nothing_are_not_waited_for(search: Search, router: Router) -> None:
+    router.answer = Opening()
+    began = router.clock.monotonic()
+    with pytest.raises(ExecutorUnavailable):
+        look_to_the_end(search)
+    assert router.clock.monotonic() - began == pytest.approx(LIMITS.search_s, abs=1.0)
 
 
 def test_what_was_loaded_for_one_route_is_no_measure_for_the_next(search: Search, router: Router) -> None:

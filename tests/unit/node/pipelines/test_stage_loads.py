@@ -47,11 +47,14 @@ def test_a_load_that_begins_anew_has_gained_nothing_until_it_is_beyond_where_it_
     assert loads.opening.advanced == 0
 
 
-def test_where_all_bytes_are_there_kernels_are_compiled() -> None:
+def test_before_the_first_byte_and_behind_the_last_kernels_are_read_and_compiled() -> None:
     loads = StageLoads(FakeClock())
     loads.begin([BEE])
+    assert not loads.opening.counts_no_bytes, "it has said nothing: it may be asleep"
     loads.told(BEE, StageLoading(0, 0))
-    assert not loads.opening.has_all_bytes
+    assert loads.opening.counts_no_bytes
     assert loads.opening.nodes == ("bee",)
+    loads.told(BEE, StageLoading(0, 100))
+    assert not loads.opening.counts_no_bytes
     loads.told(BEE, StageLoading(100, 100))
-    assert loads.opening.has_all_bytes
+    assert loads.opening.counts_no_bytes
