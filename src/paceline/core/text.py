@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a chat template is given beside messages and the time."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """As OpenAI's API writes them."""
+    switches: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The template's own, such as `enable_thinking`."""
+
+
+NOTHING_GIVEN = Given()
 
 
 class Vocabulary(Protocol):
@@ -30,12 +44,23 @@ class Tokenizer(Vocabulary, Protocol):
         """Ids of `text`, with what the model wants around one if `add_special`. Special tokens spelled in it are those tokens."""
         ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
+    @property
+    def chat_template(self) -> str | None:
+        """The template's text; None for a model without one."""
+        ...
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How answers are to be read, where the model brings it: transformers' `response_template`."""
+        ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
         """Ids of a chat, rendered with the model's template, ready for the assistant's answer. Special tokens spelled in a message are text.
 
         Args:
             messages: each with a role and a content.
             now: the time that the template may show; None: this machine's.
+            given: to the template, beside messages and time.
 
         Raises:
             InvalidRequest: the template refuses the messages.

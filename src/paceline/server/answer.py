@@ -18,15 +18,14 @@ from starlette.types import Receive, Scope, Send
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk
-from paceline.server.call import Call, Endpoint, Usage
-from paceline.server.faults import STOPPING, Fault, Refusal, no_machines, of_error, server_fault
+from paceline.server.call import Call, Usage
+from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines, of_error, server_fault
 from paceline.server.inference import Inference
 from paceline.server.metrics import Meter
-from paceline.server.shapes import DONE, ChatShape, Collected, CompletionShape, Shape
+from paceline.server.shapes import Collected, shape_of
 from paceline.server.streams import Events, open_call
 
-COMMENT = b": the answer goes on\n\n"
-STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class Tally:
@@ -99,7 +98,7 @@ class Answer(Response):
         self._call = call
         self._inference = inference
         self._meter = meter
-        self._shape: Shape = ChatShape(call) if call.endpoint is Endpoint.CHAT else CompletionShape(call)
+        self._shape = shape_of(call)
         self._tally = Tally(call, meter, clock, arrived_s)
         self._stopping = stopping
         self._comment_s = comment_s
@@ -142,9 +141,9 @@ class Answer(Response):
     async def _fail(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
         """As a status while none is sent, else as the stream's last event (without [DONE]: the answer is not complete)."""
         if self._started:
-            await send({"type": "http.response.body", "body": fault.event(), "more_body": False})
+            await send({"type": "http.response.body", "body": self._shape.fault_event(fault), "more_body": False})
         else:
-            await fault.response()(scope, receive, send)
+            await fault.response(api_of(scope["path"]))(scope, receive, send)
 
     async def _commented(self, send: Send) -> None:
         """The stream, and comments where it is silent."""
@@ -159,7 +158,7 @@ class Answer(Response):
         while True:
             await asyncio.sleep(self._comment_s / 2)
             if self._quiet:
-                await self._put(COMMENT, send)
+                await self._put(self._shape.comment, send)
             self._quiet = True
 
     async def _put(self, body: bytes, send: Send) -> None:
@@ -168,14 +167,15 @@ class Answer(Response):
         async with self._sending:
             if not self._started:
                 self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                headers = [(b"content-type", self._shape.media_type), *STREAM_HEADERS]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 body = self._shape.first_events() + body
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _stream(self, send: Send) -> None:
         shape, tally = self._shape, self._tally
-        event, base, events = shape.event, tally.base, Events(self._call)
+        event, base, events, readers = shape.event, tally.base, Events(self._call), self._call.readers()
         async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for whole in chunks:
                 body, item = events.take(whole)
@@ -185,25 +185,24 @@ class Answer(Response):
                     if body and self._started:
                         await self._put(body, send)
                     raise
-                body += b"".join([event(base[c.request_id] + c.index, c.text, c.logprobs, c.finish_reason) for c in merged(item)])
+                for chunk in merged(item):
+                    choice = base[chunk.request_id] + chunk.index
+                    body += event(choice, readers[choice].read(chunk), chunk.logprobs, chunk.finish_reason)
                 if body or (item and not self._started):
                     await self._put(body, send)
         self._check_complete()
-        ending = shape.usage_event(tally.usage()) + DONE if self._call.include_usage else DONE
-        await send({"type": "http.response.body", "body": ending, "more_body": False})
+        await send({"type": "http.response.body", "body": shape.ending(tally.usage()), "more_body": False})
 
     async def _whole(self, send: Send) -> None:
-        tally, events = self._tally, Events(self._call)
+        tally, events, readers = self._tally, Events(self._call), self._call.readers()
         choices = [Collected() for _ in range(tally.open)]
         async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for whole in chunks:
                 _, item = events.take(whole)
                 tally.count(item)
                 for chunk in item:
-                    choice = choices[tally.base[chunk.request_id] + chunk.index]
-                    choice.text.append(chunk.text)
-                    choice.logprobs.extend(chunk.logprobs)
-                    choice.finish = chunk.finish_reason
+                    place = tally.base[chunk.request_id] + chunk.index
+                    choices[place].add(readers[place].read(chunk), chunk.logprobs, chunk.finish_reason)
         self._check_complete()
         body = self._shape.whole(choices, tally.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

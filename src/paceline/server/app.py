@@ -22,7 +22,7 @@ from paceline.server import replies
 from paceline.server.admission import is_json
 from paceline.server.answer import Answer
 from paceline.server.call import Call
-from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, of_error, server_fault
+from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.intake import Intake, find_model, listed
@@ -212,25 +212,25 @@ def create_app(inference: Inference, settings: ServerSettings | None = None) -> 
 
 
 def _add_faults(app: FastAPI) -> None:
-    """Errors leave in OpenAI's shape, wherever they were raised."""
+    """Errors leave as the path's API writes them, wherever they were raised."""
 
-    async def refusal(_: Request, error: Exception) -> Response:
-        return cast("Refusal", error).fault.response()
+    async def refusal(request: Request, error: Exception) -> Response:
+        return cast("Refusal", error).fault.response(api_of(request.url.path))
 
-    async def typed(_: Request, error: Exception) -> Response:
-        return of_error(cast("PacelineError", error)).response()
+    async def typed(request: Request, error: Exception) -> Response:
+        return of_error(cast("PacelineError", error)).response(api_of(request.url.path))
 
     async def http(request: Request, error: Exception) -> Response:
         raised = cast("HTTPException", error)
         message = f"{request.method} {request.url.path}: {raised.detail}"
         code = HTTP_CODES.get(raised.status_code)
-        return Fault(raised.status_code, message, code=code, headers=dict(raised.headers or {})).response()
+        return Fault(raised.status_code, message, code=code, headers=dict(raised.headers or {})).response(api_of(request.url.path))
 
     async def left(_: Request, __: Exception) -> Response:
         return Response(status_code=400)  # the client is gone
 
-    async def unexpected(_: Request, __: Exception) -> Response:
-        return server_fault("The server failed while it answered; its log says why").response()
+    async def unexpected(request: Request, _: Exception) -> Response:
+        return server_fault("The server failed while it answered; its log says why").response(api_of(request.url.path))
 
     app.add_exception_handler(Refusal, refusal)
     app.add_exception_handler(PacelineError, typed)

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from paceline.core.generation import GenerationRequest
 from paceline.server.inference import ServedModel
+from paceline.server.reading import ChoiceReader, PlainReader, Reading
 
 
 class Endpoint(StrEnum):
@@ -29,8 +30,16 @@ class Call:
     stream: bool
     include_usage: bool
     logprobs: bool
+    reading: Reading | None = None
+    """How its answers are read; None: they are all content."""
     include_events: bool = False
     """The stream tells of machines lost and found, too."""
+
+    def readers(self) -> list[ChoiceReader | PlainReader]:
+        """A reader for each choice."""
+        if self.reading is None:
+            return [PlainReader()] * (self.n * len(self.requests))
+        return [ChoiceReader(self.reading, self.model.tokenizer, request) for request in self.requests for _ in range(self.n)]
 
 
 @dataclass(frozen=True, slots=True)

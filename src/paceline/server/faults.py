@@ -1,8 +1,9 @@
-"""Every failure in OpenAI's shape: one table from what went wrong to (status, type, code, param)."""
+"""Every failure as the API it happened in writes errors: one table from what went wrong to (status, type, code, param)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import orjson
 from pydantic import ValidationError
@@ -23,7 +24,33 @@ from paceline.core.errors import (
     PlacementError,
     UnknownModel,
 )
-from paceline.server.requests import REFUSED, UNION_TAGS
+from paceline.server.requests import REFUSED, TOOL_TYPES, UNION_TAGS
+
+
+class Api(Enum):
+    """Whose errors a path answers with."""
+
+    OPENAI = auto()
+    ANTHROPIC = auto()
+    OLLAMA = auto()
+
+
+def api_of(path: str) -> Api:
+    """The API that a path belongs to; OpenAI's where it is of none."""
+    if path.startswith("/v1/messages"):
+        return Api.ANTHROPIC
+    return Api.OLLAMA if path.startswith("/api/") else Api.OPENAI
+
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +64,21 @@ class Fault:
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
-    def body(self) -> bytes:
+    def body(self, api: Api = Api.OPENAI) -> bytes:
         """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
         message = self.message.encode("utf-8", "replace").decode()
-        detail = {"message": message, "type": self.type, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": detail})
+        match api:
+            case Api.OPENAI:
+                return orjson.dumps({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}})
+            case Api.ANTHROPIC:
+                kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+                return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+            case Api.OLLAMA:
+                return orjson.dumps({"error": message})
 
-    def event(self) -> bytes:
-        """The same as an SSE event, for a stream that has begun: its status can't change any more."""
-        return b"data: " + self.body() + b"\n\n"
-
-    def response(self) -> Response:
+    def response(self, api: Api) -> Response:
         """The whole HTTP answer."""
-        return Response(self.body(), self.status, self.headers, "application/json")
+        return Response(self.body(api), self.status, self.headers, "application/json")
 
 
 class Refusal(Exception):
@@ -120,7 +149,9 @@ def of_validation(error: ValidationError) -> Fault:
         case "extra_forbidden":
             return Fault(400, f"Unrecognized field: {param}", param=param, code="unknown_parameter")
         case _:
-            refused = next((REFUSED[part] for part in first["loc"] if isinstance(part, str) and part in REFUSED), None)
+            of_tool = "tools" in first["loc"] or "tool_calls" in first["loc"]
+            refused = TOOL_TYPES if of_tool and first["loc"][-1] == "type" else None
+            refused = refused or next((REFUSED[part] for part in first["loc"] if isinstance(part, str) and part in REFUSED), None)
             if refused is not None:
                 return Fault(400, f"{param}: {refused}", param=param, code="unsupported_parameter")
             wrong = first["msg"]

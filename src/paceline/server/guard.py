@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.clock import Clock
 from paceline.server.admission import Headers, Keys, Pages, headers_of
-from paceline.server.faults import Fault, Refusal, overloaded
+from paceline.server.faults import Fault, Refusal, api_of, overloaded
 from paceline.server.metrics import Meter
 from paceline.server.settings import ServerSettings
 
@@ -77,7 +77,7 @@ class Guard:
             fault = self._keys.refusal(scope, headers)
             if fault is None and self._meter.in_flight > self._max_requests:
                 fault = overloaded(f"More than {self._max_requests} requests are in flight. Try again in a moment.", BUSY_RETRY_S)
-        return None if fault is None else fault.response()
+        return None if fault is None else fault.response(api_of(path))
 
 
 class BodyReader:

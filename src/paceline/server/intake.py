@@ -22,6 +22,7 @@ from paceline.server.call import Call, Endpoint
 from paceline.server.faults import Refusal, of_validation
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
+from paceline.server.tools import Readings, Tools, write_chat
 
 Body = TypeVar("Body", bound=Sampling)
 
@@ -41,6 +42,7 @@ class Intake:
     def __init__(self, inference: Inference, clock: Clock, aliases: Collection[str] = ()) -> None:
         self._inference = inference
         self._clock, self._aliases = clock, aliases
+        self._readings = Readings()
         self._longest_token: dict[str, int] = {}
         """In bytes, by fingerprint: what a name means may change."""
 
@@ -51,21 +53,29 @@ class Intake:
             Refusal: the body is malformed.
             InvalidRequest, ContextOverflow, UnknownModel: it can't be served as asked.
         """
-        asked = self._parse(ChatCompletionRequest, body)
+        return self.chat_of(self._parse(ChatCompletionRequest, body))
+
+    def chat_of(self, asked: ChatCompletionRequest, endpoint: Endpoint = Endpoint.CHAT) -> Call:
+        """A chat, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
         model = self._model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise InvalidRequest("top_logprobs: only together with logprobs: true", field="top_logprobs")
         if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
-        messages = [{"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in asked.messages]
-        self._check_length(model, [m["content"] for m in messages], "messages")
+        tools = Tools.of(asked)
+        self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")
+        self._check_length(model, [orjson.dumps(tool).decode() for tool in tools.shown], "tools")
+        written = write_chat(asked, tools, model.tokenizer.chat_template or "")
         try:
-            ids = model.tokenizer.render_chat(messages, asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone())
+            now = asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone()
+            ids = model.tokenizer.render_chat(written.messages, now, written.given)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
+        reading = self._readings.of(model, tools, ids)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        return self._call(Endpoint.CHAT, asked, model, [ids], most, logprobs, "messages")
+        call = self._call(endpoint, asked, model, [ids], most, logprobs, "messages")
+        return replace(call, reading=reading)
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""

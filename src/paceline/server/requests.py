@@ -2,8 +2,8 @@
 
 A field falls in one of three groups. *Served*: it does what OpenAI (or, for top_k, min_p, repetition_penalty,
 stop_token_ids and ignore_eos, vLLM, or, for draft, docs/api.md) says. *Harmless*: clients send it, it never changes an answer here, it is ignored
-(user, metadata, store, service_tier, safety_identifier, prompt_cache_key, prompt_cache_retention, prediction,
-parallel_tool_calls, a message's name). *Refused*: it would change the answer and is not served, so only the value that
+(user, metadata, store, service_tier, safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, cache_control,
+a message's name). *Refused*: it would change the answer and is not served, so only the value that
 means "off" passes. An unknown field is refused: there is no silent fallback.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import AwareDatetime, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from paceline.core.generation import (
@@ -26,22 +26,13 @@ from paceline.core.generation import (
     TEMPERATURE,
     TOP_P,
 )
+from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool, ToolChoice, string_or_list
 
-UNION_TAGS = frozenset({"as-string", "as-list", "as-text", "as-json_object", "as-json_schema"})
+UNION_TAGS = frozenset({"as-string", "as-list", "as-text", "as-json_object", "as-json_schema", "as-named", "as-allowed"})
 """Parts of a pydantic error location that are ours, not the client's."""
 
 MAX_CHOICES = 128
 MAX_PROMPT_IDS = 1 << 22
-
-
-def _string_or_list(value: object) -> str:
-    return "as-string" if isinstance(value, str) else "as-list"
-
-
-class Strict(BaseModel):
-    """No coercion ("1" is not 1), no unknown field."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
 
 class StreamOptions(Strict):
@@ -95,7 +86,7 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LETTERS)
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     Annotated[StopString, Tag("as-string")] | Annotated[list[StopString], Field(max_length=16), Tag("as-list")],
-    Discriminator(_string_or_list),
+    Discriminator(string_or_list),
 ]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS.least, le=BIAS.most, allow_inf_nan=False)]
@@ -153,33 +144,6 @@ class Sampling(Strict):
     prompt_cache_retention: str | None = Field(default=None, description="Ignored.")
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    Annotated[str, Tag("as-string")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("as-list")],
-    Discriminator(_string_or_list),
-]
-
-
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="`developer` is rendered as `system`.")
-    content: Content
-    name: str | None = Field(default=None, description="Ignored.")
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: list[Any] | None = Field(default=None, max_length=0)
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-
-    @property
-    def text(self) -> str:
-        """The message's text, its parts joined."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
 class ChatCompletionRequest(Sampling):
     """Body of POST /v1/chat/completions."""
 
@@ -195,17 +159,23 @@ class ChatCompletionRequest(Sampling):
 
     response_format: ResponseFormat | None = Field(default=None, description="The answer is JSON, of a schema where one is given.")
 
-    prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
-    parallel_tool_calls: bool | None = Field(default=None, description="Ignored.")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(default=None, description="Where missing: `auto`.")
+    parallel_tool_calls: bool | None = Field(default=None, description="An answer may call several tools; default true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Beyond OpenAI's: switches of the model's own template, such as `enable_thinking`."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        default=None, description="How long a model that reasons does so, where its template has a switch for it: `none` turns it off."
+    )
 
-    tools: list[Any] | None = Field(default=None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
+    prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
+
     functions: list[Any] | None = Field(default=None, max_length=0)
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     web_search_options: None = None
-    reasoning_effort: Literal["none"] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -267,16 +237,12 @@ class CompletionRequest(Sampling):
 
 
 REFUSED = {
-    "tools": "Tools are not served",
-    "tool_choice": "Tools are not served",
-    "functions": "Functions are not served",
-    "function_call": "Functions are not served",
-    "tool_calls": "Tools are not served",
+    "functions": "Functions are served as tools: send tools",
+    "function_call": "Functions are served as tools: send tool_choice, and tool_calls in messages",
     "modalities": "Only text is served",
     "audio": "Audio is not served",
     "type": "Only parts of type text are served: no images, audio or files",
     "web_search_options": "Web search is not served",
-    "reasoning_effort": "Only reasoning_effort none is served",
     "verbosity": "Only verbosity medium is served",
     "refusal": "A refusal can't be part of a prompt here",
     "annotations": "Annotations can't be part of a prompt here",
@@ -285,3 +251,4 @@ REFUSED = {
     "suffix": "Text after the answer is not served",
 }
 """Fields whose only accepted value means "off", and how to say so."""
+TOOL_TYPES = "Only tools of type function are served"

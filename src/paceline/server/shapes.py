@@ -4,6 +4,8 @@ logprobs.
 
 from __future__ import annotations
 
+import secrets
+import string
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,9 @@ import orjson
 
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.text import Vocabulary
-from paceline.server.call import Call, Usage
+from paceline.server.call import Call, Endpoint, Usage
+from paceline.server.faults import Fault
+from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
 
 LOWEST_LOGPROB = -9999.0
 """How OpenAI writes the logarithm of zero, which JSON can't hold."""
@@ -21,17 +25,82 @@ LOWEST_LOGPROB = -9999.0
 DONE = b"data: [DONE]\n\n"
 
 
+COMMENT = b": the answer goes on\n\n"
+
+
+def new_call_id() -> str:
+    """An id for a call of a tool, of the kind that every model's template takes (`messages.SHORT_ID`)."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+_ID_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True)
+class CalledTool:
+    """A call of a tool, as far as it was read."""
+
+    name: str
+    id: str = field(default_factory=new_call_id)
+    arguments: list[str] = field(default_factory=list[str])
+
+
 @dataclass(slots=True)
 class Collected:
     """One sequence of an answer that is sent whole."""
 
-    text: list[str] = field(default_factory=list[str])
+    content: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: list[CalledTool] = field(default_factory=list[CalledTool])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish: FinishReason | None = None
 
+    def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> None:
+        """Take what the sequence gained."""
+        for part in parts:
+            match part:
+                case Content(text):
+                    self.content.append(text)
+                case Reasoning(text):
+                    self.reasoning.append(text)
+                case CallBegun(_, name):
+                    self.calls.append(CalledTool(name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments.append(text)
+        self.logprobs.extend(logprobs)
+        self.finish = finish
+
 
 class Shape(ABC):
-    """An endpoint's answer as bytes: as SSE events, or whole. What a stream repeats is built once; a token costs one escape."""
+    """An API's answer as bytes: as a stream of events, or whole."""
+
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    comment: ClassVar[bytes] = COMMENT
+    """What a stream carries where it is silent for long."""
+
+    @abstractmethod
+    def first_events(self) -> bytes:
+        """Events before the first text."""
+
+    @abstractmethod
+    def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
+        """What choice `index` gained, and its end where it ended."""
+
+    @abstractmethod
+    def ending(self, usage: Usage) -> bytes:
+        """The end of a stream whose choices have all ended."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
+        """The JSON of an answer that was not streamed."""
+
+    def fault_event(self, fault: Fault) -> bytes:
+        """The last event of a stream that fails: its status can't change any more."""
+        return b"data: " + fault.body() + b"\n\n"
+
+
+class OpenAIShape(Shape):
+    """What the chat and the completion endpoint's answers share. What a stream repeats is built once; a token costs one escape."""
 
     whole_object: ClassVar[str]
     event_object: ClassVar[str]
@@ -43,24 +112,20 @@ class Shape(ABC):
         self._close = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
 
     @abstractmethod
-    def first_events(self) -> bytes:
-        """Events before the first text."""
-
-    @abstractmethod
-    def event(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
-        """What choice `index` gained, and its end where it ended."""
-
-    @abstractmethod
     def choice(self, collected: Collected) -> dict[str, object]:
         """A choice of a whole answer, but for its index and finish reason."""
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event with `choices: []` that ends a stream with `include_usage`."""
-        return self._head + b'],"usage":' + orjson.dumps(usage.as_json()) + b"}\n\n"
+    def ending(self, usage: Usage) -> bytes:
+        """`[DONE]`, with `include_usage` behind an event with `choices: []`."""
+        if not self._call.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(usage.as_json()) + b"}\n\n" + DONE
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        """The JSON of an answer that was not streamed."""
-        listed = [{"index": index, **self.choice(collected), "finish_reason": collected.finish} for index, collected in enumerate(choices)]
+        listed = [
+            {"index": index, **self.choice(collected), "finish_reason": finish_reason(collected.finish, bool(collected.calls))}
+            for index, collected in enumerate(choices)
+        ]
         return orjson.dumps({**self._base(self.whole_object), "choices": listed, "usage": usage.as_json()})
 
     def _base(self, kind: str) -> dict[str, object]:
@@ -85,7 +150,12 @@ def finite(logprob: float) -> float:
     return max(LOWEST_LOGPROB, logprob)
 
 
-class ChatShape(Shape):
+def finish_reason(finish: FinishReason | None, has_called: bool) -> str | None:
+    """OpenAI's word for how a choice ended."""
+    return "tool_calls" if has_called and finish is FinishReason.STOP else finish
+
+
+class ChatShape(OpenAIShape):
     """The chat endpoint's answers."""
 
     whole_object = "chat.completion"
@@ -93,30 +163,61 @@ class ChatShape(Shape):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % index for index in range(call.n * len(call.requests))]
+        count = call.n * len(call.requests)
+        self._delta_heads = [self._head + b'{"index":%d,"delta":' % index for index in range(count)]
+        self._text_heads = [head + b'{"content":' for head in self._delta_heads]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
+        self._has_called = [False] * count
 
     def first_events(self) -> bytes:
         """One event with the role for every choice."""
         choice = b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
         return b"".join(self._head + choice % index + self._close for index in range(len(self._text_heads)))
 
-    def event(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
-        """A delta, and the event with the finish reason after it."""
+    def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
+        """A delta for each part, and the event with the finish reason after it. Logprobs come with the first delta."""
         out = b""
         if logprobs:
             listed = orjson.dumps(chat_logprobs(self._vocabulary, logprobs))
-            out = self._text_heads[index] + orjson.dumps(text) + b'},"logprobs":' + listed + b',"finish_reason":null}' + self._close
-        elif text:
-            out = self._text_heads[index] + orjson.dumps(text) + self._tail
+            first = self._delta(index, parts[0]) if parts else {"content": ""}
+            out = self._delta_heads[index] + orjson.dumps(first) + b',"logprobs":' + listed + b',"finish_reason":null}' + self._close
+            parts = parts[1:]
+        for part in parts:
+            if isinstance(part, Content):
+                out += self._text_heads[index] + orjson.dumps(part.text) + self._tail
+            else:
+                out += self._delta_heads[index] + orjson.dumps(self._delta(index, part))[:-1] + self._tail
         if finish is not None:
-            ending = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%s"}' % (index, finish.value.encode())
+            reason = finish_reason(finish, self._has_called[index]) or ""
+            ending = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%s"}' % (index, reason.encode())
             out += self._head + ending + self._close
         return out
 
+    def _delta(self, index: int, part: Part) -> dict[str, object]:
+        match part:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegun(call, name):
+                self._has_called[index] = True
+                begun = {"index": call, "id": new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
+                return {"tool_calls": [begun]}
+            case CallArguments(call, text):
+                return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+
     def choice(self, collected: Collected) -> dict[str, object]:
+        content = "".join(collected.content)
+        message: dict[str, object] = {"role": "assistant", "content": content if content or not collected.calls else None, "refusal": None}
+        if collected.reasoning:
+            message["reasoning_content"] = "".join(collected.reasoning)
+        if collected.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "".join(call.arguments)}}
+                for call in collected.calls
+            ]
         return {
-            "message": {"role": "assistant", "content": "".join(collected.text), "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(self._vocabulary, collected.logprobs) if self._call.logprobs else None,
         }
 
@@ -137,7 +238,7 @@ def _entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, o
     return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
 
-class CompletionShape(Shape):
+class CompletionShape(OpenAIShape):
     """The plain completion endpoint's answers."""
 
     whole_object = event_object = "text_completion"
@@ -153,8 +254,9 @@ class CompletionShape(Shape):
         """Nothing: there are no roles here."""
         return b""
 
-    def event(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
+    def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
         """One event: the text, with the finish reason where it ended."""
+        text = "".join([part.text for part in parts if isinstance(part, Content)])
         if finish is None and not logprobs:
             return self._text_heads[index] + orjson.dumps(text) + self._tail if text else b""
         listed = b"null"
@@ -166,7 +268,7 @@ class CompletionShape(Shape):
 
     def choice(self, collected: Collected) -> dict[str, object]:
         return {
-            "text": "".join(collected.text),
+            "text": "".join(collected.content),
             "logprobs": completion_logprobs(self._vocabulary, collected.logprobs, 0)[0] if self._call.logprobs else None,
         }
 
@@ -193,3 +295,12 @@ def completion_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]
         "text_offset": offsets,
     }
     return shown, offset
+
+
+def shape_of(call: Call) -> Shape:
+    """The shape that the API of a call wants its answer in."""
+    match call.endpoint:
+        case Endpoint.CHAT:
+            return ChatShape(call)
+        case Endpoint.COMPLETION:
+            return CompletionShape(call)

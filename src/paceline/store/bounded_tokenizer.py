@@ -21,6 +21,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError, UnsupportedModel
+from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer
 from paceline.store.tokenizer_child import BUILD_BYTES, BUILD_S, FAULT, HEAD, PER_BYTE, RENDER_BYTES, STATM, limit_of, write_time
 
@@ -69,16 +70,24 @@ class BoundedTokenizer:
         """
         return self._ask({"text": text, "add_special": add_special})
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
+    @property
+    def chat_template(self) -> str | None:
+        return self.model.chat_template
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        return self.model.response_template
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
         """As `ModelTokenizer.render_chat`.
 
         Raises:
             InvalidRequest: the template refuses the messages, or does not end within the time and the memory there are for it.
         """
         if self.model.template is None:
-            return self.model.render_chat(messages, now)  # which says so
+            return self.model.render_chat(messages, now, given)  # which says so
         now = datetime.now().astimezone() if now is None else now
-        return self._ask({"messages": list(messages), "now": write_time(now)})
+        return self._ask({"messages": list(messages), "now": write_time(now), "tools": list(given.tools), "switches": dict(given.switches)})
 
     def begin(self) -> None:
         """Start the process in the background: without it, the first request waits for that."""

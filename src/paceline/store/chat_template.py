@@ -24,6 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from paceline.core.errors import InvalidRequest
+from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.faults import damaged
 
 MAX_TEMPLATE_CHARS: Final = 1 << 20
@@ -40,18 +41,21 @@ class ChatTemplate:
     """Jinja text."""
     special_tokens: Mapping[str, str]
     """What templates call `bos_token`, `eos_token` and so on."""
+    response: Mapping[str, Any] | None = None
+    """How answers are to be read, as the model's files say it."""
 
     def __post_init__(self) -> None:
         """Raise ModelFileError where it is too long."""
         if len(self.source) > MAX_TEMPLATE_CHARS:
             raise damaged(self.path, f"its chat template has {len(self.source)} characters")
 
-    def render(self, messages: Sequence[Mapping[str, Any]], now: datetime) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], now: datetime, given: Given = NOTHING_GIVEN) -> str:
         """The text of a chat, up to where the assistant's answer begins.
 
         Args:
             messages: each with its content as one string.
             now: what `strftime_now` shows, however often the template asks.
+            given: tools, and switches of the template's own.
 
         Raises:
             InvalidRequest: the template does not compile, refuses the messages, or trips over them.
@@ -65,9 +69,8 @@ class ChatTemplate:
                 field="messages",
             ) from error
         try:
-            return template.render(
-                messages=messages, add_generation_prompt=True, tools=None, strftime_now=now.strftime, **self.special_tokens
-            )
+            own = {"messages": messages, "add_generation_prompt": True, "tools": list(given.tools) or None, "strftime_now": now.strftime}
+            return template.render({**self.special_tokens, **given.switches, **own})
         except Exception as error:  # likewise
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {_words(error)}",

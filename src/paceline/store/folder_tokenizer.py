@@ -45,7 +45,7 @@ def tokenizer_from_folder(folder: Path, rows: int | None = None) -> ModelTokeniz
     named_end = encoder.token_to_id(special["eos_token"]) if "eos_token" in special else None
     ids = frozenset(ends if named_end is None else [*ends, named_end])
     source = _template_source(folder, settings)
-    template = None if source is None else ChatTemplate(folder, source, special)
+    template = None if source is None else ChatTemplate(folder, source, special, _object(settings, "response_template"))
     return ModelTokenizer(path, encoder, ids, template, rows)
 
 
@@ -58,6 +58,11 @@ def _content(settings: JsonObject, name: str) -> str | None:
     value = settings.fields.get(name)
     found: Any = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else None
+
+
+def _object(settings: JsonObject, name: str) -> dict[str, Any] | None:
+    value = settings.fields.get(name)
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def _template_source(folder: Path, settings: JsonObject) -> str | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
+from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.chat_template import ChatTemplate, join_parts
 from paceline.store.faults import damaged, unsupported
 
@@ -83,7 +84,8 @@ class ControlTokens:
                 case list():
                     return [walk(item) for item in cast("list[object]", value)]
                 case dict():
-                    return {name: walk(item) for name, item in cast("dict[str, object]", value).items()}
+                    # Names too: those of a tool's parameters are its maker's.
+                    return {self._spelled.sub(split, name): walk(item) for name, item in cast("dict[str, object]", value).items()}
                 case _:
                     return value
 
@@ -173,12 +175,21 @@ class ModelTokenizer:
             found = self._bytes[token_id] = self._spell(token_id)
         return found
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
-        """Ids of a chat, ready for the assistant's answer. Special tokens are what the template writes; spelled in a message they are text.
+    @property
+    def chat_template(self) -> str | None:
+        return None if self.template is None else self.template.source
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        return None if self.template is None else self.template.response
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
+        """Ids of a chat, ready for the assistant's answer. Special tokens are what the template writes; spelled in a message or a tool they are text.
 
         Args:
             messages: each with a role and a content.
             now: the time that the template may show; None: this machine's.
+            given: to the template, beside messages and time.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
@@ -187,10 +198,11 @@ class ModelTokenizer:
             raise InvalidRequest("this model has no chat template", "Use /v1/completions, or a model made for chats", field="messages")
         chat = [join_parts(message) for message in messages]
         now = datetime.now().astimezone() if now is None else now
-        broken = self._control.broken(chat)
+        broken = self._control.broken([*chat, *given.tools, given.switches])
         if broken is None:
-            return self._ids(self.template.render(chat, now), add_special=False)
-        text = self._control.marked(self.template.render(broken, now))
+            return self._ids(self.template.render(chat, now, given), add_special=False)
+        given = Given(broken[len(chat) : -1], broken[-1])
+        text = self._control.marked(self.template.render(broken[: len(chat)], now, given))
         return self._control.real_ids(self._ids(text, add_special=False, parse_special=False))
 
     def to_json(self) -> str:
@@ -262,12 +274,14 @@ MAX_PACKED_BYTES: Final = 16 << 20
 def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
     """Everything that decides what a tokenizer does. Equal ones pack alike. Takes some 10 ms a megabyte: not for an event loop."""
     template = tokenizer.template
-    parts = {
+    parts: dict[str, Any] = {
         "encoder": tokenizer.to_json(),
         "eos_ids": sorted(tokenizer.eos_ids),
         "template": None if template is None else template.source,
         "special_tokens": {} if template is None else dict(template.special_tokens),
     }
+    if template is not None and template.response is not None:  # else it packs as ever: its digest is what machines know it by
+        parts["response_template"] = template.response
     return json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -295,7 +309,8 @@ def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
         ends = frozenset(int(token) for token in parts["eos_ids"])
         source = parts["template"]
         special = {str(name): str(token) for name, token in parts["special_tokens"].items()}
-        template = None if source is None else ChatTemplate(origin, str(source), special)
+        response = parts.get("response_template")
+        template = None if source is None else ChatTemplate(origin, str(source), special, response if isinstance(response, dict) else None)
         encoder.no_truncation()
         encoder.no_padding()
         return ModelTokenizer(origin, encoder, ends, template)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from paceline.core.errors import InvalidRequest, PacelineError, RequestError, UnsupportedModel
+from paceline.core.text import Given
 
 BUILD_BYTES: Final = 1 << 30
 """Memory for reading a tokenizer: the largest, of 260,000 tokens, takes a third. Raising it: what a file may make this machine hold."""
@@ -73,7 +74,7 @@ def main() -> None:
             if "text" in asked:
                 ids = tokenizer.encode(asked["text"], add_special=asked["add_special"])
             else:
-                ids = tokenizer.render_chat(asked["messages"], _time(*asked["now"]))
+                ids = tokenizer.render_chat(asked["messages"], _time(*asked["now"]), Given(asked["tools"], asked["switches"]))
         except PacelineError as error:
             _fail(sink, error)
         else:

@@ -18,6 +18,7 @@ from paceline.core.errors import InvalidRequest, Overloaded
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.model import BLOCK_TOKENS
 from paceline.core.stats import EngineStats
+from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.engine.intake import check_draft
 from paceline.server.inference import Progress, ServedModel
 
@@ -45,7 +46,15 @@ class ByteTokenizer:
         del add_special
         return list(text.encode())
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[int]:
+    @property
+    def chat_template(self) -> None:
+        return None
+
+    @property
+    def response_template(self) -> None:
+        return None
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
         """The last message's content, so that a chat is answered with what was said.
 
         Raises:

@@ -4,13 +4,17 @@ import orjson
 import pytest
 
 from paceline.core.errors import FleetError, InvalidRequest, NodeUnreachable
-from paceline.server.faults import of_error
+from paceline.server.faults import Api, of_error
 
 
 def test_what_no_json_can_hold_is_replaced() -> None:
     fault = of_error(InvalidRequest("the template says \ud800\x00"))
     assert orjson.loads(fault.body())["error"]["message"] == "the template says ?\x00"
-    assert fault.event().startswith(b"data: {")
+    assert orjson.loads(fault.body(Api.ANTHROPIC)) == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "the template says ?\x00"},
+    }
+    assert orjson.loads(fault.body(Api.OLLAMA)) == {"error": "the template says ?\x00"}
 
 
 @pytest.mark.parametrize("error", [NodeUnreachable("b is gone"), FleetError("b refuses this node: a was revoked")])

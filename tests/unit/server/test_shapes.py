@@ -12,7 +12,8 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import RequestId
 from paceline.server.answer import merged
 from paceline.server.call import Call, Endpoint, Usage
-from paceline.server.shapes import ChatShape, Collected, CompletionShape, Shape
+from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.shapes import DONE, Collected, Shape, shape_of
 from paceline.testing.scripted_inference import ScriptedInference
 
 MODEL = ScriptedInference().models()[0]
@@ -21,7 +22,7 @@ MODEL = ScriptedInference().models()[0]
 def shape(endpoint: Endpoint, *, usage: bool = False) -> Shape:
     requests = (GenerationRequest(RequestId("r"), (1,), 8, n=2),)
     call = Call("id-1", endpoint, MODEL, 5, requests, 2, stream=True, include_usage=usage, logprobs=False)
-    return ChatShape(call) if endpoint is Endpoint.CHAT else CompletionShape(call)
+    return shape_of(call)
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def text_of(choice: dict[str, Any]) -> str:
 def test_an_event_is_json_and_holds_its_text(
     endpoint: Endpoint, *, usage: bool, text: str, index: int, finish: FinishReason | None
 ) -> None:
-    got = events(shape(endpoint, usage=usage).event(index, text, (), finish))
+    got = events(shape(endpoint, usage=usage).event(index, [Content(text)], (), finish))
     assert "".join(text_of(event["choices"][0]) for event in got) == text
     assert [event["choices"][0]["finish_reason"] for event in got][-1] == finish
     for event in got:
@@ -52,8 +53,8 @@ def test_an_event_is_json_and_holds_its_text(
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
 def test_text_held_back_makes_no_event(endpoint: Endpoint) -> None:
-    assert shape(endpoint).event(0, "", (), None) == b""
-    assert len(events(shape(endpoint).event(0, "", (), FinishReason.STOP))) == 1
+    assert shape(endpoint).event(0, [], (), None) == b""
+    assert len(events(shape(endpoint).event(0, [], (), FinishReason.STOP))) == 1
 
 
 def test_the_opening_gives_every_choice_its_role() -> None:
@@ -64,7 +65,9 @@ def test_the_opening_gives_every_choice_its_role() -> None:
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
 def test_usage_comes_without_choices(endpoint: Endpoint) -> None:
-    (event,) = events(shape(endpoint, usage=True).usage_event(Usage(prompt=3, completion=4, cached=2)))
+    ending = shape(endpoint, usage=True).ending(Usage(prompt=3, completion=4, cached=2))
+    assert ending.endswith(DONE)
+    (event,) = events(ending.removesuffix(DONE))
     assert event["choices"] == []
     details = {"cached_tokens": 2}
     assert event["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": details}
@@ -72,12 +75,12 @@ def test_usage_comes_without_choices(endpoint: Endpoint) -> None:
 
 def test_logprobs_of_half_a_character_and_of_the_impossible() -> None:
     logprobs = [TokenLogprob(0xC3, -0.5, ((0xC3, -0.5), (0xC4, -math.inf))), TokenLogprob(256, -1.0)]
-    (event,) = events(shape(Endpoint.CHAT).event(0, "", logprobs, None))
+    (event,) = events(shape(Endpoint.CHAT).event(0, [], logprobs, None))
     first, last = event["choices"][0]["logprobs"]["content"]
     assert (first["token"], first["bytes"], first["logprob"]) == ("\ufffd", [0xC3], -0.5)
     assert [top["logprob"] for top in first["top_logprobs"]] == [-0.5, -9999.0]
     assert (last["token"], last["bytes"], last["top_logprobs"]) == ("", [], [])
-    (event,) = events(shape(Endpoint.COMPLETION).event(0, "", logprobs, None))
+    (event,) = events(shape(Endpoint.COMPLETION).event(0, [], logprobs, None))
     assert event["choices"][0]["logprobs"]["text_offset"] == [0, 1]
     assert event["choices"][0]["logprobs"]["top_logprobs"][0] == {"\ufffd": -0.5}
 
@@ -85,7 +88,9 @@ def test_logprobs_of_half_a_character_and_of_the_impossible() -> None:
 def test_text_offsets_go_on_from_event_to_event() -> None:
     one = shape(Endpoint.COMPLETION)
     offsets = [
-        events(one.event(0, "ab", [TokenLogprob(97, 0.0), TokenLogprob(98, 0.0)], None))[0]["choices"][0]["logprobs"]["text_offset"]
+        events(one.event(0, [Content("ab")], [TokenLogprob(97, 0.0), TokenLogprob(98, 0.0)], None))[0]["choices"][0]["logprobs"][
+            "text_offset"
+        ]
         for _ in range(2)
     ]
     assert offsets == [[0, 1], [2, 3]]
@@ -93,10 +98,38 @@ def test_text_offsets_go_on_from_event_to_event() -> None:
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
 def test_a_whole_answer(endpoint: Endpoint) -> None:
-    choices = [Collected(["a", "b"], [], FinishReason.STOP), Collected([], [], FinishReason.LENGTH)]
+    choices = [Collected(["a", "b"], finish=FinishReason.STOP), Collected(finish=FinishReason.LENGTH)]
     answer = orjson.loads(shape(endpoint).whole(choices, Usage(1, 2, 0)))
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length"]
     assert [choice.get("text", choice.get("message", {}).get("content")) for choice in answer["choices"]] == ["ab", ""]
+
+
+PARTS: list[Part] = [
+    Reasoning("hm"),
+    Content("so"),
+    CallBegun(0, "f"),
+    CallArguments(0, '{"a"'),
+    CallArguments(0, ":1}"),
+    CallBegun(1, "g"),
+]
+
+
+def test_calls_and_reasoning_streamed_are_those_of_the_whole_answer() -> None:
+    one, collected = shape(Endpoint.CHAT), Collected()
+    streamed = events(b"".join(one.event(0, [part], (), None) for part in PARTS) + one.event(0, [], (), FinishReason.STOP))
+    collected.add(PARTS, (), FinishReason.STOP)
+    (choice, _) = orjson.loads(one.whole([collected, Collected(finish=FinishReason.STOP)], Usage(1, 2, 0)))["choices"]
+    deltas = [event["choices"][0]["delta"] for event in streamed]
+    message = choice["message"]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"] == "so"
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"] == "hm"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    for place, whole in enumerate(message["tool_calls"]):
+        own = [call for call in calls if call["index"] == place]
+        assert [own[0]["function"]["name"], own[0]["type"]] == [whole["function"]["name"], whole["type"]]
+        assert "".join(call["function"]["arguments"] for call in own) == whole["function"]["arguments"]
+    assert len({call["id"] for call in calls if "id" in call}) == len(message["tool_calls"]) == 2
+    assert streamed[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "tool_calls"
 
 
 @given(st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from([0, 1]), st.text(max_size=3))))

@@ -1,0 +1,240 @@
+"""Messages and tools of a chat, as pydantic models, and as models' templates take them.
+
+Templates take what transformers gives them: contents as one string, a call's arguments as an object. A template that knows no tools is told of
+them in plain text, in the format that most models were shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, cast
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+MAX_TOOLS = 512
+"""In one request. Raising it: a template may write more before it is refused for its length."""
+MAX_CALLS = 512
+"""In one message."""
+SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+"""The ids of calls that every template takes: Mistral's refuse others."""
+NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
+
+
+def string_or_list(value: object) -> str:
+    return "as-string" if isinstance(value, str) else "as-list"
+
+
+class Strict(BaseModel):
+    """No coercion ("1" is not 1), no unknown field."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = Field(default=None, description="Ignored: prompts are always computed once.")
+
+
+Content = Annotated[
+    Annotated[str, Tag("as-string")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("as-list")],
+    Discriminator(string_or_list),
+]
+
+
+class CalledFunction(Strict):
+    name: Annotated[str, Field(pattern=NAME)]
+    arguments: str = Field(description="JSON text.")
+
+
+class ToolCall(Strict):
+    """A tool that the assistant called."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(default=None, description="Ignored.")
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema. Where missing: no parameters.")
+    strict: bool | None = Field(default=None, description="The arguments are of the schema, always.")
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+    cache_control: dict[str, Any] | None = Field(default=None, description="Ignored.")
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(value: object) -> str:
+    if isinstance(value, str):
+        return "as-string"
+    return "as-allowed" if isinstance(value, dict) and "allowed_tools" in value else "as-named"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as-string")]
+    | Annotated[NamedTool, Tag("as-named")]
+    | Annotated[AllowedToolChoice, Tag("as-allowed")],
+    Discriminator(_kind_of_choice),
+]
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="`developer` is rendered as `system`.")
+    content: Content | None = Field(default=None, description="May be missing where the assistant called tools.")
+    name: str | None = Field(default=None, description="Ignored, but for a tool's.")
+    reasoning_content: str | None = Field(
+        default=None, description="What the assistant thought before it said this. Templates show it or don't."
+    )
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="Whose result a tool's message is."
+    )
+    cache_control: dict[str, Any] | None = Field(default=None, description="Ignored.")
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+
+    @property
+    def text(self) -> str:
+        """The message's text, its parts joined."""
+        if self.content is None:
+            return ""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def letters(self) -> list[str]:
+        """Everything in it that a template may write."""
+        calls = [call.function.name + call.function.arguments for call in self.tool_calls or ()]
+        return [self.text, self.reasoning_content or "", *calls]
+
+
+def check_messages(messages: Sequence[Message]) -> str | None:
+    """What is wrong with them together: the first field at fault and why; None: nothing."""
+    known = set[str]()
+    for place, message in enumerate(messages):
+        at = f"messages[{place}]"
+        if message.tool_calls and message.role != "assistant":
+            return f"{at}.tool_calls: only the assistant calls tools"
+        if message.content is None and not message.tool_calls and not (message.role == "assistant" and message.reasoning_content):
+            return f"{at}.content: missing"
+        if message.role == "tool":
+            if message.tool_call_id is None:
+                return f"{at}.tool_call_id: missing"
+            if message.tool_call_id not in known:
+                return f"{at}.tool_call_id: no message before it calls a tool by that id"
+        elif message.tool_call_id is not None:
+            return f"{at}.tool_call_id: only in a tool's message"
+        known.update(call.id for call in message.tool_calls or ())
+    return None
+
+
+def tool_for_template(tool: Tool) -> dict[str, Any]:
+    """A tool as templates take it: what says how it is to be served is left out."""
+    described: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
+    described["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": described}
+
+
+def messages_for_template(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+    """Messages as a template that knows tools takes them.
+
+    Args:
+        template: its text.
+    """
+    names: dict[str, str] = {}
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+        if message.reasoning_content:
+            one["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            names |= {call.id: call.function.name for call in message.tool_calls}
+            one["tool_calls"] = [_call_for_template(call, template) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            one["tool_call_id"] = short_id(message.tool_call_id, template)
+            one["name"] = message.name or names.get(message.tool_call_id, "")
+        written.append(one)
+    return written
+
+
+def messages_without_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for a template that knows no tools: those are described in the system message, calls and results are text."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        text = message.text
+        for call in message.tool_calls or ():
+            text += "\n" * bool(text) + _TEXT_CALL % (orjson.dumps(call.function.name).decode(), call.function.arguments or "{}")
+        if message.role == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            if written and written[-1]["role"] == "user" and written[-1]["content"].endswith("</tool_response>"):
+                written[-1]["content"] += "\n" + text  # results of one turn are one message: most templates want turns to alternate
+                continue
+        role = {"developer": "system", "tool": "user"}.get(message.role, message.role)
+        written.append({"role": role, "content": text})
+    if tools:
+        told = _TEXT_TOOLS % "\n".join(orjson.dumps(tool).decode() for tool in tools)
+        if written and written[0]["role"] == "system":
+            written[0]["content"] += "\n\n" + told
+        else:
+            written.insert(0, {"role": "system", "content": told})
+    return written
+
+
+_TEXT_CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
+_TEXT_TOOLS = """You may call one or more functions to assist with the user's request.
+
+Here are the available functions:
+<tools>
+%s
+</tools>
+
+For each function call, return a JSON object with the function's name and arguments within <tool_call></tool_call> tags:
+<tool_call>
+{"name": <function-name>, "arguments": <arguments-object>}
+</tool_call>
+The results come back within <tool_response></tool_response> tags."""
+
+
+def short_id(call_id: str, template: str) -> str:
+    """A call's id, or where the template takes short ones only, a short one that is always the same."""
+    if SHORT_ID.fullmatch(call_id) or "length 9" not in template:
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def _call_for_template(call: ToolCall, template: str) -> dict[str, Any]:
+    try:
+        arguments = orjson.loads(call.function.arguments or "{}")
+    except orjson.JSONDecodeError:
+        arguments = None
+    # What is no object stays the text that the model wrote.
+    function = {"name": call.function.name, "arguments": cast("Any", arguments) if isinstance(arguments, dict) else call.function.arguments}
+    return {"id": short_id(call.id, template), "type": "function", "function": function}
