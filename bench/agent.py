@@ -75,7 +75,7 @@ def first_token_s(client: httpx.Client, path: str, body: dict[str, Any]) -> tupl
 
 def ids_of(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:
     asked = ChatCompletionRequest.model_validate_json(orjson.dumps(body))
-    written = write_chat(asked, Tools.of(asked), tokenizer.chat_template or "")
+    written = write_chat(asked, Tools.of(asked), tokenizer.chat_template or "", knows_tools=False)
     return tokenizer.render_chat(written.messages, datetime.fromisoformat(NOW), written.given)
 
 

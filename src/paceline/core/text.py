@@ -45,6 +45,11 @@ class Tokenizer(Vocabulary, Protocol):
         ...
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The special tokens, by what they spell."""
+        ...
+
+    @property
     def chat_template(self) -> str | None:
         """The template's text; None for a model without one."""
         ...

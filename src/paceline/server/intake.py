@@ -22,7 +22,7 @@ from paceline.server.call import Call, Endpoint
 from paceline.server.faults import Refusal, of_validation
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
-from paceline.server.tools import Readings, Tools, write_chat
+from paceline.server.tools import ModelFormats, Tools, write_chat
 
 Body = TypeVar("Body", bound=Sampling)
 
@@ -42,7 +42,7 @@ class Intake:
     def __init__(self, inference: Inference, clock: Clock, aliases: Collection[str] = ()) -> None:
         self._inference = inference
         self._clock, self._aliases = clock, aliases
-        self._readings = Readings()
+        self._formats = ModelFormats()
         self._longest_token: dict[str, int] = {}
         """In bytes, by fingerprint: what a name means may change."""
 
@@ -65,17 +65,17 @@ class Intake:
         tools = Tools.of(asked)
         self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")
         self._check_length(model, [orjson.dumps(tool).decode() for tool in tools.shown], "tools")
-        written = write_chat(asked, tools, model.tokenizer.chat_template or "")
+        form = self._formats.of(model)
+        written = write_chat(asked, tools, model.tokenizer.chat_template or "", knows_tools=form.described.knows_tools)
         try:
             now = asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone()
             ids = model.tokenizer.render_chat(written.messages, now, written.given)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
-        reading = self._readings.of(model, tools, ids)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
         call = self._call(endpoint, asked, model, [ids], most, logprobs, "messages")
-        return replace(call, reading=reading)
+        return replace(call, reading=form.reading(model, tools, ids))
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""

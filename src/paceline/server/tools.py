@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest
@@ -87,11 +87,12 @@ class WrittenChat:
     given: Given
 
 
-def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str) -> WrittenChat:
+def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str, *, knows_tools: bool) -> WrittenChat:
     """The chat of a request.
 
     Args:
         template: the text of the model's.
+        knows_tools: it writes the tools it is given.
 
     Raises:
         InvalidRequest: the messages don't belong together, or a switch is none.
@@ -107,45 +108,70 @@ def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str) -> Wri
         for name, value in (("reasoning_effort", asked.reasoning_effort), ("enable_thinking", asked.reasoning_effort != "none")):
             if name in template:
                 switches.setdefault(name, value)
-    if knows_tools(template):
+    if knows_tools:
         return WrittenChat(messages_for_template(asked.messages, template), Given(tools.shown, switches))
     return WrittenChat(messages_without_tools(asked.messages, tools.shown), Given((), switches))
 
 
-def knows_tools(template: str) -> bool:
-    """Whether a template writes the tools it is given."""
-    return "tools" in template
+@dataclass(frozen=True, slots=True)
+class ModelFormat:
+    """How one model writes its answers."""
+
+    described: Format
+    spelled: Mapping[int, bytes]
+    """The special tokens among its markers, which spell nothing in a text."""
+
+    def reading(self, model: ServedModel, tools: Tools, prompt: Sequence[int]) -> Reading | None:
+        """How the answer to a prompt is read; None where it is all content."""
+        if not tools.callable and self.described.thinking is None and not self.described.skipped:
+            return None
+        tail = b"".join(self.spelled.get(token) or model.tokenizer.token_bytes(token) for token in prompt[-TAIL_TOKENS:])
+        in_reasoning = self.described.begins_in_reasoning(tail.decode("utf-8", "replace"))
+        return Reading(self.described, tools.schemas, in_reasoning, tools.parallel, self.spelled)
 
 
-class Readings:
-    """How models' answers are read. Safe to call from several threads."""
+class ModelFormats:
+    """The formats of the models served. Safe to call from several threads."""
 
     def __init__(self) -> None:
-        self._formats: OrderedDict[str, tuple[Format, Mapping[int, bytes]]] = OrderedDict()
+        self._found: OrderedDict[str, ModelFormat] = OrderedDict()
         """By fingerprint: what a name means may change."""
 
-    def of(self, model: ServedModel, tools: Tools, prompt: Sequence[int]) -> Reading | None:
-        """How the answer to a prompt is read; None where it is all content."""
-        found = self._formats.get(model.fingerprint)
+    def of(self, model: ServedModel) -> ModelFormat:
+        found = self._found.get(model.fingerprint)
         if found is None:
-            tokenizer = model.tokenizer
-            described = find_format(tokenizer.chat_template, tokenizer.response_template)
-            found = self._formats[model.fingerprint] = described, special_tokens(described, tokenizer)
-            while len(self._formats) > KEPT:
-                self._formats.popitem(last=False)
-        described, spelled = found
-        if not tools.callable and not described.reasons:
-            return None
-        tail = b"".join(spelled.get(token) or model.tokenizer.token_bytes(token) for token in prompt[-TAIL_TOKENS:])
-        in_reasoning = described.begins_in_reasoning(tail.decode("utf-8", "replace"))
-        return Reading(described, tools.schemas, in_reasoning, tools.parallel, spelled)
+            found = self._found[model.fingerprint] = _format_of(model.tokenizer)
+            while len(self._found) > KEPT:
+                self._found.popitem(last=False)
+        return found
 
 
-def special_tokens(described: Format, tokenizer: Tokenizer) -> dict[int, bytes]:
-    """A format's markers that are special tokens of a vocabulary, which spell nothing in a text."""
-    found: dict[int, bytes] = {}
-    for marker in described.markers:
-        ids = tokenizer.encode(marker, add_special=False)
-        if len(ids) == 1 and not tokenizer.token_bytes(ids[0]) and ids[0] not in tokenizer.eos_ids:
-            found[ids[0]] = marker.encode()
+def _format_of(tokenizer: Tokenizer) -> ModelFormat:
+    template = tokenizer.chat_template or ""
+    described = find_format(template, tokenizer.response_template)
+    thinking = described.thinking
+    if thinking is not None and not any(mark.strip() in template for mark in (*thinking.open, *thinking.close)):
+        described = replace(described, thinking=None)  # a model that was never shown the marks means what it says with them
+    return ModelFormat(described, _special_tokens(described, tokenizer))
+
+
+def _special_tokens(described: Format, tokenizer: Tokenizer) -> dict[int, bytes]:
+    markers = _markers(described)
+    return {
+        token: name.encode()
+        for name, token in tokenizer.special_tokens.items()
+        if token not in tokenizer.eos_ids and any(name in marker for marker in markers)
+    }
+
+
+def _markers(described: Format) -> set[str]:
+    """Every text of a format that may be a special token."""
+    found = set(described.skipped)
+    if described.thinking is not None:
+        found.update(described.thinking.open, described.thinking.close)
+    for calls in described.calls:
+        found.update(calls.begin, calls.end, calls.open, calls.at_start, calls.head_end, calls.name_prefix, calls.name_cut, calls.close)
+        found.add(calls.delimiter)
+        if calls.parameters is not None:
+            found.update(calls.parameters.open, calls.parameters.key_end, calls.parameters.close)
     return found

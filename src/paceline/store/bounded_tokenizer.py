@@ -71,6 +71,10 @@ class BoundedTokenizer:
         return self._ask({"text": text, "add_special": add_special})
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        return self.model.special_tokens
+
+    @property
     def chat_template(self) -> str | None:
         return self.model.chat_template
 

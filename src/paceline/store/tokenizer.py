@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -174,6 +174,10 @@ class ModelTokenizer:
         if found is None:
             found = self._bytes[token_id] = self._spell(token_id)
         return found
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        return {token.content: i for i, token in self._added.items() if token.special and i < self._size}
 
     @property
     def chat_template(self) -> str | None:

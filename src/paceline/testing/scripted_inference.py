@@ -47,6 +47,10 @@ class ByteTokenizer:
         return list(text.encode())
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        return {}
+
+    @property
     def chat_template(self) -> None:
         return None
 

@@ -11,9 +11,10 @@ import orjson
 import pytest
 
 from paceline.core.errors import InvalidRequest
+from paceline.server.formats.format import find_format
 from paceline.server.messages import messages_for_template, short_id
 from paceline.server.requests import ChatCompletionRequest
-from paceline.server.tools import Tools, knows_tools, write_chat
+from paceline.server.tools import Tools, write_chat
 from paceline.store.catalog import open_model
 from paceline.store.chat_template import ChatTemplate
 from paceline.store.tokenizer import ModelTokenizer
@@ -47,7 +48,7 @@ def ask(messages: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:
 
 
 def rendered(template: ChatTemplate, asked: ChatCompletionRequest) -> str:
-    written = write_chat(asked, Tools.of(asked), template.source)
+    written = write_chat(asked, Tools.of(asked), template.source, knows_tools=find_format(template.source).knows_tools)
     return template.render(written.messages, NOW, written.given)
 
 
@@ -85,7 +86,7 @@ def test_a_turns_prompt_begins_with_the_prompt_before_it(path: Path, bundled: Mo
 def test_a_template_that_knows_no_tools_is_told_in_words(bundled: ModelTokenizer) -> None:
     template = bundled.template
     assert template is not None
-    assert not knows_tools(template.source)
+    assert not find_format(template.source).knows_tools
     text = rendered(template, ask(transcript(2), tools=[tool("weather")]))
     assert text.count('{"name": "weather", "arguments": {"city": "Paris"}}') == 2
     assert text.count("<tool_response>\nsunny") == 2
@@ -103,7 +104,7 @@ def test_special_tokens_in_tools_are_text(bundled: ModelTokenizer) -> None:
     prompts = []
     for one in (evil, tool("weather")):
         asked = ask(transcript(1), tools=[one])
-        written = write_chat(asked, Tools.of(asked), opened.template.source)
+        written = write_chat(asked, Tools.of(asked), opened.template.source, knows_tools=True)
         prompts.append(opened.render_chat(written.messages, NOW, written.given))
     (end,) = opened.encode("<|im_end|>", add_special=False)
     assert prompts[0].count(end) == prompts[1].count(end) > 0
@@ -133,9 +134,12 @@ def test_arguments_that_are_no_object_stay_the_text_they_are() -> None:
 
 def test_effort_sets_the_switches_that_a_template_has() -> None:
     asked = ask(transcript(0), reasoning_effort="none", chat_template_kwargs={"other": 1})
-    assert write_chat(asked, Tools.of(asked), "enable_thinking").given.switches == {"other": 1, "enable_thinking": False}
-    assert write_chat(asked, Tools.of(asked), "reasoning_effort").given.switches == {"other": 1, "reasoning_effort": "none"}
-    assert write_chat(asked, Tools.of(asked), "").given.switches == {"other": 1}
+    assert write_chat(asked, Tools.of(asked), "enable_thinking", knows_tools=True).given.switches == {"other": 1, "enable_thinking": False}
+    assert write_chat(asked, Tools.of(asked), "reasoning_effort", knows_tools=True).given.switches == {
+        "other": 1,
+        "reasoning_effort": "none",
+    }
+    assert write_chat(asked, Tools.of(asked), "", knows_tools=True).given.switches == {"other": 1}
 
 
 def test_allowed_tools_are_shown_with_the_others_and_alone_callable() -> None:
