@@ -99,7 +99,7 @@ def test_row_48_a_template_ends_within_its_time_and_memory(bounded: Any, source:
 def test_row_48_a_template_is_only_text_in_this_process(bounded: Any) -> None:
     tokenizer = bounded(model("{{ messages[0]['content'] }}"))
     assert tokenizer.render_chat(CHAT, NOW)
-    assert vars(tokenizer.model.template).keys() == {"path", "source", "special_tokens"}
+    assert vars(tokenizer.model.template).keys() == {"path", "source", "special_tokens", "response"}
 
 
 def test_row_48_where_the_system_limits_no_memory_what_takes_much_is_ended(bounded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
