@@ -7,7 +7,7 @@ how the text was cut, and none is done twice. Looking ahead is bounded by the lo
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 BLANKS = " \t\r\n"
 
@@ -89,6 +89,22 @@ class Cursor:
                 found = text
         return found
 
+    def text(self, marks: Marks, say: Callable[[str], None]) -> Generator[None, None, tuple[str, str]]:
+        """Go over text up to one of the marks, or to the end. Returns the blanks before it, which were not said, and the mark."""
+        blanks = ""
+        while c := (yield from self.peek()):
+            if run := self.run(marks.others):
+                say(blanks + run)
+                blanks = ""
+            elif c in BLANKS:
+                blanks = yield from self.blanks()
+            elif mark := (yield from self.mark(marks)):
+                return blanks, mark
+            else:
+                say(blanks + self.take())
+                blanks = ""
+        return blanks, ""
+
     def blanks(self) -> Generator[None, None, str]:
         """Go over blanks."""
         taken: list[str] = []
@@ -97,10 +113,15 @@ class Cursor:
         return "".join(taken)
 
     def hold(self) -> None:
-        """From here on, keep what is taken, until it is clear what it is."""
-        self._held = []
+        """From here on, if not from earlier on, keep what is taken, until it is clear what it is."""
+        if self._held is None:
+            self._held = []
+
+    @property
+    def held(self) -> str:
+        return "".join(self._held or ())
 
     def release(self) -> str:
         """What was taken since `hold`."""
-        text, self._held = "".join(self._held or ()), None
+        text, self._held = self.held, None
         return text

@@ -19,6 +19,8 @@ from paceline.server.formats.cursor import BLANKS, Cursor, Marks
 from paceline.server.formats.format import Body, Calls, Format, Thinking
 from paceline.server.formats.json_text import decoded, json_string, json_value
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.formats.schema_types import types_of
+from paceline.server.formats.tagged import head, lax_object, parameters
 
 Reading = Generator[None, None, None]
 Text = Callable[[str], None]
@@ -61,7 +63,8 @@ class AnswerReader:
         opening = Marks(format.thinking.open if format.thinking else ())
         anywhere = opening if format.thinking and format.thinking.anywhere else Marks()
         self._content_marks = self._call_marks | anywhere | Marks(self._skipped)
-        self._start_marks = self._content_marks | opening | Marks(self._at_start)
+        stray = format.thinking.close if format.thinking else ()
+        self._start_marks = self._content_marks | opening | Marks((*self._at_start, *stray))
         self._reading = self._answer(in_reasoning=in_reasoning)
         next(self._reading, None)
 
@@ -134,7 +137,7 @@ class AnswerReader:
             behind = ""
             if not mark:
                 self._content(blanks)
-                blanks, mark = yield from self._text(self._content_marks, self._content)
+                blanks, mark = yield from cursor.text(self._content_marks, self._content)
             if not mark:
                 self._content(blanks)
                 return
@@ -144,6 +147,9 @@ class AnswerReader:
             elif self._thinking and mark in self._thinking.open:
                 cursor.take(len(mark))
                 yield from self._think(self._thinking)
+                yield from cursor.blanks()
+            elif self._thinking and mark in self._thinking.close:  # it was opened by the prompt, or there was none
+                cursor.take(len(mark))
                 yield from cursor.blanks()
             elif (left := (yield from self._calls(mark, blanks, self._content))) is not None:
                 behind = left + (yield from cursor.blanks())
@@ -162,7 +168,7 @@ class AnswerReader:
         if thinking.ended_by_calls:
             marks |= self._call_marks
         while True:
-            blanks, mark = yield from self._text(marks, self._reasoning)
+            blanks, mark = yield from cursor.text(marks, self._reasoning)
             if not mark:
                 self._reasoning(blanks)
                 return
@@ -171,22 +177,6 @@ class AnswerReader:
                 return
             if (yield from self._calls(mark, blanks, self._reasoning)) is not None:
                 return
-
-    def _text(self, marks: Marks, say: Text) -> Generator[None, None, tuple[str, str]]:
-        """Go over text up to one of the marks, or to the end. Returns the blanks before it, which were not said, and the mark."""
-        cursor, blanks = self._cursor, ""
-        while c := (yield from cursor.peek()):
-            if run := cursor.run(marks.others):
-                say(blanks + run)
-                blanks = ""
-            elif c in BLANKS:
-                blanks = yield from cursor.blanks()
-            elif mark := (yield from cursor.mark(marks)):
-                return blanks, mark
-            else:
-                say(blanks + cursor.take())
-                blanks = ""
-        return blanks, ""
 
     # ------------------------------------------------------------------------------------------------------------------ calls
 
@@ -198,18 +188,17 @@ class AnswerReader:
         ends = {end for each in ways for end in each.end}
         opens = {opening: each for each in reversed(ways) for opening in each.open}
         first = opens.pop("", None)
-        marks, between = Marks((*ends, *opens)), BLANKS + "".join(each.between for each in ways)
+        marks, between = Marks((*ends, *opens, *self._sections)), BLANKS + "".join(each.between for each in ways)
         read = False
         cursor.hold()
         cursor.take(len(mark))
         while True:
             if way is None:
-                while (c := (yield from cursor.peek())) and c in between:
+                while not (opening := (yield from cursor.mark(marks))) and (c := (yield from cursor.peek())) and c in between:
                     cursor.take()
-                opening = yield from cursor.mark(marks)
-                if read and opening in ends:
+                if read and opening in (ends | self._sections.keys()):
                     cursor.release()
-                    cursor.take(len(opening))
+                    cursor.take(len(opening) if opening in ends else 0)
                     return ""
                 way = opens.get(opening) or (None if read else first)
                 if way is None:
@@ -218,6 +207,8 @@ class AnswerReader:
             if not (yield from self._call(way)):
                 break
             read, way = True, None
+            if cursor.held.strip(BLANKS):
+                break
             cursor.hold()
         text = cursor.release()
         if not read:
@@ -230,11 +221,38 @@ class AnswerReader:
 
     def _call(self, way: Calls) -> Generator[None, None, bool]:
         """Go over one call, behind what opens it. False: it is none."""
-        match way.body:
-            case Body.OBJECT:
-                return (yield from self._object(way))
-            case Body.JSON | Body.LAX | Body.PARAMETERS:
-                raise NotImplementedError
+        if way.body is Body.OBJECT:
+            return (yield from self._object(way))
+        cursor, tags = self._cursor, way.parameters
+        stays = frozenset((*tags.open, *way.close) if tags else "{")
+        written = yield from head(cursor, Marks(way.head_end), stays)
+        name = _name(written or "", way)
+        if name not in self._tools:
+            return False
+        if tags:
+            schema = self._tools[name]
+            return (
+                yield from parameters(
+                    cursor, tags, way.close, lambda: self._begin(name), self._arguments, lambda key: types_of(schema, key)
+                )
+            )
+        closes = Marks(way.close)
+        yield from cursor.blanks()
+        if (yield from cursor.peek()) == "{":
+            self._begin(name)
+            body = lax_object(cursor, way.delimiter, self._arguments) if way.body is Body.LAX else json_value(cursor, self._arguments)
+            if not (yield from body):
+                return True
+        elif (yield from cursor.mark(closes)):
+            self._begin(name, "{}")
+        else:
+            return False
+        cursor.hold()
+        yield from cursor.blanks()
+        if mark := (yield from cursor.mark(closes)):
+            cursor.take(len(mark))
+            cursor.release()
+        return True
 
     def _object(self, way: Calls) -> Generator[None, None, bool]:
         """Go over an object that has name and arguments, behind its brace."""
@@ -293,6 +311,15 @@ class AnswerReader:
         text = "".join(pieces)
         text = "{}" if text == "null" else (decoded(text) or "" if text.startswith('"') else text)
         return text if text.lstrip(BLANKS).startswith("{") else None
+
+
+def _name(text: str, way: Calls) -> str:
+    """The tool's name, of what is written in its place."""
+    for prefix in way.name_prefix:
+        text = text.strip().removeprefix(prefix)
+    for cut in way.name_cut:
+        text = text.partition(cut)[0]
+    return text.strip()
 
 
 _PASSED_OVER = ("id", "type", "index")
