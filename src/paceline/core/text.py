@@ -16,6 +16,8 @@ class Given:
     """As OpenAI's API writes them."""
     switches: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The template's own, such as `enable_thinking`."""
+    salt: str = ""
+    """What is remembered of this chat serves chats of the same salt alone."""
 
 
 NOTHING_GIVEN = Given()

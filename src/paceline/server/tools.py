@@ -99,7 +99,7 @@ def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str, *, kno
     """
     if wrong := check_messages(asked.messages):
         raise InvalidRequest(wrong, field=wrong.partition(":")[0])
-    switches = dict(asked.chat_template_kwargs or {})
+    switches, salt = dict(asked.chat_template_kwargs or {}), asked.cache_salt or ""
     if taken := OWN_SWITCHES & set(switches):
         raise InvalidRequest(
             f"chat_template_kwargs.{min(taken)}: is no switch", "Send the field itself where there is one.", field="chat_template_kwargs"
@@ -109,8 +109,8 @@ def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str, *, kno
             if name in template:
                 switches.setdefault(name, value)
     if knows_tools:
-        return WrittenChat(messages_for_template(asked.messages, template), Given(tools.shown, switches))
-    return WrittenChat(messages_without_tools(asked.messages, tools.shown), Given((), switches))
+        return WrittenChat(messages_for_template(asked.messages, template), Given(tools.shown, switches, salt))
+    return WrittenChat(messages_without_tools(asked.messages, tools.shown), Given((), switches, salt))
 
 
 @dataclass(frozen=True, slots=True)

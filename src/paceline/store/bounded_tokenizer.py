@@ -91,7 +91,8 @@ class BoundedTokenizer:
         if self.model.template is None:
             return self.model.render_chat(messages, now, given)  # which says so
         now = datetime.now().astimezone() if now is None else now
-        return self._ask({"messages": list(messages), "now": write_time(now), "tools": list(given.tools), "switches": dict(given.switches)})
+        told = {"tools": list(given.tools), "switches": dict(given.switches), "salt": given.salt}
+        return self._ask({"messages": list(messages), "now": write_time(now), "given": told})
 
     def begin(self) -> None:
         """Start the process in the background: without it, the first request waits for that."""

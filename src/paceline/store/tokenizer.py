@@ -15,6 +15,7 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from paceline.core.text import NOTHING_GIVEN, Given
+from paceline.store.chat_prefixes import ChatPrefixes
 from paceline.store.chat_template import ChatTemplate, join_parts
 from paceline.store.faults import damaged, unsupported
 
@@ -143,6 +145,8 @@ class ModelTokenizer:
         self._eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self._size)
         self._byte_level: Final = _is_byte_level(path, encoder)
         self._bytes: dict[int, bytes] = {}
+        self._chats = ChatPrefixes(self._added, lambda text: self._ids(text, add_special=False))
+        self._chats_lock = threading.Lock()
         try:
             bare, whole = (self._ids("a word", add_special=flag) for flag in (False, True))
         except InvalidRequest as error:
@@ -204,8 +208,10 @@ class ModelTokenizer:
         now = datetime.now().astimezone() if now is None else now
         broken = self._control.broken([*chat, *given.tools, given.switches])
         if broken is None:
-            return self._ids(self.template.render(chat, now, given), add_special=False)
-        given = Given(broken[len(chat) : -1], broken[-1])
+            text = self.template.render(chat, now, given)
+            with self._chats_lock:
+                return self._chats.ids(text, given.salt)
+        given = replace(given, tools=broken[len(chat) : -1], switches=broken[-1])
         text = self._control.marked(self.template.render(broken[: len(chat)], now, given))
         return self._control.real_ids(self._ids(text, add_special=False, parse_special=False))
 

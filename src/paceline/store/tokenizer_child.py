@@ -74,7 +74,7 @@ def main() -> None:
             if "text" in asked:
                 ids = tokenizer.encode(asked["text"], add_special=asked["add_special"])
             else:
-                ids = tokenizer.render_chat(asked["messages"], _time(*asked["now"]), Given(asked["tools"], asked["switches"]))
+                ids = tokenizer.render_chat(asked["messages"], _time(*asked["now"]), Given(**asked["given"]))
         except PacelineError as error:
             _fail(sink, error)
         else:
