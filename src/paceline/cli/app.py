@@ -12,6 +12,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli import benches, joining
+from paceline.cli.commands import Commands
 from paceline.cli.options import (
     ApiKeyFile,
     AsJson,
@@ -32,6 +33,7 @@ from paceline.node.settings import DEFAULT_MODEL, NodeSettings
 
 app = typer.Typer(
     name="paceline",
+    cls=Commands,
     help="One OpenAI endpoint out of the machines you already own.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
