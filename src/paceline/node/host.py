@@ -11,7 +11,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ENGINE_GONE, SERVER_STOPPING, EngineGone, InvalidRequest, NodeStopping, PacelineError, UnknownModel
@@ -73,6 +75,10 @@ class EngineHost:
         self._closed = self._draining = False
         self._rebuild = rebuild
         self._grammars = grammars
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+        """Of its own: a flood of grammars, seconds each, would hold all threads that others' work waits for."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By the node that asks."""
         self._rebuilt_at: deque[float] = deque(maxlen=REBUILDS)
         self._on_change: list[Callable[[], None]] = []
         self._thread = EngineThread(engine, release, self._tell, self._another)
@@ -131,6 +137,7 @@ class EngineHost:
             return True
         self._closed = True
         self._fail_all("The server is stopping", SERVER_STOPPING)
+        self._compiler.shutdown(wait=False)
         return self._thread.close(CLOSE_TIMEOUT_S)
 
     def expects(self, model: str) -> bool:
@@ -140,17 +147,8 @@ class EngineHost:
 
     # ----------------------------------------------------------------------------------------------------------- for streams
 
-    async def prepare(self, request: GenerationRequest) -> None:
-        """Do what takes time before a request may be handed over, and neither the event loop nor the engine should wait for.
-
-        Raises:
-            InvalidRequest: the form it asks for is none.
-        """
-        if request.grammar is not None and self._grammars is not None:
-            await asyncio.to_thread(self._grammars.prepare, request.grammar)
-
     def admit(self, stream: _Stream, model: str, request: GenerationRequest) -> None:
-        """Hand a request to the engine, or refuse it. What the engine refuses, its next report says.
+        """Give a request its place, or refuse it. What the engine refuses, a report says.
 
         Raises:
             UnknownModel, Overloaded: it can't be served.
@@ -173,7 +171,21 @@ class EngineHost:
         self._bind_loop()
         self._live[request.request_id] = stream
         self._live_sequences += len(request.indices)
-        self._send(Add(request))
+
+    async def begin(self, stream: _Stream) -> None:
+        """Hand a request that has its place to the engine, behind what takes time and neither the engine nor the event loop should wait for.
+
+        Raises:
+            InvalidRequest: the form it asks for is none.
+        """
+        request = stream.request
+        if request.grammar is not None and self._grammars is not None:
+            # A node's one after the other: however many it sends, others' wait for one of them.
+            async with self._turns.setdefault(request.caller, asyncio.Lock()):
+                if stream.is_running:
+                    await asyncio.get_running_loop().run_in_executor(self._compiler, self._grammars.prepare, request.grammar)
+        if stream.is_running:  # the engine may have failed, or the host been closed, meanwhile
+            self._send(Add(request))
 
     def leave(self, request: GenerationRequest, *, ended: bool) -> None:
         """A stream is over: by its end, or by its reader's will."""
@@ -293,11 +305,14 @@ class _Stream:
         return self
 
     async def __anext__(self) -> Sequence[GenerationChunk]:
-        if not self._admitted:
-            await self._host.prepare(self.request)
         if not self._admitted and not self._over:
             self._host.admit(self, self._model, self.request)
             self._admitted = True
+            try:
+                await self._host.begin(self)
+            except BaseException:
+                self._finish(ended=True)
+                raise
         while not self._items:
             if self._error is not None:
                 self._finish(ended=True)
@@ -321,6 +336,11 @@ class _Stream:
         self._finish(ended=not self._running)
 
     # ---------------------------------------------------------------------------------------------------------- for the host
+
+    @property
+    def is_running(self) -> bool:
+        """Some of it has not ended."""
+        return bool(self._running) and not self._over
 
     def push(self, chunk: GenerationChunk) -> bool:
         """Keep a chunk. True for the first since the reader last took some. What comes after the end is nothing to it."""

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -13,10 +14,11 @@ from tests.unit.node.echo_engine import EchoEngine
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import EngineGone, InvalidRequest, NodeStopping, Overloaded, PacelineError, UnknownModel
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind
 from paceline.core.ids import RequestId
 from paceline.core.text import Tokenizer
 from paceline.engine.config import EngineConfig
+from paceline.engine.grammar import Grammars
 from paceline.node.host import REBUILDS, WITHIN_S, EngineHost
 from paceline.server.inference import ChunkStream, ServedModel
 from paceline.testing.clock import FakeClock
@@ -24,13 +26,15 @@ from paceline.testing.clock import FakeClock
 BOUND_S = 100
 
 
-def host_of(engine: EchoEngine, capacity: int = 4, *others: EchoEngine, clock: Clock | None = None) -> EngineHost:
+def host_of(
+    engine: EchoEngine, capacity: int = 4, *others: EchoEngine, clock: Clock | None = None, grammars: Grammars | None = None
+) -> EngineHost:
     """A host; where there are `others`, they take its engine's place one after the other."""
     # The host passes the tokenizer on and never asks it anything.
     model = ServedModel("echo", 0, 100, cast("Tokenizer", None), "fp")
     config = EngineConfig(max_context=100, max_running=2, max_waiting=capacity - 2)
     rest = iter(others)
-    return EngineHost(engine, engine.close, model, config, clock or SystemClock(), (lambda: next(rest)) if others else None)
+    return EngineHost(engine, engine.close, model, config, clock or SystemClock(), (lambda: next(rest)) if others else None, grammars)
 
 
 def request(name: str = "r", max_tokens: int = 3, n: int = 1) -> GenerationRequest:
@@ -408,3 +412,68 @@ def test_close_ends_streams_joins_the_thread_and_frees_the_executor() -> None:
     assert engine.closed.is_set()
     assert host.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "paceline-engine"]
+
+
+class SlowGrammars(Grammars):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(cast("Tokenizer", None))
+        self.asked, self.goes_on = list[str](), threading.Semaphore(0)
+
+    def prepare(self, grammar: Grammar) -> None:
+        self.asked.append(grammar.text)
+        assert self.goes_on.acquire(timeout=BOUND_S)
+        if grammar.text == "none":
+            raise InvalidRequest("no grammar", field="grammar")
+
+
+def formed(name: str, caller: str) -> GenerationRequest:
+    return replace(request(name, 1), caller=caller, grammar=Grammar(GrammarKind.REGEX, name))
+
+
+def test_a_node_that_floods_with_grammars_holds_up_neither_other_work_nor_others_grammars() -> None:
+    engine, slow = EchoEngine(), SlowGrammars()
+    with closing(host_of(engine, 60, grammars=slow)) as host:
+
+        async def work() -> None:
+            flood = [asyncio.create_task(drain(host.generate("echo", formed(f"b{number}", "b")))) for number in range(60)]
+            await until(lambda: slow.asked == ["b0"])
+            assert await asyncio.to_thread(lambda: 7) == 7, "threads are left"
+            assert host.live == 20, "it has its share of places, and the rest are refused before anything is compiled"
+            refused, _ = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+            assert all(isinstance(task.exception(), Overloaded) for task in refused)
+            own = asyncio.create_task(drain(host.generate("echo", formed("own", ""))))
+            await until(lambda: host.live == 21)
+            slow.goes_on.release()
+            await until(lambda: len(slow.asked) == 2)
+            assert slow.asked == ["b0", "own"]
+            slow.goes_on.release(100)
+            await own
+            await asyncio.gather(*flood, return_exceptions=True)
+            assert len(slow.asked) == 21
+            assert host.live == 0
+
+        run(work())
+
+
+def test_a_form_that_is_none_and_an_engine_that_fails_meanwhile_give_the_place_back() -> None:
+    engine, slow = EchoEngine(crash_at=1), SlowGrammars()
+    with closing(host_of(engine, 4, EchoEngine(), grammars=slow)) as host:
+
+        async def work() -> None:
+            slow.goes_on.release()
+            with pytest.raises(InvalidRequest, match="no grammar"):
+                await drain(host.generate("echo", formed("none", "")))
+            assert host.live == 0
+            waits = asyncio.create_task(drain(host.generate("echo", formed("w", ""))))
+            await until(lambda: slow.asked == ["none", "w"])
+            up = back_up(host)
+            await drain(host.generate("echo", request("r")))
+            await up.wait()
+            slow.goes_on.release()
+            assert [chunk.finish_reason for chunk in await waits] == [FinishReason.ERROR]
+            assert host.live == 0
+            assert (await drain(host.generate("echo", request("s", 1))))[-1].finish_reason is FinishReason.LENGTH
+
+        run(work())
