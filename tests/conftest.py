@@ -56,6 +56,15 @@ def bundled_gguf() -> Path:
 
 
 @pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 64 KiB."""
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=False).returncode:
+        pytest.skip("a disk of its own can't be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.fixture
 def start_paceline() -> Iterator[Start]:
     """Start `paceline ARGS` as a real process, with pipes (or another `stdin`); killed at the end if it still runs."""
     running: list[subprocess.Popen[str]] = []

@@ -108,7 +108,9 @@ class GossipDriver:
             await self._seal(0)
 
     async def leave(self, bound_s: float) -> None:
-        """Say goodbye, as far as peers answer within `bound_s`."""
+        """Say goodbye, as far as peers answer within `bound_s`. A node that never announced itself has none to say."""
+        if self._gossip.own_card is None:
+            return
         await self._seal(0, leaving=True)
         self._do(self._gossip.tick(self._clock.monotonic()))
         if self._tasks:

@@ -59,10 +59,10 @@ def claim_running(folder: FleetFolder) -> IO[bytes]:
 
 
 class Claim:
-    """What a node takes before a model is loaded for it: that no other process runs this identity, and its ports.
+    """What a node takes before a model is loaded for it: that no other process runs this identity, its ports, and a folder that can be written.
 
     Raises:
-        MembershipError: this machine's node runs already.
+        MembershipError: this machine's node runs already, or its folder can't be written.
         ConfigError: a port is taken, or the address not this machine's.
     """
 
@@ -72,6 +72,7 @@ class Claim:
             self.fleet = taken.enter_context(hold_port(settings.host, settings.port, "the fleet", "--fleet-port or --fleet-host"))
             """For gRPC, which takes a port by its number: to be closed just before."""
             self.tensors = taken.enter_context(hold_port(settings.host, settings.tensor_port, "activations", TENSOR_OPTIONS))
+            keep_version(folder, read_version(folder))
             self._taken = taken.pop_all()
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -188,3 +190,42 @@ def test_a_server_whose_output_nobody_reads_goes_on(start_paceline: Start) -> No
     assert process.wait(ENDS_S) == 0
     assert process.stderr is not None
     assert process.stderr.read() == ""
+
+
+def fill(disk: Path) -> set[Path]:
+    """Leave no byte on a disk; returns what is on it."""
+    with (disk / "all").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1024))
+    return set(disk.rglob("*"))
+
+
+def test_on_a_full_disk_it_answers_and_says_what_is_not_kept(start_paceline: Start, small_disk: Path) -> None:
+    home = small_disk / "home"
+    (home / "cache").mkdir(parents=True)
+    (home / "cache" / "kernels").symlink_to((Path(os.environ["PACELINE_HOME"]) / "cache" / "kernels").resolve())
+    before = fill(small_disk)
+    process = start_paceline("up", *SMALL, PACELINE_HOME=str(home))
+    assert b"".join(ask(wait_ready(process), max_tokens=4))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=ENDS_S)
+    assert process.returncode == 0
+    assert "for the next start: No space left on device" in said
+    assert "Traceback" not in said
+    assert [path for path in small_disk.rglob("*") if path not in before and path.is_file()] == [], "nothing is half written"
+
+
+def test_a_fleet_s_node_says_that_its_disk_is_full_before_a_model_is_loaded(start_paceline: Start, small_disk: Path) -> None:
+    home = small_disk / "home"
+    initialised = start_paceline("init", PACELINE_HOME=str(home))
+    initialised.communicate(timeout=ENDS_S)
+    assert initialised.returncode == 0
+    before = {path: path.read_bytes() for path in fill(small_disk) if path.is_file()}
+    process = start_paceline("up", *SMALL, "--fleet-port", "0", "--no-mdns", PACELINE_HOME=str(home))
+    out, said = process.communicate(timeout=ENDS_S)
+    assert (process.returncode, out) == (2, "")
+    assert said.splitlines()[-2:] == [
+        f"error: {home / 'fleet' / 'version'} can't be written: No space left on device",
+        "hint:  Free some space on its disk, and try again",
+    ]
+    assert {path: path.read_bytes() for path in before} == before

@@ -66,6 +66,22 @@ async def test_a_full_disk_keeps_nobody_from_hearing_of_this_node(
             await until(lambda: offered(a) == ["newer"])
 
 
+@in_loop
+async def test_a_start_that_fails_lets_go_of_all_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: FleetFolder, version: int) -> None:
+        raise MembershipError("version can't be written: No space left on device")
+
+    fleet = TestFleet()
+    a = make_node(fleet, tmp_path, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.node.fleet_gossip.keep_version", full)
+        with pytest.raises(MembershipError, match="No space left"):
+            await a.start()
+    assert a.gossip.view().cards == ()
+    async with running(make_node(fleet, tmp_path, "a")):
+        pass
+
+
 @pytest.mark.parametrize("damaged", ["{}", "null", "7", "[1]", '["!"]', "", "[" * 100_000])
 def test_revocations_are_not_forgotten_by_damage(tmp_path: Path, damaged: str) -> None:
     folder = FleetFolder(tmp_path)

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import MembershipError
 from paceline.transport.trust.folder import FleetFolder
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Generator[Path]:
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=False).returncode:
-        pytest.skip("a disk of its own can't be mounted here")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_full_disk_asks_for_space_and_not_for_another_folder(small_disk: Path) -> None:
