@@ -20,6 +20,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk
 from paceline.server.call import Call, Usage
 from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines, of_error, server_fault
+from paceline.server.fields import ignored_header
 from paceline.server.inference import Inference
 from paceline.server.metrics import Meter
 from paceline.server.shapes import Collected, shape_of
@@ -102,6 +103,7 @@ class Answer(Response):
         self._tally = Tally(call, meter, clock, arrived_s)
         self._stopping = stopping
         self._comment_s = comment_s
+        self._headers = [(name.encode(), value.encode()) for name, value in ignored_header(call.ignored).items()]
         self._started = False
         self._quiet = True
         """Nothing was sent since the last comment was due."""
@@ -167,7 +169,7 @@ class Answer(Response):
         async with self._sending:
             if not self._started:
                 self._started = True
-                headers = [(b"content-type", self._shape.media_type), *STREAM_HEADERS]
+                headers = [(b"content-type", self._shape.media_type), *STREAM_HEADERS, *self._headers]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 body = self._shape.first_events() + body
             if body:
@@ -205,7 +207,7 @@ class Answer(Response):
                     choices[place].add(readers[place].read(chunk), chunk.logprobs, chunk.finish_reason)
         self._check_complete()
         body = self._shape.whole(choices, tally.usage())
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

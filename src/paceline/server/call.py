@@ -34,6 +34,8 @@ class Call:
     """How its answers are read; None: they are all content."""
     include_events: bool = False
     """The stream tells of machines lost and found, too."""
+    ignored: tuple[str, ...] = ()
+    """Fields of the body that nobody here knows."""
 
     def readers(self) -> list[ChoiceReader | PlainReader]:
         """A reader for each choice."""

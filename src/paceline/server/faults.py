@@ -146,8 +146,6 @@ def of_validation(error: ValidationError) -> Fault:
     match first["type"]:
         case "missing":
             return Fault(400, f"Missing required field: {param}", param=param, code="missing_required_parameter")
-        case "extra_forbidden":
-            return Fault(400, f"Unrecognized field: {param}", param=param, code="unknown_parameter")
         case _:
             of_tool = "tools" in first["loc"] or "tool_calls" in first["loc"]
             refused = TOOL_TYPES if of_tool and first["loc"][-1] == "type" else None

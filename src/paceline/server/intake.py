@@ -20,6 +20,7 @@ from paceline.core.generation import GenerationRequest, Grammar, GrammarKind, Sa
 from paceline.core.ids import RequestId
 from paceline.server.call import Call, Endpoint
 from paceline.server.faults import Refusal, of_validation
+from paceline.server.fields import check_fields, ignored_fields
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 from paceline.server.tools import ModelFormats, Tools, write_chat
@@ -53,14 +54,16 @@ class Intake:
             Refusal: the body is malformed.
             InvalidRequest, ContextOverflow, UnknownModel: it can't be served as asked.
         """
-        return self.chat_of(self._parse(ChatCompletionRequest, body))
+        asked = self._parse(ChatCompletionRequest, body)
+        return replace(self.chat_of(asked), ignored=ignored_fields(asked))
 
     def chat_of(self, asked: ChatCompletionRequest, endpoint: Endpoint = Endpoint.CHAT) -> Call:
         """A chat, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
         model = self._model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise InvalidRequest("top_logprobs: only together with logprobs: true", field="top_logprobs")
-        if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+        most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
+        if most is not None and replacing not in (None, most):
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
         tools = Tools.of(asked)
         self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")
@@ -73,8 +76,7 @@ class Intake:
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        call = self._call(endpoint, asked, model, [ids], most, logprobs, "messages")
+        call = self._call(endpoint, asked, model, [ids], most if replacing is None else replacing, logprobs, "messages")
         return replace(call, reading=form.reading(model, tools, ids))
 
     def completion(self, body: bytes) -> Call:
@@ -83,14 +85,15 @@ class Intake:
         model = self._model(asked.model)
         prompt = asked.prompt
         prompts: list[list[int]] = []
+        special = asked.add_special_tokens is not False
         if isinstance(prompt, str):
             self._check_length(model, [prompt], "prompt")
-            prompts.append(model.tokenizer.encode(prompt))
+            prompts.append(model.tokenizer.encode(prompt, add_special=special))
         else:
             texts = [item for item in prompt if isinstance(item, str)]
             for text in texts:
                 self._check_length(model, [text], "prompt")
-                prompts.append(model.tokenizer.encode(text))
+                prompts.append(model.tokenizer.encode(text, add_special=special))
             if not texts:
                 nested = [item for item in prompt if isinstance(item, list)]
                 prompts.extend(nested or [[item for item in prompt if isinstance(item, int)]])
@@ -101,7 +104,9 @@ class Intake:
                 raise InvalidRequest("prompt: empty, and this model starts no text by itself", field="prompt")
             if max(ids) >= model.tokenizer.size:
                 raise InvalidRequest(f"prompt: token {max(ids)} is not one of the model's {model.tokenizer.size}", field="prompt")
-        return self._call(Endpoint.COMPLETION, asked, model, prompts, asked.max_tokens, asked.logprobs, "prompt")
+        most = _most(asked.max_tokens, "max_tokens")
+        call = self._call(Endpoint.COMPLETION, asked, model, prompts, most, asked.logprobs, "prompt")
+        return replace(call, ignored=ignored_fields(asked))
 
     def _parse(self, kind: type[Body], body: bytes) -> Body:
         """Check the body against its model, unless it has more parts than any prompt that fits.
@@ -115,9 +120,11 @@ class Intake:
             if commas > COMMAS_PER_TOKEN * longest + SMALL_BODY_BYTES:
                 raise ContextOverflow(f"The body has {commas} commas, more than a context of {longest} tokens can need", "Send less.")
         try:
-            return kind.model_validate_json(body)
+            asked = kind.model_validate_json(body)
         except ValidationError as error:
             raise Refusal(of_validation(error)) from error
+        check_fields(asked)
+        return asked
 
     def _model(self, name: str) -> ServedModel:
         return find_model(name, self._inference, self._aliases)
@@ -229,6 +236,19 @@ def not_served(name: str, inference: Inference) -> UnknownModel | ModelAway:
         return ModelAway(f"No machine serves the model {name!r} at this moment", "Try again in a few seconds.")
     served = [model.name for model in inference.models()]
     return UnknownModel(f"The model {name!r} is not served here", f"Served: {', '.join(served) or 'none'}.")
+
+
+def _most(asked: int | None, field: str) -> int | None:
+    """How many tokens an answer may have; None, as -1 says too: as many as the context leaves.
+
+    Raises:
+        InvalidRequest: none.
+    """
+    if asked == 0:
+        raise InvalidRequest(
+            f"{field}: an answer has one token at least", "Send 1 or more, or -1 for the rest of the context.", field=field
+        )
+    return None if asked == -1 else asked
 
 
 def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int | None:

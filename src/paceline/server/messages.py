@@ -28,9 +28,9 @@ def string_or_list(value: object) -> str:
 
 
 class Strict(BaseModel):
-    """No coercion ("1" is not 1), no unknown field."""
+    """No coercion ("1" is not 1). What becomes of fields that it does not have, which are kept, `server.fields` says."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 
 
 class TextPart(Strict):

@@ -1,10 +1,9 @@
 """The request bodies of the API, as pydantic models: what is accepted, and the OpenAPI schema, from one source.
 
-A field falls in one of three groups. *Served*: it does what OpenAI (or, for top_k, min_p, repetition_penalty,
-stop_token_ids and ignore_eos, vLLM, or, for draft, docs/api.md) says. *Harmless*: clients send it, it never changes an answer here, it is ignored
-(user, metadata, store, service_tier, safety_identifier, prompt_cache_key, prompt_cache_retention, prediction, cache_control,
-a message's name). *Refused*: it would change the answer and is not served, so only the value that
-means "off" passes. An unknown field is refused: there is no silent fallback.
+A field of these models is served: it does what OpenAI (or, for top_k, min_p, repetition_penalty, stop_token_ids and ignore_eos, vLLM, or, for draft,
+docs/api.md) says; or harmless: clients send it, it never changes an answer here, it is ignored (user, metadata, store, service_tier,
+safety_identifier, prompt_cache_key, prompt_cache_retention, prompt_cache_options, prediction, cache_control, a message's name).
+What becomes of all other fields is said in `server.fields`.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Sampling(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31, description="Where missing: the rest of the context.")
+    max_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31, description="Where missing, or -1: the rest of the context.")
     temperature: float | None = Field(
         default=None, ge=TEMPERATURE.least, le=TEMPERATURE.most, allow_inf_nan=False, description="0 is greedy; default 1."
     )
@@ -142,13 +141,18 @@ class Sampling(Strict):
     safety_identifier: str | None = Field(default=None, description="Ignored.")
     prompt_cache_key: str | None = Field(default=None, description="Ignored.")
     prompt_cache_retention: str | None = Field(default=None, description="Ignored.")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="Ignored.")
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
 
 
 class ChatCompletionRequest(Sampling):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most), description="Only with `logprobs`.")
     now: AwareDatetime | None = Field(
@@ -168,15 +172,19 @@ class ChatCompletionRequest(Sampling):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         default=None, description="How long a model that reasons does so, where its template has a switch for it: `none` turns it off."
     )
+    think: bool | None = Field(default=None, description="As others call it: false, as `reasoning_effort: none`, turns reasoning off.")
+    thinking: Thinking | None = Field(default=None, description="As others call it: `disabled` turns reasoning off.")
 
     prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
-    functions: list[Any] | None = Field(default=None, max_length=0)
-    function_call: Literal["none", "auto"] | None = None
-    modalities: list[Literal["text"]] | None = None
-    audio: None = None
-    web_search_options: None = None
-    verbosity: Literal["medium"] | None = None
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to reason; None: as it does by itself."""
+        if self.reasoning_effort is not None:
+            return self.reasoning_effort != "none"
+        if self.think is None and self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            return self.thinking.type == "enabled"
+        return self.think
 
 
 def _check_prompt(value: object) -> str | list[str] | list[int] | list[list[int]]:
@@ -230,25 +238,17 @@ class CompletionRequest(Sampling):
 
     prompt: Prompt
     logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most), description="Top alternatives beside each token's own.")
-
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
+    add_special_tokens: bool | None = Field(
+        default=None, description="A text gets the tokens that the model wants before it; default true."
+    )
 
 
 REFUSED = {
-    "functions": "Functions are served as tools: send tools",
-    "function_call": "Functions are served as tools: send tool_choice, and tool_calls in messages",
-    "modalities": "Only text is served",
+    "function_call": "Functions are served as tools: send tool_calls",
     "audio": "Audio is not served",
     "type": "Only parts of type text are served: no images, audio or files",
-    "web_search_options": "Web search is not served",
-    "verbosity": "Only verbosity medium is served",
     "refusal": "A refusal can't be part of a prompt here",
     "annotations": "Annotations can't be part of a prompt here",
-    "echo": "Repeating the prompt is not served",
-    "best_of": "Only best_of 1 is served",
-    "suffix": "Text after the answer is not served",
 }
-"""Fields whose only accepted value means "off", and how to say so."""
+"""Fields of messages whose only accepted value means "off", and how to say so."""
 TOOL_TYPES = "Only tools of type function are served"

@@ -104,10 +104,9 @@ def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str, *, kno
         raise InvalidRequest(
             f"chat_template_kwargs.{min(taken)}: is no switch", "Send the field itself where there is one.", field="chat_template_kwargs"
         )
-    if asked.reasoning_effort is not None:
-        for name, value in (("reasoning_effort", asked.reasoning_effort), ("enable_thinking", asked.reasoning_effort != "none")):
-            if name in template:
-                switches.setdefault(name, value)
+    for name, value in (("reasoning_effort", asked.reasoning_effort), ("enable_thinking", asked.thinks)):
+        if value is not None and name in template:
+            switches.setdefault(name, value)
     if knows_tools:
         return WrittenChat(messages_for_template(asked.messages, template), Given(tools.shown, switches, salt))
     return WrittenChat(messages_without_tools(asked.messages, tools.shown), Given((), switches, salt))

@@ -1,0 +1,153 @@
+"""Fields that a body's model does not have: one rule for every API.
+
+Law: a field that is known to change an answer elsewhere, and is not served here, is refused by name, unless its value means "off". Any other is
+ignored, and the answer's header says so: nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+from urllib.parse import quote
+
+from pydantic import BaseModel
+
+from paceline.server.faults import Fault, Refusal
+
+HEADER: Final = "x-paceline-ignored"
+MAX_NAMES: Final = 40
+"""In the header. Raising it: proxies refuse answers whose headers are long."""
+MAX_NAME_LETTERS: Final = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A field that would change the answer."""
+
+    why: str
+    off: tuple[Any, ...] = ()
+    """Values that ask for what is done anyway, beside null."""
+
+    def is_off(self, value: object) -> bool:
+        """Whether the value asks for nothing. `true` is not 1."""
+        return value is None or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in self.off)
+
+
+FORM: Final = "Send response_format, regex or grammar"
+PART_OF_MODEL: Final = "The model's own is used"
+NOT_DRAWN_SO: Final = "Answers are not drawn so here"
+UNSERVED: Final[Mapping[str, Unserved]] = {
+    # OpenAI's.
+    "functions": Unserved("Functions are served as tools: send tools", ([],)),
+    "function_call": Unserved("Functions are served as tools: send tool_choice", ("none", "auto")),
+    "modalities": Unserved("Only text is served", (["text"],)),
+    "audio": Unserved("Audio is not served"),
+    "web_search_options": Unserved("Web search is not served"),
+    "moderation": Unserved("Nothing is moderated here"),
+    "verbosity": Unserved("Only verbosity medium is served", ("medium",)),
+    "best_of": Unserved("Only best_of 1 is served", (1,)),
+    "suffix": Unserved("Text after the answer is not served", ("",)),
+    "echo": Unserved("Repeating the prompt is not served", (False,)),
+    # vLLM's and transformers'.
+    "use_beam_search": Unserved("Beams are not searched here", (False,)),
+    "num_beams": Unserved("Beams are not searched here", (1,)),
+    "early_stopping": Unserved("Beams are not searched here", (False,)),
+    "length_penalty": Unserved("Beams are not searched here", (1,)),
+    "do_sample": Unserved("Send temperature: 0 for greedy answers", (True,)),
+    "max_new_tokens": Unserved("Send max_tokens"),
+    "min_tokens": Unserved("Answers may be as short as they are", (0,)),
+    "min_new_tokens": Unserved("Answers may be as short as they are", (0,)),
+    "no_repeat_ngram_size": Unserved(NOT_DRAWN_SO, (0,)),
+    "skip_special_tokens": Unserved("Special tokens are never shown", (True,)),
+    "spaces_between_special_tokens": Unserved("Special tokens are never shown", (True, False)),
+    "include_stop_str_in_output": Unserved("Texts that stop an answer are not part of it", (False,)),
+    "bad_words": Unserved("Send logit_bias", ([],)),
+    "allowed_token_ids": Unserved("Send grammar or regex"),
+    "add_special_tokens": Unserved("A chat's special tokens are its template's", (False,)),
+    "add_generation_prompt": Unserved("The answer is always a new turn", (True,)),
+    "continue_final_message": Unserved("The answer is always a new turn", (False,)),
+    "chat_template": Unserved(PART_OF_MODEL, ("",)),
+    "documents": Unserved("Send documents as text in a message", ([],)),
+    "truncate_prompt_tokens": Unserved("Prompts are not cut", (-1,)),
+    "prompt_logprobs": Unserved("Logprobs are of answers"),
+    "prompt_embeds": Unserved("Send prompt"),
+    "return_token_ids": Unserved("Token ids are not shown", (False,)),
+    "return_tokens_as_token_ids": Unserved("Token ids are not shown", (False,)),
+    "guided_json": Unserved(FORM),
+    "guided_regex": Unserved(FORM),
+    "guided_choice": Unserved(FORM),
+    "guided_grammar": Unserved(FORM),
+    "structured_outputs": Unserved(FORM),
+    # llama.cpp's and those of its kin.
+    "n_predict": Unserved("Send max_tokens", (-1,)),
+    "repeat_penalty": Unserved("Send repetition_penalty", (1,)),
+    "typical_p": Unserved(NOT_DRAWN_SO, (1,)),
+    "typ_p": Unserved(NOT_DRAWN_SO, (1,)),
+    "tfs_z": Unserved(NOT_DRAWN_SO, (1,)),
+    "top_a": Unserved(NOT_DRAWN_SO, (0,)),
+    "top_n_sigma": Unserved(NOT_DRAWN_SO, (-1, 0)),
+    "mirostat": Unserved(NOT_DRAWN_SO, (0,)),
+    "mirostat_mode": Unserved(NOT_DRAWN_SO, (0,)),
+    "xtc_probability": Unserved(NOT_DRAWN_SO, (0,)),
+    "dry_multiplier": Unserved(NOT_DRAWN_SO, (0,)),
+    "dynatemp_range": Unserved(NOT_DRAWN_SO, (0,)),
+    "samplers": Unserved("The order of the samplers is fixed", ([], "")),
+    "json_schema": Unserved(FORM),
+    "n_probs": Unserved("Send logprobs", (0,)),
+    "return_tokens": Unserved("Token ids are not shown", (False,)),
+    "lora": Unserved("Adapters are not served", ([],)),
+    "lora_request": Unserved("Adapters are not served"),
+    # Other APIs'.
+    "options": Unserved("Send the options as fields of the body", ({},)),
+    "num_predict": Unserved("Send max_tokens", (-1,)),
+    "format": Unserved(FORM, ("",)),
+    "reasoning": Unserved("Send reasoning_effort, or chat_template_kwargs", ({},)),
+    "system": Unserved("Send a message whose role is system", ("", [])),
+    "images": Unserved("Only text is served", ([],)),
+    "stop_sequences": Unserved("Send stop", ([],)),
+    "random_seed": Unserved("Send seed"),
+    "safe_prompt": Unserved(PART_OF_MODEL, (False,)),
+}
+"""By name. A body whose model has a field of that name serves it."""
+
+
+def check_fields(asked: BaseModel) -> None:
+    """Look at what a body has beside its model's fields.
+
+    Raises:
+        Refusal: one of them would change the answer.
+    """
+    for name, value in (asked.model_extra or {}).items():
+        unserved = UNSERVED.get(name)
+        if unserved is not None and not unserved.is_off(value):
+            raise Refusal(Fault(400, f"{name}: {unserved.why}", param=name, code="unsupported_parameter"))
+
+
+def ignored_fields(asked: BaseModel) -> tuple[str, ...]:
+    """The fields that had no effect since nobody here knows them, as in `messages[].mood`. Each once; null asks for nothing."""
+    return tuple(dict.fromkeys(name for name in _unknown(asked, "") if name not in UNSERVED))
+
+
+def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
+    """The header that says which fields were ignored; none where none was."""
+    if not names:
+        return {}
+    shown = [quote(name[:MAX_NAME_LETTERS].encode("utf-8", "replace"), safe="[]._-") for name in names[:MAX_NAMES]]
+    return {HEADER: ", ".join([*shown, *(["..."] if len(names) > MAX_NAMES else [])])}
+
+
+def _unknown(asked: BaseModel, at: str) -> Iterator[str]:
+    for name, value in (asked.model_extra or {}).items():
+        if value is not None:
+            yield at + name
+    for name in asked.model_fields_set & type(asked).model_fields.keys():
+        value = getattr(asked, name)
+        inside = f"{at}{type(asked).model_fields[name].alias or name}"
+        if isinstance(value, BaseModel):
+            yield from _unknown(value, inside + ".")
+        elif isinstance(value, list):
+            for one in cast("list[object]", value):
+                if not isinstance(one, BaseModel):
+                    break  # lists are of one kind, and those of ids may be long
+                yield from _unknown(one, inside + "[].")
