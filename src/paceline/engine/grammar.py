@@ -27,8 +27,8 @@ Mask = npt.NDArray[np.uint8]
 
 _SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The only blanks in JSON outside strings: no answer runs to its end in blanks, and most of a document's frame is forced."""
-VERSION = f"llguidance {version('llguidance')}, 1"
-"""What decides a mask beside grammar, tokens and vocabulary. Raise the number with `_SEPARATORS` or `_LIMITS`."""
+VERSION = f"llguidance {version('llguidance')}, 2"
+"""What decides a mask beside grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS` or `_Vocabulary`."""
 
 KEPT = 64
 """Compiled grammars. Raising it: more memory, and agents with many schemas wait less."""
@@ -170,12 +170,15 @@ def _refused(field: str, why: str) -> InvalidRequest:
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance reads it. Tokens without bytes are never part of a text."""
+    """A vocabulary as llguidance reads it. Tokens without bytes are never part of a text; a grammar may name them, as `<[ID]>`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._encode = tokenizer.encode
-        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.size)]
-        self.special_token_ids = [i for i, text in enumerate(self.tokens) if not text]
+        spelled = [tokenizer.token_bytes(i) for i in range(tokenizer.size)]
+        self.special_token_ids = [i for i, text in enumerate(spelled) if not text]
+        self.tokens = [
+            text or b"[%d]" % i for i, text in enumerate(spelled)
+        ]  # special ones need a name each: where one may come, so might all
         self.eos_ids = sorted(tokenizer.eos_ids)
         self.eos_token_id, self.bos_token_id = self.eos_ids[0], None
 

@@ -52,10 +52,13 @@ class Written:
     call: str
     begin: str = ""
     """Before the first call."""
-    between: str = ""
+    between: str | None = None
+    """Between two; None: there is but one."""
     end: str = ""
     """Behind the last one."""
     parameter: str = ""
+    trigger: str = ""
+    """What of `begin` and `call` only calls have, where that is not their mark: from there on a text is a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Calls:
     """One way to write calls: [begin] (open name head_end arguments close)... [end]. Blanks may stand between these."""
 
     body: Body
-    written: Written
+    written: Written | None = None
     begin: tuple[str, ...] = ()
     """Opens a section of calls."""
     end: tuple[str, ...] = ()
@@ -101,6 +104,8 @@ class Thinking:
     """Also behind the answer's start."""
     ended_by_calls: bool = False
     """A call ends it too."""
+    behind: str = ""
+    """What stands between it and a call, for a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class Format:
 
     name: str
     calls: tuple[Calls, ...] = ()
-    """The first one is what a grammar writes."""
+    """A grammar writes the first one, which has `written`."""
     thinking: Thinking | None = None
     skipped: tuple[str, ...] = ()
     """Marks that are no part of the content."""
@@ -180,7 +185,8 @@ def _family(name: str, data: dict[str, Any]) -> _Family:
 def _calls(data: dict[str, Any]) -> Calls:
     fields = _frozen(data)
     fields["body"] = Body(data["body"])
-    fields["written"] = Written(**data["written"])
+    if "written" in data:
+        fields["written"] = Written(**data["written"])
     if "parameters" in data:
         fields["parameters"] = Parameters(**_frozen(data["parameters"]))
     return Calls(**fields)

@@ -21,30 +21,42 @@ def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
 
 
 def _types(schema: object, root: Mapping[str, Any], deep: int) -> frozenset[str]:
+    leaves = alternatives(schema, root, deep)
+    return frozenset[str]().union(*map(leaf_types, leaves))
+
+
+def alternatives(schema: object, root: Mapping[str, Any], deep: int = _DEEP) -> list[Mapping[str, Any]]:
+    """The schemas of which a value must follow one, references and choices resolved."""
     if not isinstance(schema, Mapping) or deep <= 0:
-        return frozenset()
+        return [{}]
     fields = cast("Mapping[str, Any]", schema)
-    found: set[str] = {"null"} if fields.get("nullable") is True else set()
     match fields:
         case {"$ref": str(where)}:
-            found |= _types(_referred(where, root), root, deep - 1)
-        case {"type": str(name)}:
-            found.add(name)
-        case {"type": list(names)}:
-            found |= {name for name in cast("list[Any]", names) if isinstance(name, str)}
-        case {"const": value}:
-            found.add(_type(value))
-        case {"enum": list(values)}:
-            found |= {_type(value) for value in cast("list[Any]", values)}
-        case {"anyOf": list(options)} | {"oneOf": list(options)} | {"allOf": list(options)}:
-            for option in cast("list[Any]", options)[:_WIDE]:
-                found |= _types(option, root, deep // 2)
+            found = alternatives(referred(where, root), root, deep - 1)
+        case {"anyOf": list(options)} | {"oneOf": list(options)} | {"allOf": [_] as options}:
+            chosen = cast("list[Any]", options)[:_WIDE]
+            found = [leaf for option in chosen for leaf in alternatives(option, root, deep // 2)]
         case _:
-            pass
-    return frozenset(found)
+            found = [fields]
+    return [*found, {"type": "null"}] if fields.get("nullable") is True else found
 
 
-def _referred(where: str, root: Mapping[str, Any]) -> object:
+def leaf_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types of one of those; none where it does not say."""
+    match schema:
+        case {"type": str(name)}:
+            return frozenset((name,))
+        case {"type": list(names)}:
+            return frozenset(name for name in cast("list[Any]", names) if isinstance(name, str))
+        case {"const": value}:
+            return frozenset((_type(value),))
+        case {"enum": list(values)}:
+            return frozenset(map(_type, cast("list[Any]", values)))
+        case _:
+            return frozenset()
+
+
+def referred(where: str, root: Mapping[str, Any]) -> object:
     """What a reference within the schema points to."""
     found: Any = root
     for step in where.removeprefix("#").split("/")[1:]:

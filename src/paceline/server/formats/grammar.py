@@ -1,0 +1,222 @@
+"""Grammars that make calls of tools valid: Lark's, as llguidance reads it.
+
+With `REQUIRED` an answer is calls and nothing else, behind its reasoning if there is any. With `AUTO` it is any text, in which every call that its mark
+opens is whole and of its tool's schema. What a grammar allows, `reader` reads as those calls.
+
+JSON arguments follow all of the schema. Between tags a value follows its own schema; of a string's, `format` is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, cast
+
+from paceline.core.generation import Grammar, GrammarKind
+from paceline.server.formats.format import Body, Calls, Format, Thinking, Written
+from paceline.server.formats.lark import ANY, Lark, in_regex
+from paceline.server.formats.lax_grammar import lax_value
+from paceline.server.formats.schema_types import alternatives, leaf_types
+
+
+class Choice(StrEnum):
+    """Whether an answer has to be calls."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+def calls_grammar(
+    format: Format,  # noqa: A002  (callers name it so)
+    tools: Mapping[str, Mapping[str, Any]],
+    choice: Choice,
+    *,
+    parallel: bool,
+    token_id: Callable[[str], int | None],
+    in_reasoning: bool = False,
+) -> Grammar | None:
+    """The form of answers that call tools. None: there is none to follow.
+
+    Args:
+        format: how the model writes.
+        tools: the JSON schema of the parameters of each tool that may be called; {} where any will do.
+        choice: whether the answer has to be calls.
+        parallel: it may be several.
+        token_id: the special token of this name, which has no bytes in the vocabulary; None where that is no special token.
+        in_reasoning: the prompt ended inside a reasoning block.
+    """
+    way = next((way for way in format.calls if way.written), None)
+    if not tools or way is None or way.written is None:
+        return None
+    calls = _Calls(Lark(token_id), way, way.written, tools, parallel=parallel)
+    thinking = _thinking(calls.lark, format.thinking, in_reasoning=in_reasoning, required=choice is Choice.REQUIRED)
+    match choice:
+        case Choice.REQUIRED:
+            start = f"{thinking} {calls.all_from(calls.begin)}"
+        case Choice.AUTO:
+            thought = (*format.thinking.open, *format.thinking.close) if format.thinking else ()
+            start = f"{thinking} {calls.in_text(calls.lark.specials((*format.skipped, *thought, way.written.call, way.written.end)))}"
+    return Grammar(GrammarKind.LARK, calls.lark.text(start))
+
+
+def _thinking(lark: Lark, thinking: Thinking | None, *, in_reasoning: bool, required: bool) -> str:
+    if thinking is None:
+        return ""
+    rest = lark.until(thinking.close[0]) + (" " + lark.literal(thinking.behind) if required else "")
+    return rest if in_reasoning else f"({lark.literal(thinking.open[0])} {rest})?"
+
+
+class _Calls:
+    """One way to write calls, as rules."""
+
+    def __init__(self, lark: Lark, way: Calls, written: Written, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> None:
+        self.lark = lark
+        self._way = way
+        self._written = written
+        self._tools = tools
+        self._between = written.between if parallel else None
+        head, _, rest = written.call.partition("{name}")
+        self._head = head
+        self.begin = written.begin + head
+        """What is written before the first name."""
+        middle, _, tail = rest.partition("{arguments}")
+        self._around = (middle, tail)
+        """What is written between name and arguments, and behind these."""
+        self._named = lark.rule(" | ".join(self._call(name, schema) for name, schema in tools.items()))
+        """A call behind `head`."""
+
+    def all_from(self, text: str) -> str:
+        """All calls, of whose beginning this is still to be written, up to the first name."""
+        more = "" if self._between is None else f"({self.lark.literal(self._between + self._head)} {self._named})*"
+        return f"{self.lark.literal(text)} {self._named} {more} {self.lark.literal(self._written.end)}"
+
+    def in_text(self, specials: Sequence[int]) -> str:
+        """Any text, with such calls, and with special tokens that mean something else."""
+        written = self._written
+        if self._way.body is Body.OBJECT and not written.begin:
+            return self._at_start()
+        if written.trigger:
+            begun = {written.trigger: self.begin.partition(written.trigger)[1] + self.begin.partition(written.trigger)[2]}
+        else:
+            begun = {mark: self.begin for mark in (*self._way.begin, *self._way.open) if mark and self.begin.startswith(mark)}
+        if self._way.bare:
+            begun |= {mark: self._head for mark in self._way.open if self._head.startswith(mark)}
+        tokens: dict[int, list[str]] = {}
+        marked: list[str] = []
+        for mark, whole in begun.items():
+            if special := self.lark.first_special(mark):
+                tokens.setdefault(special[0], []).append(self._rest(whole, len(mark) - len(special[1])))
+            else:
+                opened = self.lark.lazy(f"{ANY} {self.lark.quoted(mark)}")
+                marked.append(f"{opened} {self._rest(whole, len(mark))}")
+        called = [f"<[{token}]> ({' | '.join(rests)})" for token, rests in tokens.items()]
+        if not marked:
+            return f"(<[^{','.join(map(str, tokens))}]> | {self.lark.rule(' | '.join(called))})*"
+        others = [f"<[{token}]>" for token in specials if token not in tokens]
+        options = [*marked, *(f"{ANY} {each}" for each in (*called, *others))]
+        return f"({self.lark.rule(' | '.join(options))})* {ANY}"
+
+    def _rest(self, whole: str, length: int) -> str:
+        """The calls of a section, or one bare call, of whose beginning so much was written."""
+        if whole != self._head or not self._written.begin:
+            return self.all_from(whole[length:])
+        return f"{self.lark.literal(whole[length:])} {self._named}"
+
+    def _at_start(self) -> str:
+        """Calls, or a text that does not begin as one. A call has no mark: it is one from its arguments on."""
+        middle, tail = self._around
+        first = [
+            f"{self.lark.lazy(self.lark.quoted(self.begin + _json_name(name) + middle))} {self._arguments(schema)} {self.lark.literal(tail)}"
+            for name, schema in self._tools.items()
+        ]
+        more = "" if self._between is None else f"({self.lark.literal(self._between + self._head)} {self._named})*"
+        names = "|".join(re.escape(_json_name(name)) for name in self._tools)
+        keys = "|".join(self._way.arguments_keys)
+        likeness = rf'\s*\{{\s*"name"\s*:\s*"({names})"\s*(\}}|,\s*"({keys})"\s*:)(.|\n)*'
+        return f"({self.lark.rule(' | '.join(first))} {more} | {self.lark.terminal(f'{ANY} & ~/{in_regex(likeness)}/')})"
+
+    def _call(self, name: str, schema: Mapping[str, Any]) -> str:
+        """A call behind `head`."""
+        written = self.lark.quoted(_json_name(name) if self._way.body is Body.OBJECT else name)
+        middle, tail = (" /[0-9]{1,3}/ ".join(map(self.lark.literal, text.split("{index}"))) for text in self._around)
+        return f"{written} {middle} {self._arguments(schema)} {tail}"
+
+    def _arguments(self, schema: Mapping[str, Any]) -> str:
+        match self._way.body:
+            case Body.OBJECT | Body.JSON:
+                return self.lark.json(_object(schema))
+            case Body.LAX:
+                return lax_value(self.lark, _object(schema), self._way.delimiter)
+            case Body.PARAMETERS:
+                return self._parameters(schema)
+
+    # ------------------------------------------------------------------------------------------------------- between tags
+
+    def _parameters(self, schema: Mapping[str, Any]) -> str:
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or not properties:
+            if schema.get("additionalProperties") is False or isinstance(properties, Mapping):
+                return ""
+            return f"({self._parameter(schema, None, {})})*"
+        required = schema.get("required")
+        names = frozenset(cast("Sequence[str]", required) if isinstance(required, list) else ())
+        fields = cast("Mapping[str, Any]", properties)
+        return " ".join(self._parameter(schema, key, value) + ("" if key in names else "?") for key, value in fields.items())
+
+    def _parameter(self, root: Mapping[str, Any], key: str | None, schema: object) -> str:
+        tags = self._way.parameters
+        assert tags
+        before, _, after = self._written.parameter.partition("{value}")
+        options: list[str] = []
+        for leaf in alternatives(schema, root) if key is not None else [dict[str, Any]()]:
+            types = leaf_types(leaf)
+            if not types or "string" in types:
+                head = self._tag(before, key, string="true")
+                options += [f"{head} {each}" for each in self._texts(leaf, after, tags.close[0])]
+            if others := types - {"string"}:
+                defs = {name: root[name] for name in ("$defs", "definitions") if name in root}
+                value = self.lark.json({**defs, **leaf, "type": sorted(others)})
+                options.append(f"{self._tag(before, key, string='false')} {value} {self.lark.literal(after)}")
+        return self.lark.rule(" | ".join(options))
+
+    def _tag(self, before: str, key: str | None, *, string: str) -> str:
+        """A tag up to the value."""
+        text = before.replace("{string}", string)
+        head, _, rest = text.partition("{key}")
+        name = "/[A-Za-z_][A-Za-z0-9_]{0,63}/" if key is None else self.lark.quoted(key)
+        return f"{self.lark.literal(head)} {name} {self.lark.literal(rest)}"
+
+    def _texts(self, schema: Mapping[str, Any], after: str, close: str) -> list[str]:
+        """A string and what stands behind it."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            rest = self.lark.literal(after)
+            return [f"{self.lark.quoted(value)} {rest}" for value in cast("list[object]", values) if isinstance(value, str)]
+        least, most = (schema.get(name) for name in ("minLength", "maxLength"))
+        body = f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/" if least or most is not None else ANY
+        if isinstance(pattern := schema.get("pattern"), str):
+            body += " & " + _whole(pattern)
+        if self.lark.first_special(close):
+            return [f"{self.lark.terminal(body)} {self.lark.literal(after)}"]
+        body += " & ~/(.|\\n)*" + in_regex(re.escape(close)) + "(.|\\n)*/"
+        return [self.lark.terminal(f"{self.lark.terminal(body)} {self.lark.quoted(after)}")]
+
+
+def _json_name(name: str) -> str:
+    """A name as it stands in a JSON string."""
+    return json.dumps(name, ensure_ascii=False)[1:-1]
+
+
+def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of an object: some leave out what it is of."""
+    return schema if {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys() else {"type": "object"} | dict(schema)
+
+
+def _whole(pattern: str) -> str:
+    """A regular expression of a schema, which may match anywhere, as one for the whole text."""
+    before = "" if pattern.startswith("^") else "(.|\\n)*"
+    after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
+    core = pattern.removeprefix("^").removesuffix("$") if not after else pattern.removeprefix("^")
+    return f"/{before}({in_regex(core)}){after}/"
