@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from paceline.server import replies
 from paceline.server.app import create_app
+from paceline.server.responses.replies import ResponseReply
 from paceline.server.settings import ServerSettings
 from paceline.testing.scripted_inference import ScriptedInference
 from paceline.testing.served import Served
@@ -26,7 +27,7 @@ def live() -> Generator[Served[ScriptedInference], None, None]:
     try:
         yield served
         answered = served.app.state.service.meter.answers
-        for path in (paths := ("/v1/chat/completions", "/v1/completions")):
+        for path in (paths := ("/v1/chat/completions", "/v1/completions", "/v1/responses")):
             assert answered[path, 200] > 0
         assert sum(answered[path, 400] for path in paths) > 0  # or the requests made said little
     finally:
@@ -54,3 +55,5 @@ def test_whole_answers_fit_their_models(live: Served[ScriptedInference]) -> None
     TypeAdapter(replies.ChatCompletion).validate_json(answer.content, strict=True, extra="forbid")
     answer = live.http.post("/v1/completions", json={"model": "echo", "prompt": "hi", "max_tokens": 2, "logprobs": 1})
     TypeAdapter(replies.Completion).validate_json(answer.content, strict=True, extra="forbid")
+    answer = live.http.post("/v1/responses", json={"model": "echo", "input": "hi", "max_output_tokens": 2, "top_logprobs": 1})
+    TypeAdapter(ResponseReply).validate_json(answer.content, strict=True, extra="forbid")

@@ -115,7 +115,7 @@ class Pages:
             return None
         allowed = headers.get(b"access-control-request-headers", b"")
         told = [
-            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
             (b"access-control-max-age", str(PREFLIGHT_S).encode()),
             (b"vary", b"Access-Control-Request-Headers"),
         ]

@@ -23,7 +23,7 @@ from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines
 from paceline.server.fields import ignored_header
 from paceline.server.inference import Inference
 from paceline.server.metrics import Meter
-from paceline.server.shapes import Collected, shape_of
+from paceline.server.shapes import shape_of
 from paceline.server.streams import Events, open_call
 
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -197,7 +197,7 @@ class Answer(Response):
 
     async def _whole(self, send: Send) -> None:
         tally, events, readers = self._tally, Events(self._call), self._call.readers()
-        choices = [Collected() for _ in range(tally.open)]
+        choices = [self._shape.collected() for _ in range(tally.open)]
         async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for whole in chunks:
                 _, item = events.take(whole)

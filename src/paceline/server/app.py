@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, cast
 
 import orjson
@@ -15,6 +16,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import PacelineError
@@ -30,8 +32,12 @@ from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.page import front
 from paceline.server.request_log import RequestLog
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
+from paceline.server.responses.kept import KeptBounds, KeptResponses
+from paceline.server.responses.requests import ResponsesRequest
+from paceline.server.responses.routes import Responses, add_routes
 from paceline.server.settings import ServerSettings
 
+BODIES = (ChatCompletionRequest, CompletionRequest, ResponsesRequest)
 REF = "#/components/schemas/{model}"
 
 
@@ -43,11 +49,11 @@ def body_of(name: str) -> dict[str, Any]:
 def document(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The document. `model` is an enumeration of the models served now, so that it tells the truth about what is accepted."""
     api = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
-    _, definitions = models_json_schema([(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")], ref_template=REF)
+    _, definitions = models_json_schema([(body, "validation") for body in BODIES], ref_template=REF)
     schemas = api.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     if names:
-        for request in (ChatCompletionRequest, CompletionRequest):
+        for request in BODIES:
             schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": list(names)}
     for path in api["paths"].values():
         for operation in path.values():
@@ -105,6 +111,8 @@ class Service:
         self.clock = clock
         self.meter = Meter()
         self.metrics = MetricsPage(inference, self.meter)
+        bounds = KeptBounds(settings.kept_responses, settings.kept_responses_bytes, settings.kept_responses_age_s)
+        self.responses = Responses(KeptResponses(bounds, clock), clock)
         self._intake = Intake(inference, clock, settings.served_names)
         self._bodies = BodyReader(settings)
         self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
@@ -224,7 +232,11 @@ def _add_faults(app: FastAPI) -> None:
         raised = cast("HTTPException", error)
         message = f"{request.method} {request.url.path}: {raised.detail}"
         code = HTTP_CODES.get(raised.status_code)
-        return Fault(raised.status_code, message, code=code, headers=dict(raised.headers or {})).response(api_of(request.url.path))
+        headers = dict(raised.headers or {})
+        if raised.status_code == HTTPStatus.METHOD_NOT_ALLOWED:  # the router names the methods of one route of the path
+            routes = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(request.url.path)]
+            headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+        return Fault(raised.status_code, message, code=code, headers=headers).response(api_of(request.url.path))
 
     async def left(_: Request, __: Exception) -> Response:
         return Response(status_code=400)  # the client is gone
@@ -254,6 +266,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=answers(replies.Completion, _STREAM), openapi_extra=body_of("CompletionRequest"))
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.answer(request, Intake.completion)
+
+    add_routes(app, service.responses, service.answer, answers)
 
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]

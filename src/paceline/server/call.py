@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from paceline.core.generation import GenerationRequest
 from paceline.server.inference import ServedModel
 from paceline.server.reading import ChoiceReader, PlainReader, Reading
+
+if TYPE_CHECKING:
+    from paceline.server.shapes import Shape
 
 
 class Endpoint(StrEnum):
@@ -36,6 +41,8 @@ class Call:
     """The stream tells of machines lost and found, too."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that nobody here knows."""
+    shape: Callable[[Call], Shape] | None = None
+    """Of its answer, where the API is another than `endpoint`."""
 
     def readers(self) -> list[ChoiceReader | PlainReader]:
         """A reader for each choice."""

@@ -146,6 +146,8 @@ def of_validation(error: ValidationError) -> Fault:
     match first["type"]:
         case "missing":
             return Fault(400, f"Missing required field: {param}", param=param, code="missing_required_parameter")
+        case "not_served":
+            return Fault(400, f"{param}: {first['msg']}", param=param, code="unsupported_parameter")
         case _:
             of_tool = "tools" in first["loc"] or "tool_calls" in first["loc"]
             refused = TOOL_TYPES if of_tool and first["loc"][-1] == "type" else None

@@ -20,7 +20,7 @@ from paceline.server.metrics import Meter
 from paceline.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/", "/health"})
-KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"})
+KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics"})
 BUSY_RETRY_S = 1
 
 

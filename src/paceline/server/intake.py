@@ -12,7 +12,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, UnknownModel
@@ -25,7 +25,7 @@ from paceline.server.inference import Inference, ServedModel
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 from paceline.server.tools import ModelFormats, Tools, write_chat
 
-Body = TypeVar("Body", bound=Sampling)
+Body = TypeVar("Body", bound=BaseModel)
 
 NFC_SHRINK = 3
 """Unicode composition, which some tokenizers apply first, shortens UTF-8 at most threefold. ASCII it leaves alone."""
@@ -54,7 +54,7 @@ class Intake:
             Refusal: the body is malformed.
             InvalidRequest, ContextOverflow, UnknownModel: it can't be served as asked.
         """
-        asked = self._parse(ChatCompletionRequest, body)
+        asked = self.parse(ChatCompletionRequest, body)
         return replace(self.chat_of(asked), ignored=ignored_fields(asked))
 
     def chat_of(self, asked: ChatCompletionRequest, endpoint: Endpoint = Endpoint.CHAT) -> Call:
@@ -81,7 +81,7 @@ class Intake:
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""
-        asked = self._parse(CompletionRequest, body)
+        asked = self.parse(CompletionRequest, body)
         model = self._model(asked.model)
         prompt = asked.prompt
         prompts: list[list[int]] = []
@@ -108,7 +108,7 @@ class Intake:
         call = self._call(Endpoint.COMPLETION, asked, model, prompts, most, asked.logprobs, "prompt")
         return replace(call, ignored=ignored_fields(asked))
 
-    def _parse(self, kind: type[Body], body: bytes) -> Body:
+    def parse(self, kind: type[Body], body: bytes) -> Body:
         """Check the body against its model, unless it has more parts than any prompt that fits.
 
         Every element of a JSON document but the first needs a comma, so counting them (at memory speed) bounds the work

@@ -27,7 +27,13 @@ from paceline.core.generation import (
 )
 from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool, ToolChoice, string_or_list
 
-UNION_TAGS = frozenset({"as-string", "as-list", "as-text", "as-json_object", "as-json_schema", "as-named", "as-allowed"})
+UNION_TAGS = frozenset(
+    f"as-{kind}"
+    for kind in (
+        *("string", "list", "text", "json_object", "json_schema", "named", "allowed"),
+        *("message", "function_call", "function_call_output", "reasoning", "item_reference"),
+    )
+)
 """Parts of a pydantic error location that are ours, not the client's."""
 
 MAX_CHOICES = 128

@@ -46,6 +46,12 @@ class ServerSettings:
     comment_s: float = 10.0
     """Longest silence in a stream: a comment ends it, so that nothing on the way takes the connection for dead. A request that waits for its first
     token for so long has its status, 200, sent then. Raising it: proxies give up sooner than answers come."""
+    kept_responses: int = 1024
+    """Responses kept for `previous_response_id`, of all clients. Raising it: conversations may be picked up again after more others."""
+    kept_responses_bytes: int = 64 * MIB
+    """The same by their length. Raising it costs that much memory."""
+    kept_responses_age_s: float = 24 * 3600.0
+    """Since a response was last used. Raising it: what clients said stays in memory longer."""
     stall_after_s: float = 30.0
     """Busy without a finished step, or a part of one, for so long is unhealthy, or for several times as long as steps take here."""
 

@@ -90,6 +90,10 @@ class Shape(ABC):
     def ending(self, usage: Usage) -> bytes:
         """The end of a stream whose choices have all ended."""
 
+    def collected(self) -> Collected:
+        """A choice of an answer that is sent whole, with nothing in it yet."""
+        return Collected()
+
     @abstractmethod
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         """The JSON of an answer that was not streamed."""
@@ -299,6 +303,8 @@ def completion_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]
 
 def shape_of(call: Call) -> Shape:
     """The shape that the API of a call wants its answer in."""
+    if call.shape is not None:
+        return call.shape(call)
     match call.endpoint:
         case Endpoint.CHAT:
             return ChatShape(call)

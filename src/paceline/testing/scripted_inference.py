@@ -51,7 +51,7 @@ class ByteTokenizer:
         return {}
 
     @property
-    def chat_template(self) -> None:
+    def chat_template(self) -> str | None:
         return None
 
     @property
@@ -98,8 +98,10 @@ class ScriptedInference:
         tokens_per_item: int = 1,
         fail_code: str | None = None,
         notices: Mapping[int, Notice] | None = None,
+        tokenizer: ByteTokenizer | None = None,
     ) -> None:
-        self._model = ServedModel(name, created=1_700_000_000, max_context=max_context, tokenizer=ByteTokenizer(), fingerprint="fp_echo")
+        tokenizer = tokenizer or ByteTokenizer()
+        self._model = ServedModel(name, created=1_700_000_000, max_context=max_context, tokenizer=tokenizer, fingerprint="fp_echo")
         self._max_requests = max_requests
         self._hold_after = hold_after
         self._fail_after = fail_after

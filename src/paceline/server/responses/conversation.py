@@ -1,0 +1,210 @@
+"""Items of a conversation as a chat's messages.
+
+Law: what the assistant did in one turn (reasoning, text, calls of tools) is one message, so that a model's template writes it as the model wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+import orjson
+
+from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
+from paceline.server.requests import ChatCompletionRequest
+from paceline.server.responses.kept import KeptItem
+from paceline.server.responses.requests import (
+    SAMPLING,
+    AllowedChoice,
+    AnyItem,
+    CallItem,
+    MessageItem,
+    NamedChoice,
+    OutputItem,
+    ReasoningItem,
+    ResponsesRequest,
+    text_of,
+)
+
+ITEM_OVERHEAD = 512
+"""Bytes that an item takes beside its text."""
+PREFIXES: Mapping[str, str] = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def new_id(kind: str) -> str:
+    """An id for an item of a type, or for a response."""
+    return f"{PREFIXES.get(kind, 'resp')}_{uuid4().hex}"
+
+
+def keep(item: AnyItem) -> KeptItem:
+    """An item to be kept, under an id of its own where it brings none."""
+    shown = shown_item(item)
+    return KeptItem(str(shown["id"]), item, shown, ITEM_OVERHEAD + 2 * len(orjson.dumps(shown)))
+
+
+def shown_item(item: AnyItem) -> dict[str, object]:
+    """An item as it is listed."""
+    shown: dict[str, object] = {"id": item.id or new_id(item.type), "type": item.type}
+    match item:
+        case MessageItem(role=role, content=content):
+            kind = "output_text" if role == "assistant" else "input_text"
+            extra: dict[str, object] = {"annotations": [], "logprobs": []} if role == "assistant" else {}
+            shown |= {"role": role, "status": "completed", "content": [{"type": kind, "text": text_of(content), **extra}]}
+        case CallItem(call_id=call_id, name=name, arguments=arguments):
+            shown |= {"call_id": call_id, "name": name, "arguments": arguments, "status": "completed"}
+        case OutputItem(call_id=call_id, output=output):
+            shown |= {"call_id": call_id, "output": text_of(output), "status": "completed"}
+        case ReasoningItem(summary=summary, content=content):
+            shown["summary"] = [{"type": "summary_text", "text": part.text} for part in summary or ()]
+            shown["content"] = [{"type": "reasoning_text", "text": part.text} for part in content or ()]
+    return shown
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One message, as far as its items were gone over."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    origin: str
+    content: str | None = None
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    call_id: str | None = None
+
+    def takes(self, item: AnyItem) -> bool:
+        """Whether an item of the assistant's belongs to the same turn."""
+        match item:
+            case ReasoningItem():
+                return self.content is None and not self.calls
+            case MessageItem():
+                return self.content is None or bool(self.calls)
+            case _:
+                return True
+
+    def message(self) -> Message:
+        return Message(
+            role=self.role,
+            content=self.content,
+            reasoning_content=self.reasoning or None,
+            tool_calls=self.calls or None,
+            tool_call_id=self.call_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Messages, and the field that each came from."""
+
+    messages: Sequence[Message]
+    origins: Sequence[str]
+
+
+def write_messages(instructions: str | None, before: Sequence[AnyItem], items: Sequence[AnyItem], *, is_list: bool = True) -> Written:
+    """A conversation's messages.
+
+    Args:
+        instructions: a system message in front.
+        before: items of responses before this one.
+        items: the request's own.
+        is_list: they came as a list of items, not as a text.
+    """
+    turns: list[_Turn] = []
+    if instructions:
+        turns.append(_Turn("system", "instructions", instructions))
+    for place, item in enumerate((*before, *items)):
+        own = place - len(before)
+        origin = "previous_response_id" if own < 0 else f"input[{own}]" if is_list else "input"
+        match item:
+            case OutputItem(call_id=call_id, output=output):
+                turns.append(_Turn("tool", origin, text_of(output), call_id=call_id))
+                continue
+            case MessageItem(role="system" | "developer" | "user" as role, content=content):
+                turns.append(_Turn(role, origin, text_of(content)))
+                continue
+            case _:
+                pass
+        if not turns or turns[-1].role != "assistant" or not turns[-1].takes(item):
+            turns.append(_Turn("assistant", origin))
+        turn = turns[-1]
+        match item:
+            case MessageItem(content=content):
+                turn.content = (turn.content or "") + text_of(content)
+            case ReasoningItem(summary=summary, content=content):
+                turn.reasoning += text_of(content or summary or [])
+            case CallItem(call_id=call_id, name=name, arguments=arguments):
+                turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments)))
+    # Reasoning that is followed by nothing, and whose text is hidden, says nothing.
+    turns = [turn for turn in turns if turn.role != "assistant" or turn.content is not None or turn.calls or turn.reasoning]
+    return Written([turn.message() for turn in turns], [turn.origin for turn in turns])
+
+
+def as_chat(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
+    """The chat that a request comes to."""
+    given: dict[str, Any] = {
+        **{name: getattr(asked, name) for name in SAMPLING & asked.model_fields_set},
+        "messages": list(messages),
+        "max_completion_tokens": asked.max_output_tokens,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "chat_template_kwargs": asked.chat_template_kwargs,
+    }
+    if asked.wants_logprobs:
+        given |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+    if asked.reasoning is not None and asked.reasoning.effort is not None:
+        given["reasoning_effort"] = "xhigh" if asked.reasoning.effort == "max" else asked.reasoning.effort
+    if asked.text is not None and asked.text.format is not None:
+        form = asked.text.format.model_dump(by_alias=True, exclude_none=True)
+        kind = form.pop("type")
+        given["response_format"] = {"type": kind, "json_schema": form} if kind == "json_schema" else {"type": kind}
+    if asked.tools:
+        given["tools"] = [
+            Tool(
+                type="function",
+                function=Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict),
+            )
+            for tool in asked.tools
+        ]
+    match asked.tool_choice:
+        case NamedChoice(name=name):
+            given["tool_choice"] = _named(name)
+        case AllowedChoice(mode=mode, tools=tools):
+            given["tool_choice"] = {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": [_named(tool.name) for tool in tools]},
+            }
+        case choice:
+            given["tool_choice"] = choice
+    return ChatCompletionRequest(**given)
+
+
+def _named(name: str) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name}}
+
+
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+}
+"""What this API calls a chat's fields."""
+_OF_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
+
+
+def translated(error: InvalidRequest | ContextOverflow, origins: Sequence[str]) -> InvalidRequest | ContextOverflow:
+    """An error of the inner request, under the names that this API has for its fields."""
+    inner = error.field
+    if inner is None:
+        return error
+    if found := _OF_MESSAGE.fullmatch(inner):
+        rest = found[2].replace(".tool_call_id", ".call_id")
+        outer = origins[int(found[1])] + (rest if origins[int(found[1])].startswith("input[") else "")
+    else:
+        outer = NAMES.get(inner, inner)
+    prefix = f"{inner}: "
+    message = f"{outer}: {error.message[len(prefix) :]}" if error.message.startswith(prefix) else error.message
+    return type(error)(message, error.hint.replace("max_tokens", "max_output_tokens"), field=outer)

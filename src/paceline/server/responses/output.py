@@ -1,0 +1,151 @@
+"""The items of one answer, as they are written, and the events that tell of them.
+
+Law: at most one item is open, the last; what its events said, joined, is the item. So an answer that is streamed and one that is not are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from paceline.core.generation import FinishReason, TokenLogprob
+from paceline.core.text import Vocabulary
+from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.responses.conversation import new_id
+from paceline.server.shapes import chat_logprobs, new_call_id
+
+Event = Mapping[str, object]
+TEXT_PART: Mapping[str, object] = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
+
+
+class Output:
+    """The items of an answer."""
+
+    def __init__(self, vocabulary: Vocabulary, *, logprobs: bool, summarised: bool) -> None:
+        """Begin an answer without items.
+
+        Args:
+            vocabulary: what spells the tokens of log probabilities.
+            logprobs: the text comes with them.
+            summarised: reasoning comes as a summary, not as content.
+        """
+        self._vocabulary, self._logprobs, self._summarised = vocabulary, logprobs, summarised
+        self.items: list[dict[str, Any]] = []
+        self.finish: FinishReason | None = None
+        self._open = False
+        self._texts: list[str] = []
+        """Of the open item."""
+        self._entries: list[object] = []
+        """The log probabilities of its tokens."""
+        self._waiting: list[TokenLogprob] = []
+        """Of tokens whose text has not come."""
+
+    def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> list[Event]:
+        """Take what the answer gained."""
+        events: list[Event] = []
+        if self._logprobs:
+            self._waiting.extend(logprobs)
+        for part in parts:
+            match part:
+                case Content(text):
+                    if not self._is("message"):
+                        events += [*self._close("completed"), *self._begin_message()]
+                    events.append(self._text(text))
+                case Reasoning(text):
+                    if not self._is("reasoning"):
+                        events += [*self._close("completed"), *self._begin_reasoning()]
+                    self._texts.append(text)
+                    name, index = ("reasoning_summary_text", "summary_index") if self._summarised else ("reasoning_text", "content_index")
+                    events.append(self._event(f"{name}.delta", {index: 0, "delta": text}))
+                case CallBegun(_, name):
+                    events += [*self._close("completed"), *self._begin_call(name)]
+                case CallArguments(_, text):
+                    self._texts.append(text)
+                    events.append(self._event("function_call_arguments.delta", {"delta": text}))
+        if parts and not isinstance(parts[-1], Content):
+            self._waiting.clear()  # they are of tokens that are no part of the text
+        if finish is not None:
+            self.finish = finish
+            events += self._end("incomplete" if finish is FinishReason.LENGTH else "completed")
+        return events
+
+    def _end(self, status: str) -> list[Event]:
+        events = self._close(status)
+        if status == "completed" and all(item["type"] == "reasoning" for item in self.items):
+            events += [*self._begin_message(), *self._close(status)]  # clients want a message, and it was to say nothing
+        return events
+
+    def _is(self, kind: str) -> bool:
+        return self._open and self.items[-1]["type"] == kind
+
+    def _event(self, name: str, told: Mapping[str, object]) -> Event:
+        """An event about the open item."""
+        return {"type": f"response.{name}", "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **told}
+
+    def _begin(self, item: dict[str, Any]) -> Event:
+        self.items.append(item)
+        self._open = True
+        # A copy: what is in the lists comes later.
+        shown = {key: list(cast("list[object]", value)) if isinstance(value, list) else value for key, value in item.items()}
+        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
+
+    def _begin_message(self) -> list[Event]:
+        begun = {"id": new_id("message"), "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        added = self._begin(begun)
+        return [added, self._event("content_part.added", {"content_index": 0, "part": TEXT_PART})]
+
+    def _begin_reasoning(self) -> list[Event]:
+        begun = {"id": new_id("reasoning"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+        added = self._begin(begun)
+        if self._summarised:
+            return [added, self._event("reasoning_summary_part.added", {"summary_index": 0, "part": {"type": "summary_text", "text": ""}})]
+        return [added, self._event("content_part.added", {"content_index": 0, "part": {"type": "reasoning_text", "text": ""}})]
+
+    def _begin_call(self, name: str) -> list[Event]:
+        begun = {"id": new_id("function_call"), "type": "function_call", "status": "in_progress"}
+        return [self._begin({**begun, "call_id": new_call_id(), "name": name, "arguments": ""})]
+
+    def _text(self, text: str) -> Event:
+        self._texts.append(text)
+        entries = self._spelled()
+        return self._event("output_text.delta", {"content_index": 0, "delta": text, "logprobs": entries})
+
+    def _spelled(self) -> list[object]:
+        """The log probabilities that waited for their text."""
+        if not self._waiting:
+            return []
+        entries = cast("list[object]", chat_logprobs(self._vocabulary, self._waiting)["content"])
+        self._waiting.clear()
+        self._entries += entries
+        return entries
+
+    def _close(self, status: str) -> list[Event]:
+        """End the open item, where there is one."""
+        if not self._open:
+            return []
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        events: list[Event] = []
+        match item["type"]:
+            case "message":
+                self._spelled()
+                part = {**TEXT_PART, "text": text, "logprobs": self._entries}
+                item["content"] = [part]
+                events.append(self._event("output_text.done", {"content_index": 0, "text": text, "logprobs": self._entries}))
+                events.append(self._event("content_part.done", {"content_index": 0, "part": part}))
+            case "reasoning" if self._summarised:
+                part = {"type": "summary_text", "text": text}
+                item["summary"] = [part]
+                events.append(self._event("reasoning_summary_text.done", {"summary_index": 0, "text": text}))
+                events.append(self._event("reasoning_summary_part.done", {"summary_index": 0, "part": part}))
+            case "reasoning":
+                part = {"type": "reasoning_text", "text": text}
+                item["content"] = [part]
+                events.append(self._event("reasoning_text.done", {"content_index": 0, "text": text}))
+                events.append(self._event("content_part.done", {"content_index": 0, "part": part}))
+            case _:
+                item["arguments"] = text
+                events.append(self._event("function_call_arguments.done", {"name": item["name"], "arguments": text}))
+        events.append({"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item})
+        self._open, self._texts, self._entries = False, [], []
+        return events

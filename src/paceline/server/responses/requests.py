@@ -1,0 +1,312 @@
+"""The body of POST /v1/responses, as pydantic models: what is accepted, and the OpenAPI schema, from one source.
+
+A field is served, ignored because it changes no answer here, or refused: then only the value that means "off" passes. Items come back as they were
+given, from this server or another one of the same API: what they carry beside their text is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic_core import PydanticCustomError
+
+from paceline.core.generation import LOGPROBS
+from paceline.server.messages import MAX_TOOLS, NAME, Strict, string_or_list
+from paceline.server.requests import JsonObjectFormat, JsonSchema, Sampling, TextFormat
+
+NOT_SERVED = "not_served"
+"""The type of a validation error about something that OpenAI serves and Paceline does not."""
+MAX_ITEMS = 1 << 16
+MAX_METADATA = 16
+ItemId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _refused(what: str) -> PydanticCustomError:
+    return PydanticCustomError(NOT_SERVED, "{what}", {"what": what})
+
+
+def _off(what: str, *offs: object) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value is not None and not any(type(value) is type(off) and value == off for off in offs):
+            raise _refused(what)
+        return value
+
+    return BeforeValidator(check)
+
+
+class Part(Strict):
+    """A piece of text. The parts of what the model wrote carry annotations and log probabilities."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] | None = Field(default=None, description="Ignored.")
+    logprobs: list[Any] | None = Field(default=None, description="Ignored.")
+    prompt_cache_breakpoint: Any = Field(default=None, description="Ignored.")
+
+
+PARTS = {
+    "input_image": "Images are not served",
+    "input_file": "Files are not served",
+    "input_audio": "Audio is not served",
+    "refusal": "A refusal can't be part of a prompt here",
+}
+
+
+def _check_part(value: object) -> object:
+    kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind in PARTS:
+        raise _refused(PARTS[kind])
+    return value
+
+
+Parts = Annotated[list[Annotated[Part, BeforeValidator(_check_part)]], Field(fail_fast=True)]
+Content = Annotated[Annotated[str, Tag("as-string")] | Annotated[Parts, Tag("as-list")], Discriminator(string_or_list)]
+
+
+def text_of(content: str | list[Part]) -> str:
+    """The text of a content, its parts joined."""
+    return content if isinstance(content, str) else "".join([part.text for part in content])
+
+
+class Item(Strict):
+    """What all items may carry."""
+
+    id: ItemId | None = None
+    status: str | None = Field(default=None, description="Ignored.")
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    phase: str | None = Field(default=None, description="Ignored.")
+
+
+class CallItem(Item):
+    """A tool that the model called."""
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: Annotated[str, Field(pattern=NAME)]
+    arguments: str = Field(description="JSON text.")
+    namespace: str | None = Field(default=None, description="Ignored.")
+    caller: Any = Field(default=None, description="Ignored.")
+
+
+class OutputItem(Item):
+    """What a tool gave back."""
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: Content
+    name: str | None = Field(default=None, description="Ignored.")
+    namespace: str | None = Field(default=None, description="Ignored.")
+    caller: Any = Field(default=None, description="Ignored.")
+
+
+class ReasoningItem(Item):
+    """What the model thought before it answered."""
+
+    type: Literal["reasoning"]
+    summary: Parts | None = Field(default=None, description="Taken for the reasoning where there is no content.")
+    content: Parts | None = None
+    encrypted_content: str | None = Field(default=None, description="Ignored.")
+
+
+class ReferenceItem(Strict):
+    """Stands for an item of a kept response."""
+
+    type: Literal["item_reference"] | None = None
+    id: ItemId
+
+
+AnyItem = MessageItem | CallItem | OutputItem | ReasoningItem
+ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
+def _kind_of_item(value: object) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    item = cast("dict[str, object]", value)
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item else "item_reference"
+    return f"as-{kind}" if kind in ITEMS else None
+
+
+def _check_item(value: object) -> object:
+    if isinstance(value, dict) and _kind_of_item(cast("object", value)) is None:
+        kind = cast("dict[str, object]", value)["type"]
+        if isinstance(kind, str):
+            raise _refused(f"Items of type {kind[:80]!r} are not served, only {', '.join(ITEMS)}")
+    return value
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("as-message")]
+    | Annotated[CallItem, Tag("as-function_call")]
+    | Annotated[OutputItem, Tag("as-function_call_output")]
+    | Annotated[ReasoningItem, Tag("as-reasoning")]
+    | Annotated[ReferenceItem, Tag("as-item_reference")],
+    Discriminator(_kind_of_item, custom_error_type="item", custom_error_message="Input should be an item: an object with a type"),
+    BeforeValidator(_check_item),
+]
+Input = Annotated[
+    Annotated[str, Tag("as-string")]
+    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("as-list")],
+    Discriminator(string_or_list),
+]
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema. Where missing: no parameters.")
+    strict: bool | None = Field(default=None, description="The arguments are of the schema.")
+    defer_loading: bool | None = Field(default=None, description="Ignored.")
+    allowed_callers: list[str] | None = Field(default=None, description="Ignored.")
+    output_schema: dict[str, Any] | None = Field(default=None, description="Ignored.")
+
+
+def _check_tool(value: object) -> object:
+    kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        raise _refused(f"Only tools of type function are served: no {kind[:80]}")
+    return value
+
+
+class NamedChoice(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedChoice(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Annotated[NamedChoice, BeforeValidator(_check_tool)]], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+def _kind_of_choice(value: object) -> str:
+    if isinstance(value, str):
+        return "as-string"
+    allowed = isinstance(value, dict) and cast("dict[str, object]", value).get("type") == "allowed_tools"
+    return "as-allowed" if allowed else "as-named"
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as-string")]
+    | Annotated[NamedChoice, Tag("as-named")]
+    | Annotated[AllowedChoice, Tag("as-allowed")],
+    Discriminator(_kind_of_choice),
+    BeforeValidator(_check_tool),
+]
+
+
+class SchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+def _kind_of_format(value: object) -> str | None:
+    kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+    return f"as-{kind}" if kind in ("text", "json_object", "json_schema") else None
+
+
+class Text(Strict):
+    format: (
+        Annotated[
+            Annotated[TextFormat, Tag("as-text")]
+            | Annotated[JsonObjectFormat, Tag("as-json_object")]
+            | Annotated[SchemaFormat, Tag("as-json_schema")],
+            Discriminator(
+                _kind_of_format,
+                custom_error_type="response_format",
+                custom_error_message="Input should be an object whose type is text, json_object or json_schema",
+            ),
+        ]
+        | None
+    ) = None
+    verbosity: Annotated[Literal["medium"] | None, _off("Only verbosity medium is served", "medium")] = None
+
+
+class ReasoningSwitches(Strict):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="How long a model that reasons does so, where its template has a switch for it: `none` turns it off."
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="The reasoning comes as a summary, whole, in place of content: for clients that read no other."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(default=None, description="The older name of `summary`.")
+    context: Literal["auto", "current_turn", "all_turns"] | None = Field(default=None, description="Ignored: the model's template decides.")
+    mode: Literal["standard"] | None = None
+
+    @property
+    def summarised(self) -> bool:
+        return (self.summary or self.generate_summary) is not None
+
+
+SAMPLING = frozenset(Sampling.model_fields) - {"n", "max_tokens", "metadata", "stream_options"}
+"""Fields that mean here what they mean for a chat."""
+
+
+class ResponsesRequest(Sampling):
+    """Body of POST /v1/responses. Beyond OpenAI's, it has the sampling fields of a chat."""
+
+    input: Input
+    instructions: str | None = Field(default=None, description="A system message in front. Of this response alone.")
+    previous_response_id: ItemId | None = Field(default=None, description="A kept response that this one goes on from.")
+    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice | None = Field(default=None, description="Where missing: `auto`.")
+    parallel_tool_calls: bool | None = Field(default=None, description="An answer may call several tools; default true.")
+    text: Text | None = None
+    reasoning: ReasoningSwitches | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, lt=1 << 31, description="Where missing: the rest of the context.")
+    top_logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most))
+    include: list[str] | None = Field(
+        default=None, max_length=64, description="`message.output_text.logprobs` is served; others are of what is not served, and ignored."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Beyond OpenAI's: switches of the model's own template, such as `enable_thinking`."
+    )
+
+    max_tool_calls: int | None = Field(default=None, description="Ignored: it counts calls of OpenAI's own tools.")
+    background_options: dict[str, Any] | None = Field(default=None, description="Ignored: nothing runs in the background.")
+    access_programs: dict[str, Any] | None = Field(default=None, description="Ignored.")
+    image: dict[str, Any] | None = Field(default=None, description="Ignored: there are no images.")
+    client_metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")
+
+    truncation: Annotated[
+        Literal["disabled"] | None, _off("Only disabled is served: what does not fit is an error, and nothing is dropped", "disabled")
+    ] = None
+    background: Annotated[Literal[False] | None, _off("Responses in the background are not served", False)] = None
+    context_management: Annotated[list[Any] | None, Field(max_length=0), _off("Compaction is not served", [])] = None
+    conversation: Annotated[None, _off("Conversations are not served: send previous_response_id, or all items")] = None
+    prompt: Annotated[None, _off("Prompts kept by OpenAI are not served: send instructions and input")] = None
+    moderation: Annotated[None, _off("Nothing is moderated here")] = None
+    response_format: Annotated[None, _off("Send text.format")] = None
+    messages: Annotated[None, _off("Send input")] = None
+
+    @field_validator("n", mode="after")
+    @classmethod
+    def _one(cls, n: int | None) -> int | None:
+        if n not in (None, 1):
+            raise _refused("A response has one answer")
+        return n
+
+    @field_validator("max_tokens", mode="after")
+    @classmethod
+    def _other_name(cls, most: int | None) -> None:
+        if most is not None:
+            raise _refused("Send max_output_tokens")
+
+    @field_validator("metadata", mode="after")
+    @classmethod
+    def _texts(cls, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+        if metadata and (len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values())):
+            raise PydanticCustomError("metadata", "Input should be at most {most} texts by name", {"most": MAX_METADATA})
+        return metadata
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())

@@ -1,0 +1,139 @@
+"""The paths of the Responses API, and how a body becomes a call."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+
+from paceline.core.clock import Clock
+from paceline.core.errors import InvalidRequest
+from paceline.server.call import Call
+from paceline.server.faults import Fault, Refusal
+from paceline.server.fields import ignored_fields
+from paceline.server.intake import Intake
+from paceline.server.responses import replies
+from paceline.server.responses.conversation import as_chat, keep, new_id, translated, write_messages
+from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
+from paceline.server.responses.requests import MessageItem, ReferenceItem, ResponsesRequest
+from paceline.server.responses.shape import Turn
+
+PATH = "/v1/responses"
+MAX_LISTED = 100
+"""Items in one answer."""
+Answering = Callable[[Request, Callable[[Intake, bytes], Call]], Awaitable[Response]]
+Documenting = Callable[..., dict[int | str, dict[str, Any]]]
+_EVENT = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "The event's JSON."}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """What this API knows beside the chat's."""
+
+    kept: KeptResponses
+    clock: Clock
+
+    def call(self, intake: Intake, body: bytes) -> Call:
+        """A response; raises as `Intake.chat` does."""
+        asked = intake.parse(ResponsesRequest, body)
+        before = self._before(asked.previous_response_id)
+        is_list = not isinstance(asked.input, str)
+        given = asked.input if not isinstance(asked.input, str) else [MessageItem(role="user", content=asked.input)]
+        items = [self._resolved(item.id, place) if isinstance(item, ReferenceItem) else keep(item) for place, item in enumerate(given)]
+        written = write_messages(asked.instructions, [one.item for one in before], [one.item for one in items], is_list=is_list)
+        if not written.messages:
+            raise InvalidRequest("input: has nothing for the model to read", "Send a message.", field="input")
+        try:
+            call = intake.chat_of(as_chat(asked, written.messages))
+        except InvalidRequest as error:
+            raise translated(error, written.origins) from error
+        turn = Turn(asked, before, items, None if asked.store is False else self.kept, self.clock)
+        return replace(call, id=new_id("response"), shape=turn.shape, ignored=ignored_fields(asked))
+
+    def _before(self, response_id: str | None) -> list[KeptItem]:
+        if response_id is None:
+            return []
+        found = self.kept.find(response_id)
+        if found is None:
+            message = f"Previous response with id '{response_id[:80]}' not found. It was not kept, or is no longer: send its items."
+            raise Refusal(Fault(400, message, param="previous_response_id", code="previous_response_not_found"))
+        return found.items
+
+    def _resolved(self, item_id: str, place: int) -> KeptItem:
+        found = self.kept.item(item_id)
+        if found is None:
+            message = f"input[{place}]: item with id '{item_id[:80]}' not found. It was not kept, or is no longer: send the item itself."
+            raise Refusal(Fault(400, message, param=f"input[{place}].id", code="item_not_found"))
+        return found
+
+    def find(self, response_id: str) -> Kept:
+        """A kept response.
+
+        Raises:
+            Refusal: there is none.
+        """
+        found = self.kept.find(response_id)
+        if found is None:
+            raise Refusal(_not_found(response_id))
+        return found
+
+
+def _not_found(response_id: str) -> Fault:
+    return Fault(404, f"Response with id '{response_id[:80]}' not found. It was not kept, or is no longer.", code="not_found")
+
+
+def add_routes(app: FastAPI, responses: Responses, answer: Answering, documented: Documenting) -> None:
+    """Add the API to an application.
+
+    Args:
+        app: the application.
+        responses: what is kept.
+        answer: reads a body, and answers the call that is made of it.
+        documented: what is documented of a route whose answer is such a model.
+    """
+    stream = {"text/event-stream": {"schema": _EVENT}}
+    body = {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ResponsesRequest"}}}}
+    }
+
+    @app.post(PATH, responses=documented(replies.ResponseReply, stream), openapi_extra=body)
+    async def create(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await answer(request, responses.call)
+
+    @app.get(PATH + "/{response_id}", responses=documented(replies.ResponseReply))
+    async def retrieve(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        if request.query_params.get("stream") == "true":
+            raise InvalidRequest("stream: a kept response comes whole", "Leave it out.", field="stream")
+        return Response(responses.find(response_id).body, media_type="application/json")
+
+    @app.delete(PATH + "/{response_id}", responses=documented(replies.Deleted))
+    async def delete(response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        if not responses.kept.delete(response_id):
+            raise Refusal(_not_found(response_id))
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    @app.get(PATH + "/{response_id}/input_items", responses=documented(replies.ItemList))
+    async def input_items(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        items = [item.shown for item in responses.find(response_id).input]
+        query = request.query_params
+        if query.get("order") != "asc":
+            items.reverse()
+        limit = query.get("limit", "20")
+        if not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+            raise InvalidRequest(f"limit: should be from 1 to {MAX_LISTED}", field="limit")
+        ids = [item["id"] for item in items]
+        start = ids.index(after) + 1 if (after := query.get("after")) in ids else 0
+        page = items[start : start + int(limit)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return _json({"object": "list", "data": page, **ends, "has_more": start + len(page) < len(items)})
+
+
+def _json(body: object) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.server.responses.conversation import keep
+from paceline.server.responses.kept import Kept, KeptBounds, KeptItem, KeptResponses
+from paceline.server.responses.requests import MessageItem
+from paceline.testing.clock import FakeClock
+
+
+def said(text: str) -> KeptItem:
+    return keep(MessageItem(role="user", content=text))
+
+
+def response(name: str, before: Kept | None = None, text: str = "hi") -> Kept:
+    return Kept(name, name.encode(), before.items if before else [], [said(text)], [said(text)])
+
+
+def test_what_conversations_share_is_counted_once() -> None:
+    kept = KeptResponses(KeptBounds(10, 1 << 20, 60.0), FakeClock())
+    first = response("a")
+    kept.put(first)
+    alone = kept.size
+    second = response("b", first)
+    kept.put(second)
+    assert kept.size == 2 * alone
+    assert kept.delete("a")
+    assert kept.find("a") is None
+    assert kept.size == 2 * alone - len(first.body)  # its items are in the second's conversation
+    assert kept.item(first.input[0].id) is first.input[0]
+    assert kept.delete("b")
+    assert not kept.delete("b")
+    assert kept.item(first.input[0].id) is None
+    assert (kept.size, len(kept)) == (0, 0)
+
+
+def test_what_was_used_least_recently_goes_first() -> None:
+    kept = KeptResponses(KeptBounds(2, 1 << 20, 60.0), FakeClock())
+    kept.put(response("a"))
+    kept.put(response("b"))
+    assert kept.find("a") is not None
+    kept.put(response("c"))
+    assert [name for name in "abc" if kept.find(name)] == ["a", "c"]
+
+
+def test_age_counts_from_the_last_use() -> None:
+    clock = FakeClock()
+    kept = KeptResponses(KeptBounds(10, 1 << 20, 60.0), clock)
+    kept.put(response("a"))
+    kept.put(response("b"))
+    clock.advance(40)
+    assert kept.find("a") is not None
+    clock.advance(40)
+    assert kept.find("b") is None
+    assert kept.find("a") is not None
+    clock.advance(60)
+    assert kept.find("a") is None
+    assert kept.size == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3000)), max_size=40))
+def test_no_more_is_held_than_the_bounds_say(turns: list[tuple[int, int]]) -> None:
+    kept = KeptResponses(KeptBounds(5, 20_000, 60.0), FakeClock())
+    names: list[str] = []
+    for number, (back, length) in enumerate(turns):
+        before = kept.find(names[-back]) if 0 < back <= len(names) else None
+        names.append(str(number))
+        kept.put(response(names[-1], before, "x" * length))
+        assert len(kept) <= 5
+        assert kept.size <= 20_000
+    for name in names:
+        kept.delete(name)
+    assert kept.size == 0
