@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Protocol
 
 import grpc.aio
@@ -71,7 +72,7 @@ class TrustKeeper:
         self._has_signed = False
         """Once, though another node's word is new: this one has the CA now, too."""
         self._warned: set[str] = set()
-        if (kept := open_kept_list(self._kept, identity.root)) is not None:
+        if (kept := open_kept_list(self._kept, identity.root, clock.wall())) is not None:
             gossip.complete(kept)
 
     @property
@@ -110,6 +111,11 @@ class TrustKeeper:
             self._kept = said.sealed
         if now - self.revocations_as_of > OLD_S and self._clock.monotonic() - self._began >= FIRST_NEWS_S:
             self._warn("this node has not heard for 30 days who was revoked: start paceline up on the machine with the fleet's CA")
+        if self._identity.member.begins_at > now:
+            self._warn(
+                f"no node can be reached for this machine's clock is wrong, or the CA's was: it says {datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} "
+                "UTC, and this node's certificate begins after that"
+            )
         left_s = self._identity.member.expires_at - now
         if renewal_is_due(self._identity.member, now) and self._clock.monotonic() - self._tried >= TRY_EVERY_S:
             await self._renew(issuer, left_s)

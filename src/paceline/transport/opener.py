@@ -84,7 +84,7 @@ class MemberOpener:
         """
         key = signed.SerializeToString(deterministic=True)
         if self._list is None or self._list[0] != key:
-            self._list = key, open_list(signed, self._root)
+            self._list = key, open_list(signed, self._root, self._clock.wall())
         return self._list[1]
 
     def know(self, sealed: SealedCard) -> None:

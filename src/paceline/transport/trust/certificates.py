@@ -74,6 +74,11 @@ class Member:
         """What to ask TLS for to meet this certificate and no other."""
         return tls_name(self.serial)
 
+    @property
+    def begins_at(self) -> int:
+        """Unix seconds; before that TLS takes it nowhere."""
+        return self.issued_at - int(BACKDATED.total_seconds())
+
     def signed(self, signature: bytes, kind: Kind, data: bytes) -> bool:
         return verifies(self.public_key, signature, kind, data)
 

@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -64,9 +65,13 @@ class Identity:
         """Take a newer certificate for the same name and key.
 
         Raises:
-            NotTrusted: it is none.
+            NotTrusted: it is none, or has not begun: the clock of the CA's node is ahead, and no node would take it.
         """
         again = self.assemble(self.key, certificate, self.root, now).member
+        if again.begins_at > now:
+            raise NotTrusted(
+                "A renewed certificate begins ahead of this machine's clock: that one, or the CA's, is wrong", who=again.node_id
+            )
         if again.node_id != self.node_id or again.expires_at <= self.member.expires_at:
             raise NotTrusted("What should be a newer certificate of this node is none", who=again.node_id)
         self.member = again
@@ -86,8 +91,14 @@ class Identity:
             raise IdentityError("The file of this node's identity is damaged", again) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise IdentityError("The file of this node's identity holds a key of another kind", again)
+        ends, now = own.not_valid_after_utc, time.time()
+        if ends.timestamp() < now:
+            raise IdentityError(
+                f"This node's certificate ended on {ends:%Y-%m-%d}, and this machine's clock says {datetime.fromtimestamp(now, UTC):%Y-%m-%d}",
+                "If the clock is wrong, set it. Else remove the fleet's folder and join again: paceline join",
+            )
         try:
-            return cls.assemble(key, own.public_bytes(Encoding.DER), FleetRoot(authority), time.time())
+            return cls.assemble(key, own.public_bytes(Encoding.DER), FleetRoot(authority), now)
         except NotTrusted as error:
             raise IdentityError(f"This node's identity can't be used: {error.message}", again) from error
 

@@ -114,16 +114,22 @@ def sign_list(authority: Signs, said: RevocationList) -> SealedList:
     return SealedList(said, signed.SerializeToString(deterministic=True))
 
 
-def open_list(signed: wire.SignedRevocationList, root: FleetRoot) -> SealedList:
+def open_list(signed: wire.SignedRevocationList, root: FleetRoot, now: float) -> SealedList:
     """A list, once it is certain that the CA signed it.
+
+    Args:
+        now: Unix seconds. What the CA signed while its clock was far ahead would pass for news until then, and keep all that is newer out.
 
     Raises:
         NotTrusted: it did not.
-        MalformedMessage: what was signed is no list, or one that no CA makes.
+        MalformedMessage: what was signed is no list, or one that no CA makes now.
     """
     _check_signed("A list of revocations", Kind.REVOCATION_LIST, signed.list, signed.signature, root)
     said = read_strictly(wire.RevocationList, signed.list)
     root.check_time("A list of revocations", said.signed_at_unix)
+    if said.signed_at_unix > now + AHEAD_S:
+        ahead = (said.signed_at_unix - now) // 86400
+        raise MalformedMessage(f"A list of revocations is from {ahead:.0f} days ahead: the CA's clock was wrong, or this machine's is")
     if not is_node_id(said.issuer_node_id):
         raise MalformedMessage("A list of revocations names no node")
     sealed = wire.SignedRevocationList(list=signed.list, signature=signed.signature)
@@ -140,10 +146,10 @@ def _check_signed(what: str, kind: Kind, data: bytes, signature: bytes, root: Fl
         raise NotTrusted(f"{what} was not signed by this fleet's CA", who="CA")
 
 
-def open_kept_list(kept: bytes | None, root: FleetRoot) -> SealedList | None:
+def open_kept_list(kept: bytes | None, root: FleetRoot, now: float) -> SealedList | None:
     """A list as it was kept on disk; None where there is none that can be read: the next one comes with gossip."""
     try:
-        return None if kept is None else open_list(wire.SignedRevocationList.FromString(kept), root)
+        return None if kept is None else open_list(wire.SignedRevocationList.FromString(kept), root, now)
     except (DecodeError, NotTrusted, GossipRefused):
         return None
 

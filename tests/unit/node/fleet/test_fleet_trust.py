@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.unit.node.fleet.nodes import in_loop, make_node, running, until, until_seen
 
-from paceline.core.errors import FleetError, GossipRefused, MembershipError, NotTrusted, RevokedNode
+from paceline.core.errors import FleetError, GossipRefused, IdentityError, MalformedMessage, MembershipError, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.fleet.card import RevocationList, SealedList
 from paceline.fleet.eligibility import Use
@@ -20,9 +20,10 @@ from paceline.transport.trust.authority import NODE_HOLDS, Authority
 from paceline.transport.trust.authority_process import AuthorityProcess
 from paceline.transport.trust.certificates import make_key
 from paceline.transport.trust.folder import FleetFolder
+from paceline.transport.trust.identity import Identity
 from paceline.transport.trust.issuer import RENEW_BELOW_S, RENEW_EVERY_S, Issuer
 from paceline.transport.trust.requests import make_request
-from paceline.transport.trust.seals import open_list, sign_list
+from paceline.transport.trust.seals import open_kept_list, open_list, sign_list
 from paceline.transport.trust.signing import Kind
 from paceline.transport.wire import fleet_pb2 as wire
 
@@ -155,21 +156,64 @@ def test_only_ones_own_certificate_is_renewed_and_not_too_early(tmp_path: Path) 
         issuer.renew(request, alice.member)
 
 
+def test_what_a_ca_with_a_clock_far_ahead_signs_cuts_no_node_off(tmp_path: Path) -> None:
+    """An hour with a wrong clock would else last until that time comes."""
+    fleet, now = old_fleet(), time.time()
+    ahead = issuer_of(tmp_path, fleet, FakeClock(wall=now + 200 * DAY_S))
+    alice = fleet.member("alice-1", at=now - 100 * DAY_S)
+    before = alice.member
+    certificate = ahead.renew(make_request(alice.key, alice.node_id), before)
+    with pytest.raises(NotTrusted, match="begins ahead of this machine's clock"):
+        alice.renewed(certificate, now)
+    assert alice.member is before
+    alice.renewed(certificate, now + 199.5 * DAY_S)
+    said = ahead.sign_list(b"", NodeId("a"))
+    message = wire.SignedRevocationList.FromString(said.sealed)
+    with pytest.raises(MalformedMessage, match=r"from (199|200) days ahead"):
+        open_list(message, fleet.authority.root, now)
+    assert open_kept_list(said.sealed, fleet.authority.root, now) is None
+    assert open_list(message, fleet.authority.root, now + 199.5 * DAY_S) == said
+
+
+def test_a_certificate_that_ended_by_this_clock_asks_for_a_look_at_the_clock_first() -> None:
+    long_ago = time.time() - NODE_HOLDS.total_seconds() - 2 * DAY_S
+    authority, key, name = Authority.create(long_ago), make_key(), NodeId("alice-1")
+    alice = Identity.assemble(key, authority.issue(make_request(key, name), name, long_ago), authority.root, long_ago)
+    with pytest.raises(IdentityError, match=r"certificate ended on .*, and this machine's clock says") as caught:
+        Identity.from_pem(alice.to_pem())
+    assert caught.value.hint.index("set it") < caught.value.hint.index("remove")
+
+
+@in_loop
+async def test_a_clock_that_is_behind_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As on small computers without a battery, until the network has told them the time."""
+    fleet = TestFleet()
+    folder = FleetFolder(tmp_path / "b" / "fleet")
+    folder.write_secret(folder.identity_file, fleet.member("b", at=time.time() + 40 * DAY_S).to_pem())
+    async with running(make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")):
+        await until(lambda: "for this machine's clock is wrong" in caplog.text)
+
+
 def test_a_list_of_revocations_is_the_cas_and_fits_what_is_known(tmp_path: Path) -> None:
     fleet = TestFleet()
     sealed = issuer_of(tmp_path, fleet, FakeClock(wall=time.time())).sign_list(b"", NodeId("a"))
     message = wire.SignedRevocationList.FromString(sealed.sealed)
-    assert open_list(message, fleet.authority.root) == sealed
+    assert open_list(message, fleet.authority.root, time.time()) == sealed
     with pytest.raises(NotTrusted):
-        open_list(message, TestFleet().authority.root)
+        open_list(message, TestFleet().authority.root, time.time())
     with pytest.raises(NotTrusted):
         open_list(
             wire.SignedRevocationList(list=message.list, signature=fleet.authority.sign(Kind.REVOCATION, message.list)),
             fleet.authority.root,
+            time.time(),
         )
     odd = message.list + b"\x22\x01x"
     with pytest.raises(FleetError):
-        open_list(wire.SignedRevocationList(list=odd, signature=fleet.authority.sign(Kind.REVOCATION_LIST, odd)), fleet.authority.root)
+        open_list(
+            wire.SignedRevocationList(list=odd, signature=fleet.authority.sign(Kind.REVOCATION_LIST, odd)),
+            fleet.authority.root,
+            time.time(),
+        )
     known = fleet.revocations
     assert known.complete(sealed)
     assert not known.complete(sealed)
