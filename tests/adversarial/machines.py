@@ -81,6 +81,7 @@ class Engine:
     pack: Callable[[str], bytes] = lambda name: packed()
     """The tokenizer it gives, by model."""
     digest: str = DIGEST
+    context: int = 4096
     tokenizer: str = field(default_factory=lambda: tokenizer_digest(packed()))
     refuse: Callable[[], Exception | None] = lambda: None
     ends: FinishReason = FinishReason.STOP
@@ -93,7 +94,7 @@ class Engine:
     most_at_once: int = 0
 
     def models(self) -> Sequence[ServedModel]:
-        return (ServedModel(NAME, 0, 4096, tokenizer(), "fp"),)
+        return (ServedModel(NAME, 0, self.context, tokenizer(), "fp"),)
 
     async def generate(self, model: str, request: GenerationRequest) -> AsyncIterator[Sequence[GenerationChunk]]:
         del model
@@ -131,7 +132,7 @@ class Models(LocalModels):
         return None if self._engine is None else self._named(name, self._engine)
 
     def _named(self, name: str, engine: Engine) -> LoadedModel:
-        return LoadedModel(name, engine.digest, "int4", NUMERICS, 0, 4096, engine.tokenizer, holds_identity=True)
+        return LoadedModel(name, engine.digest, "int4", NUMERICS, 0, engine.context, engine.tokenizer, holds_identity=True)
 
     async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
         assert self._engine is not None

@@ -47,6 +47,9 @@ MOST_RETRY_S = 300.0
 MOST_SHOWN = 64
 """Models of other nodes whose tokenizers are held. Raising it: what other nodes can make this one hold."""
 
+CONTEXT_S = 30.0
+"""Between two looks at the context of another node's model, which changes where machines lease it KV. Raising it: requests are refused for longer that
+would fit by now."""
 LATELY_S = 300.0
 """For so long after its last machine went, a model counts as one that comes back. Raising it: clients ask longer for one that does not."""
 SETTLE_S = 3.0
@@ -78,6 +81,8 @@ class FleetInference:
         self._set_aside: set[Key] = set()
         """Made way for others; fetched again when asked for."""
         self._fetching: dict[Key, asyncio.Task[None]] = {}
+        self._following: dict[Key, asyncio.Task[None]] = {}
+        """Looks at what is described."""
         self._gone: dict[str, float] = {}
         """Models that were served lately, and until when."""
         self._stale = self._closed = False
@@ -145,7 +150,7 @@ class FleetInference:
         """Stop asking others for tokenizers. Idempotent."""
         self._closed = True
         await self._proofs.close()
-        tasks = list(self._fetching.values())
+        tasks = [*self._fetching.values(), *self._following.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -285,9 +290,27 @@ class FleetInference:
                     continue
                 if len(self._described) > MOST_SHOWN:
                     self._set_aside.add(self._described.popitem(last=False)[0])
+                if key not in self._following:
+                    task = self._following[key] = asyncio.create_task(self._follow(key), name=f"context of {name}")
+                    task.add_done_callback(lambda _: self._following.pop(key, None))
                 return
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MOST_RETRY_S)
+
+    async def _follow(self, key: Key) -> None:
+        """Ask the best node for its context again and again, as long as the model is shown."""
+        name, weights = key
+        while True:
+            await asyncio.sleep(CONTEXT_S)
+            route = self._routes.get(name)
+            if route is None or key not in self._described:
+                return
+            stop = route.stops[0]
+            with suppress(PacelineError):  # it is told where a request fails by it
+                channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
+                described = await self._tokenizers.describe(channel, stop.node_id, name, weights)
+                if key in self._described:
+                    self._described[key] = described
 
 
 class _Nodes:

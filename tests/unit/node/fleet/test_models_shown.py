@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from tests.adversarial.machines import NAME, Engine, Made, machines, offer
 from tests.unit.node.fleet.nodes import in_loop, until
 
@@ -30,3 +31,16 @@ async def test_a_thread_that_looks_for_a_model_as_news_come_in_finds_what_is_sho
             desk.node.look_again()
             await until(lambda: [model.name for model in nas.inference.models()] == [NAME])
             assert found
+
+
+@in_loop
+async def test_a_context_that_changes_where_the_model_runs_is_shown_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline's does, with the machines that lease it KV: what the door goes by would refuse what fits, or let in what does not."""
+    monkeypatch.setattr("paceline.node.fleet_inference.CONTEXT_S", 0.01)
+    engine = Engine()
+    async with machines(tmp_path, Made("desk", engine), Made("nas")) as (desk, nas):
+        desk.portrait.offers = (offer(100),)
+        desk.node.look_again()
+        for context in (4096, 512, 8192):
+            engine.context = context
+            await until(lambda context=context: [model.max_context for model in nas.inference.models()] == [context])
