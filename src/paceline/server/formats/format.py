@@ -127,6 +127,15 @@ class Format:
         return self.thinking is not None and any(tail.endswith(mark.rstrip()) for mark in self.thinking.open)
 
 
+def _says_as_much(found: Format, own: Format) -> bool:
+    """Whether a bundled description has the calls and thoughts of a model's own: it has been tried, and knows what models get wrong."""
+    ways = {(way.body, mark) for way in found.calls for mark in (*way.begin, *way.open)}
+    thoughts = found.thinking.open if found.thinking else ()
+    return all((way.body, mark) in ways for way in own.calls for mark in (*way.begin, *way.open)) and (
+        own.thinking is None or {mark.rstrip() for mark in own.thinking.open} <= {mark.rstrip() for mark in thoughts}
+    )
+
+
 PLAIN = "hermes"
 """What a model is asked to write whose template knows no tools."""
 
@@ -138,10 +147,13 @@ def find_format(template: str | None, response_template: Mapping[str, Any] | Non
         template: the text of its chat template.
         response_template: what it says itself of its answers, as transformers reads that.
     """
-    del response_template
+    from paceline.server.formats.response_template import from_response_template  # which makes formats
+
     families = _families()
     plain = families[PLAIN].format
     found = next((family.format for family in families.values() if template and family.fits(template)), plain)
+    if response_template is not None and (own := from_response_template(response_template)) and not _says_as_much(found, own):
+        found = replace(own, calls=own.calls or found.calls)
     if not template or not _renders_tools(template):
         return replace(found, calls=plain.calls if found is plain else (*plain.calls, *found.calls), knows_tools=False)
     return replace(found, knows_tools=True)
