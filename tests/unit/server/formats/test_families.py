@@ -297,7 +297,7 @@ def test_no_text_breaks_a_reader_nor_is_lost(family: str, data: st.DataObject) -
 def without_marks(format_: Format, text: str) -> str:
     """A text without what marks reasoning and channels."""
     for mark in sorted([*format_.skipped, *(format_.thinking.open + format_.thinking.close if format_.thinking else ())], key=len)[::-1]:
-        text = text.replace(mark, "")
+        text = text.replace(mark.strip(), "")
     return text
 
 
