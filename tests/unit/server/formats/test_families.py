@@ -287,10 +287,7 @@ def test_no_text_breaks_a_reader_nor_is_lost(family: str, data: st.DataObject) -
     assert not any(isinstance(part, CallBegun | CallArguments) for part in read([text], format_, {}))
     if not any(isinstance(part, CallBegun) for part in whole):
         said = "".join(part.text for part in whole)
-        for mark in sorted([*format_.skipped, *(format_.thinking.open + format_.thinking.close if format_.thinking else ())], key=len)[
-            ::-1
-        ]:
-            text, said = text.replace(mark, ""), said.replace(mark, "")
+        said, text = without_marks(format_, said), without_marks(format_, text)
         assert "".join(said.split()) == "".join(text.split())
 
 
