@@ -60,7 +60,7 @@ PLAIN_FIELDS = [
     ("logprobs", True, "logprobs"),
     ("stream", "yes", "stream"),
     ("stream_options", {"include_usage": True}, "stream_options"),
-    ("echo", True, "echo"),
+    ("echo", "yes", "echo"),
     ("best_of", 2, "best_of"),
     ("suffix", "end", "suffix"),
     ("draft", "", "draft"),

@@ -244,3 +244,28 @@ def test_a_form_that_is_none_is_refused(real: Real, extra: dict[str, Any], param
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert says in error["message"]
+
+
+def test_a_prompt_s_log_probabilities_are_those_of_its_tokens_as_they_were_drawn(real: Real) -> None:
+    fields: dict[str, Any] = {"model": model_of(real), "temperature": 0, "logprobs": 1}
+    with client_of(real) as client:
+        drawn = client.completions.create(prompt="Paris is the capital of", max_tokens=24, **fields).choices[0]
+        whole = "Paris is the capital of" + drawn.text
+        echoed = [
+            client.completions.create(prompt=whole, max_tokens=most, echo=True, extra_body={"ignore_eos": True}, **fields).choices[0]
+            for most in (0, 2)
+        ] + [client.completions.create(prompt=[whole, "Paris"], max_tokens=0, echo=True, **fields).choices[0]]
+    shown = [one.logprobs for one in (drawn, *echoed)]
+    drawn_logprobs, first, longer, beside = [one.model_dump() for one in shown if one is not None]
+    n = len(first["tokens"])
+    assert "".join(first["tokens"]) == whole
+    assert first["token_logprobs"][0] is None
+    # The same bytes with an answer behind it, and beside another prompt.
+    assert (longer["token_logprobs"][:n], longer["top_logprobs"][:n], longer["text_offset"][:n]) == (
+        first["token_logprobs"], first["top_logprobs"], first["text_offset"],
+    )  # fmt: skip
+    assert len(longer["tokens"]) == n + 2
+    assert beside == first
+    for name in ("tokens", "token_logprobs"):
+        tail = first[name][n - len(drawn_logprobs["tokens"]) :]
+        assert tail == (drawn_logprobs[name] if name == "tokens" else pytest.approx(drawn_logprobs[name], abs=0.05))

@@ -96,6 +96,9 @@ class GenerationRequest:
     """The form of each answer. Tokens that would leave it are never drawn; logprobs are then among those that remain."""
     cache_salt: str = ""
     """Prompts are computed once for requests of one caller and one salt: how soon an answer begins tells no other what was asked."""
+    scores_prompt: bool = False
+    """The log probabilities of the prompt's own tokens are wanted, too, with as many alternatives as `sampling.logprobs`. Only then `max_tokens` may be 0:
+    nothing else is."""
 
     @property
     def indices(self) -> Sequence[int]:
@@ -141,6 +144,8 @@ class GenerationChunk:
     """With it, where it was for want of machines: `shard_unavailable`, `weights_mismatch`, `pipeline_stalled`, `pipeline_aborted`."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; set on a sequence's first chunk."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens, from the second on, where they were asked for: those that follow what earlier chunks had."""
     notices: tuple[Notice, ...] = ()
     """Set on chunks that carry nothing else."""
 

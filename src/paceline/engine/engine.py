@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 
 from paceline.core.clock import Clock
@@ -22,12 +22,13 @@ from paceline.core.text import Vocabulary
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.draw_state import DrawRow, DrawState
-from paceline.engine.executor import Executor, StepOutput
+from paceline.engine.executor import Executor, SequenceStep, StepOutput
 from paceline.engine.gains import carry_on, gain_of
 from paceline.engine.grammar import Grammars, restrict
 from paceline.engine.intake import check_draft, check_grammar, check_request, check_room, context_of
 from paceline.engine.sampling import Drawn, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
+from paceline.engine.scores import score_rows
 from paceline.engine.sequence import SequenceState
 from paceline.engine.step_costs import StepCosts, StepTimes
 from paceline.engine.stops import TextStream
@@ -296,22 +297,39 @@ class Engine:
         if output.batch_id != planned.batch.batch_id or len(logits_RV) != n_rows:
             raise RuntimeError(f"batch {planned.batch.batch_id} came back as {output.batch_id}, {len(logits_RV)} rows of {n_rows}")
         row = 0
-        advancing: list[tuple[SequenceState, slice]] = []
+        advancing: list[tuple[SequenceState, SequenceStep, int, slice]] = []
         rows: list[DrawRow] = []
         for seq, step in zip(planned.sequences, steps, strict=True):
             # Neither aborted while in flight, nor run on a guess that was wrong.
             if step.logits_rows and seq.is_live and step.epoch == seq.epoch:
                 first = len(rows)
-                rows += [seq.draw_row(row + ahead, ahead) for ahead in range(len(step.logits_rows))]
-                advancing.append((seq, slice(first, len(rows))))
+                scored = score_rows(seq, step, row)
+                rows += scored
+                if not seq.ends_with_prompt:
+                    rows += [seq.draw_row(row + len(scored) + ahead, ahead) for ahead in range(len(step.logits_rows) - len(scored))]
+                advancing.append((seq, step, len(scored), slice(first, len(rows))))
             row += len(step.logits_rows)
         for wanted in rows:
             if wanted.mask is not None:
                 restrict(logits_RV[wanted.logits_row, : self._vocabulary.size], wanted.mask)
         drawn = draw_each(self._sampler, logits_RV, rows)
-        for seq, own in advancing:
-            chunks.append(self._advance(seq, drawn[own]))
+        for seq, step, n_scores, own in advancing:
+            if n_scores or seq.ends_with_prompt:
+                chunks += self._scored(seq, step, drawn[own][:n_scores])
+            if own.stop - own.start > n_scores and seq.is_live:
+                chunks.append(self._advance(seq, drawn[own][n_scores:]))
         self._scheduler.collected(planned)
+
+    def _scored(self, seq: SequenceState, step: SequenceStep, drawn: Sequence[Drawn | DrawFailed]) -> list[GenerationChunk]:
+        """What a step says of the prompt's tokens, and its end where nothing else was asked for."""
+        if failed := next((one for one in drawn if isinstance(one, DrawFailed)), None):
+            return [self._end(seq, FinishReason.ERROR, str(failed))]
+        scores = tuple(one.logprob for one in drawn if isinstance(one, Drawn) and one.logprob is not None)
+        seq.n_scored += len(scores)
+        chunks = [GenerationChunk(seq.request.request_id, seq.index, (), "", prompt_logprobs=scores)] if scores else []
+        if seq.ends_with_prompt and step.first_position + len(step.token_ids) >= seq.n_prompt:
+            chunks.append(self._end(seq, FinishReason.LENGTH))
+        return chunks
 
     def _advance(self, seq: SequenceState, drawn: Iterable[Drawn | DrawFailed]) -> GenerationChunk:
         """What a sequence's rows gave, and its end if that was it."""

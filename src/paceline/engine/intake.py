@@ -29,7 +29,7 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
     n_prompt = len(request.prompt_ids)
     if n_prompt == 0:
         raise InvalidRequest("The prompt is empty", "Send at least one token.", field="prompt")
-    if request.max_tokens is not None and request.max_tokens < 1:
+    if request.max_tokens is not None and request.max_tokens < (0 if request.scores_prompt else 1):
         raise InvalidRequest(f"max_tokens is {request.max_tokens}", "Ask for at least one token.", field="max_tokens")
     most = config.max_running + config.max_waiting
     if not 1 <= request.n <= most:
@@ -38,7 +38,7 @@ def check_request(request: GenerationRequest, config: EngineConfig, executor: Ex
         raise InvalidRequest(f"The prompt holds token ids outside 0 to {vocab - 1}", "Use the tokenizer of this model.", field="prompt")
     so_far = request.so_far
     longest = max(map(len, so_far.values()), default=0)
-    if not all(0 <= index < request.n for index in so_far) or (request.max_tokens is not None and longest >= request.max_tokens):
+    if not all(0 <= index < request.n for index in so_far) or (request.max_tokens is not None and longest >= max(request.max_tokens, 1)):
         raise InvalidRequest("What the answer has so far is not of this request", "Ask for it from its beginning.", field="so_far")
     if not all(0 <= token < vocab for tokens in so_far.values() for token in tokens):
         raise InvalidRequest(

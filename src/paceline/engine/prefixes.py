@@ -31,7 +31,7 @@ class Prefixes:
 
     def name(self, seq: SequenceState) -> None:
         """Name the blocks of a new sequence's prompt."""
-        if self._caching:
+        if self._caching and not seq.request.scores_prompt:  # a block that is found has no logits
             seq.keys = prompt_keys(self._root_of(seq), seq.tokens[: seq.n_prompt], self._block_size)
             seq.n_publishable = _UNBOUNDED if self._one_path else len(seq.keys)
 

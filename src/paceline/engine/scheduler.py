@@ -229,7 +229,9 @@ class Scheduler:
     def _most_tokens(self, seq: SequenceState) -> int:
         """Of prompt and answer that a sequence may have now."""
         context, asked = context_of(self._config, self._executor), seq.request.max_tokens
-        return context if asked is None else min(context, seq.n_prompt + asked)
+        return (
+            context if asked is None else min(context, seq.n_prompt + max(asked, 1))
+        )  # one that draws none runs its prompt's last row, too
 
     def _blocks_of(self, seq: SequenceState) -> int:
         """That it may come to need."""
@@ -250,23 +252,28 @@ class Scheduler:
                 decoding.append(seq)
         # A prompt's last row has another path than what is guessed behind it.
         rooms = [self._room(seq, seq.computed + 1) if seq.computed >= seq.n_prompt else 0 for seq in decoding]
-        left, answers = self._chunk, 0
+        left, answers, unguessed = self._chunk, 0, self._config.max_guesses
         # Drafts leave prompts half of it.
         guesses = min(self._config.max_guesses, left // 2 if prefilling else left)
         for seq, draft in zip(decoding, self._drafting.plan(decoding, rooms, guesses), strict=True):
             guess = self._cut(seq, seq.computed + 1, draft)
             left -= len(guess)
+            unguessed -= len(guess)
             answers += 1 + len(guess)
             yield seq, 1, guess
         idle = not decoding
-        for seq, rows in self._prompts(left, answers) if prefilling else ():
+        for seq, rows in self._prompts(left, answers, unguessed) if prefilling else ():
             idle = False
             yield seq, rows, ()
         if idle and self._depth > 1:
             yield from self._ahead()
 
-    def _prompts(self, most: int, answers: int) -> Iterator[tuple[SequenceState, int]]:
-        """Prompts to run, and sequences that are run again, and how many rows of each, beside so many rows of answers."""
+    def _prompts(self, most: int, answers: int, logits: int) -> Iterator[tuple[SequenceState, int]]:
+        """Prompts to run, and sequences that are run again, and how many rows of each, beside so many rows of answers.
+
+        Args:
+            logits: rows whose logits may be wanted beside one of each sequence.
+        """
         prompts = [seq for seq in self.running if seq.left > 1 and seq.flights < self._depth and not seq.preempt_when_collected]
         most = min(most, -(-self._chunk // self._depth))
         if self._piling and self._is_replaying():
@@ -275,9 +282,11 @@ class Scheduler:
             most = min(most, self._most)
         # Where nothing waits for its next token, a step may take its time.
         budget_s = self._budget_s if any(seq.left <= 1 for seq in self.running) else inf
-        shares = rows_of_prompts(
-            [PromptLeft(seq.computed, seq.left_of_path, seq.left) for seq in prompts], most, answers, self._costs, budget_s
-        )
+        scored = 1 + logits // max(1, sum(not seq.is_scored for seq in prompts))
+        lefts = [
+            PromptLeft(seq.computed, seq.left_of_path if seq.is_scored else min(seq.left_of_path, scored), seq.left) for seq in prompts
+        ]
+        shares = rows_of_prompts(lefts, most, answers, self._costs, budget_s)
         for seq, rows in zip(prompts, shares, strict=True):
             if rows:
                 yield seq, rows
@@ -325,7 +334,12 @@ class Scheduler:
             self._drafting.sent(seq, len(guess))
         seq.flights += 1
         path = Path.PROMPT if start < seq.n_prompt else Path.GENERATED
-        logits_rows = range(max(0, known - 1 - start), len(token_ids)) if stop >= known else ()
+        if seq.is_scored or start >= seq.n_prompt:
+            logits_rows = range(max(0, known - 1 - start), len(token_ids)) if stop >= known else ()
+        else:  # a row tells of the token behind it
+            logits_rows = range(
+                max(0, seq.n_scored - 1 - start), len(token_ids) if stop >= known else min(len(token_ids), seq.n_prompt - 1 - start)
+            )
         return SequenceStep(seq.id, seq.epoch, token_ids, start, path, new_blocks, logits_rows)
 
     # ------------------------------------------------------------------------------------------------------------- inside: blocks

@@ -64,12 +64,24 @@ class SequenceState:
     """Blocks, from the first on, that were offered to the prefix cache or came from it."""
     n_publishable: int = 0
     """How many may ever be; 0 without a prefix cache."""
+    n_scored: int = 1
+    """Tokens of the prompt that need no score any more: nothing comes before the first."""
     cached_tokens: int | None = None
     """Prompt tokens the prefix cache held when it was first admitted; None until then."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
         self.n_prompt = len(self.tokens)
+
+    @property
+    def is_scored(self) -> bool:
+        """Nothing in the prompt waits for its log probability."""
+        return not self.request.scores_prompt or self.n_scored >= self.n_prompt
+
+    @property
+    def ends_with_prompt(self) -> bool:
+        """No token is to be drawn."""
+        return self.request.max_tokens == 0
 
     @property
     def is_live(self) -> bool:

@@ -82,6 +82,10 @@ class Forwarded:
         self._n_legs = 0
         self._so_far: dict[int, list[int]] = {index: [] for index in request.indices}
         """Tokens of the sequences that have not ended."""
+        self._scores = dict.fromkeys(request.indices, 0)
+        """Log probabilities of the prompt's tokens that the client has, and..."""
+        self._heard = dict.fromkeys(request.indices, 0)
+        """...that the node which is asked has said: each begins with the first."""
         self._begun = False
         self._over = False
         self._left: set[NodeId] = set()
@@ -134,6 +138,7 @@ class Forwarded:
             self._leg = self._nodes.leg(request, self._left)
             if self._leg is not None:
                 self._n_legs += 1
+                self._heard = dict.fromkeys(self._heard, 0)
                 return True
             if not self._begun:
                 raise self._refusal or NodeUnreachable(
@@ -157,8 +162,11 @@ class Forwarded:
         except MOVES_ON as error:
             await self._leave(leg, error)
             return ()
+        if any(self._lacks_scores(chunk, item) for chunk in item):
+            await self._leave(leg, FleetError(f"{leg.node_id} says no log probabilities of prompts: it runs an earlier version"))
+            return ()
         lost = next((chunk for chunk in item if chunk.code is not None), None)
-        gained = [chunk for chunk in item if chunk.code is None and self._takes(chunk)]
+        gained = [self._unsaid(chunk) for chunk in item if chunk.code is None and self._takes(chunk)]
         if self._n_legs > 1:
             gained = [replace(chunk, request_id=self._request.request_id) for chunk in gained]
         if lost is not None:
@@ -179,6 +187,22 @@ class Forwarded:
         if chunk.finish_reason is not None:
             del self._so_far[chunk.index]
         return True
+
+    def _lacks_scores(self, chunk: GenerationChunk, item: Sequence[GenerationChunk]) -> bool:
+        """Whether the answer goes on, or ends, before all was said of its prompt."""
+        if not self._request.scores_prompt or chunk.error is not None or not (chunk.token_ids or chunk.finish_reason):
+            return False
+        now = sum(len(one.prompt_logprobs) for one in item if one.index == chunk.index)
+        return self._heard.get(chunk.index, 0) + now < len(self._request.prompt_ids) - 1
+
+    def _unsaid(self, chunk: GenerationChunk) -> GenerationChunk:
+        """A chunk without what a node before said of the prompt's tokens."""
+        if not chunk.prompt_logprobs:
+            return chunk
+        known = self._scores[chunk.index] - self._heard[chunk.index]
+        self._heard[chunk.index] += len(chunk.prompt_logprobs)
+        self._scores[chunk.index] = max(self._scores[chunk.index], self._heard[chunk.index])
+        return replace(chunk, prompt_logprobs=chunk.prompt_logprobs[max(known, 0) :])
 
     async def _leave(self, leg: Leg, error: PacelineError) -> None:
         """Give up on a node."""

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk
+from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
 from paceline.server.call import Call, Usage
 from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines, of_error, server_fault
 from paceline.server.fields import ignored_header
@@ -189,7 +189,7 @@ class Answer(Response):
                     raise
                 for chunk in merged(item):
                     choice = base[chunk.request_id] + chunk.index
-                    body += event(choice, readers[choice].read(chunk), chunk.logprobs, chunk.finish_reason)
+                    body += event(choice, readers[choice].read(chunk), told(chunk), chunk.finish_reason)
                 if body or (item and not self._started):
                     await self._put(body, send)
         self._check_complete()
@@ -204,7 +204,7 @@ class Answer(Response):
                 tally.count(item)
                 for chunk in item:
                     place = tally.base[chunk.request_id] + chunk.index
-                    choices[place].add(readers[place].read(chunk), chunk.logprobs, chunk.finish_reason)
+                    choices[place].add(readers[place].read(chunk), told(chunk), chunk.finish_reason)
         self._check_complete()
         body = self._shape.whole(choices, tally.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]
@@ -244,9 +244,15 @@ def _one(several: list[GenerationChunk]) -> GenerationChunk:
         token_ids=tuple(token for chunk in several for token in chunk.token_ids),
         text="".join([chunk.text for chunk in several]),
         logprobs=tuple(logprob for chunk in several for logprob in chunk.logprobs),
+        prompt_logprobs=tuple(logprob for chunk in several for logprob in chunk.prompt_logprobs),
         finish_reason=several[-1].finish_reason,
         cached_tokens=first.cached_tokens,
     )
+
+
+def told(chunk: GenerationChunk) -> Sequence[TokenLogprob]:
+    """The log probabilities that a chunk brings: the prompt's come first."""
+    return (*chunk.prompt_logprobs, *chunk.logprobs) if chunk.prompt_logprobs else chunk.logprobs
 
 
 async def _gone(receive: Receive) -> None:

@@ -39,6 +39,8 @@ class Call:
     """How its answers are read; None: they are all content."""
     include_events: bool = False
     """The stream tells of machines lost and found, too."""
+    echoed: tuple[str, ...] = ()
+    """Texts that the answers begin with, one a prompt; none where prompts are not repeated."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that nobody here knows."""
     shape: Callable[[Call], Shape] | None = None

@@ -48,7 +48,7 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "verbosity": Unserved("Only verbosity medium is served", ("medium",)),
     "best_of": Unserved("Only best_of 1 is served", (1,)),
     "suffix": Unserved("Text after the answer is not served", ("",)),
-    "echo": Unserved("Repeating the prompt is not served", (False,)),
+    "echo": Unserved("Prompts are repeated by /v1/completions", (False,)),
     # vLLM's and transformers'.
     "use_beam_search": Unserved("Beams are not searched here", (False,)),
     "num_beams": Unserved("Beams are not searched here", (1,)),
@@ -70,7 +70,7 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "chat_template": Unserved(PART_OF_MODEL, ("",)),
     "documents": Unserved("Send documents as text in a message", ([],)),
     "truncate_prompt_tokens": Unserved("Prompts are not cut", (-1,)),
-    "prompt_logprobs": Unserved("Logprobs are of answers"),
+    "prompt_logprobs": Unserved("/v1/completions serves echo with logprobs"),
     "prompt_embeds": Unserved("Send prompt"),
     "return_token_ids": Unserved("Token ids are not shown", (False,)),
     "return_tokens_as_token_ids": Unserved("Token ids are not shown", (False,)),

@@ -104,8 +104,13 @@ class Intake:
                 raise InvalidRequest("prompt: empty, and this model starts no text by itself", field="prompt")
             if max(ids) >= model.tokenizer.size:
                 raise InvalidRequest(f"prompt: token {max(ids)} is not one of the model's {model.tokenizer.size}", field="prompt")
-        most = _most(asked.max_tokens, "max_tokens")
+        most = 0 if asked.echo and asked.max_tokens == 0 else _most(asked.max_tokens, "max_tokens")
         call = self._call(Endpoint.COMPLETION, asked, model, prompts, most, asked.logprobs, "prompt")
+        if asked.echo:
+            texts = [prompt] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, str)]
+            scores = asked.logprobs is not None or most == 0
+            requests = tuple(replace(request, scores_prompt=scores) for request in call.requests)
+            call = replace(call, requests=requests, echoed=tuple(texts or (_text(model, ids) for ids in prompts)))
         return replace(call, ignored=ignored_fields(asked))
 
     def parse(self, kind: type[Body], body: bytes) -> Body:
@@ -249,6 +254,12 @@ def _most(asked: int | None, field: str) -> int | None:
             f"{field}: an answer has one token at least", "Send 1 or more, or -1 for the rest of the context.", field=field
         )
     return None if asked == -1 else asked
+
+
+def _text(model: ServedModel, ids: list[int]) -> str:
+    """What token ids spell."""
+    special = {token: spelled.encode() for spelled, token in model.tokenizer.special_tokens.items()}
+    return b"".join(special.get(token) or model.tokenizer.token_bytes(token) for token in ids).decode("utf-8", "replace")
 
 
 def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -> int | None:

@@ -244,6 +244,10 @@ class CompletionRequest(Sampling):
 
     prompt: Prompt
     logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most), description="Top alternatives beside each token's own.")
+    echo: bool | None = Field(
+        default=None,
+        description="The answer begins with the prompt, with `logprobs` for its tokens too; `max_tokens` may then be 0: nothing follows.",
+    )
     add_special_tokens: bool | None = Field(
         default=None, description="A text gets the tokens that the model wants before it; default true."
     )

@@ -116,7 +116,7 @@ class OpenAIShape(Shape):
         self._close = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
 
     @abstractmethod
-    def choice(self, collected: Collected) -> dict[str, object]:
+    def choice(self, index: int, collected: Collected) -> dict[str, object]:
         """A choice of a whole answer, but for its index and finish reason."""
 
     def ending(self, usage: Usage) -> bytes:
@@ -127,7 +127,7 @@ class OpenAIShape(Shape):
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         listed = [
-            {"index": index, **self.choice(collected), "finish_reason": finish_reason(collected.finish, bool(collected.calls))}
+            {"index": index, **self.choice(index, collected), "finish_reason": finish_reason(collected.finish, bool(collected.calls))}
             for index, collected in enumerate(choices)
         ]
         return orjson.dumps({**self._base(self.whole_object), "choices": listed, "usage": usage.as_json()})
@@ -210,7 +210,8 @@ class ChatShape(OpenAIShape):
             case CallArguments(call, text):
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
 
-    def choice(self, collected: Collected) -> dict[str, object]:
+    def choice(self, index: int, collected: Collected) -> dict[str, object]:
+        del index
         content = "".join(collected.content)
         message: dict[str, object] = {"role": "assistant", "content": content if content or not collected.calls else None, "refusal": None}
         if collected.reasoning:
@@ -253,10 +254,17 @@ class CompletionShape(OpenAIShape):
         self._text_heads = [self._head + b'{"index":%d,"text":' % index for index in range(count)]
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._close
         self._offsets = [0] * count
+        self._unscored: dict[int, int] = {}
+        """First tokens of prompts that are repeated with logprobs, by choice: they have none, and are still to be named."""
+        if call.echoed and call.logprobs:
+            self._unscored = {index: call.requests[index // call.n].prompt_ids[0] for index in range(count)}
 
     def first_events(self) -> bytes:
-        """Nothing: there are no roles here."""
-        return b""
+        """The prompts, where they are to be repeated."""
+        return b"".join(
+            head + orjson.dumps(self._call.echoed[index // self._call.n]) + self._tail
+            for index, head in enumerate(self._text_heads if self._call.echoed else ())
+        )
 
     def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
         """One event: the text, with the finish reason where it ended."""
@@ -264,24 +272,35 @@ class CompletionShape(OpenAIShape):
         if finish is None and not logprobs:
             return self._text_heads[index] + orjson.dumps(text) + self._tail if text else b""
         listed = b"null"
-        if logprobs:
-            shown, self._offsets[index] = completion_logprobs(self._vocabulary, logprobs, self._offsets[index])
+        first = self._unscored.pop(index, None)
+        if logprobs or first is not None:
+            shown, self._offsets[index] = completion_logprobs(self._vocabulary, logprobs, self._offsets[index], first)
             listed = orjson.dumps(shown)
         ending = orjson.dumps(finish)
         return self._text_heads[index] + orjson.dumps(text) + b',"logprobs":' + listed + b',"finish_reason":' + ending + b"}" + self._close
 
-    def choice(self, collected: Collected) -> dict[str, object]:
-        return {
-            "text": "".join(collected.content),
-            "logprobs": completion_logprobs(self._vocabulary, collected.logprobs, 0)[0] if self._call.logprobs else None,
-        }
+    def choice(self, index: int, collected: Collected) -> dict[str, object]:
+        call = self._call
+        shown = completion_logprobs(self._vocabulary, collected.logprobs, 0, self._unscored.get(index))[0] if call.logprobs else None
+        return {"text": "".join([*call.echoed[index // call.n : index // call.n + 1], *collected.content]), "logprobs": shown}
 
 
-def completion_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, object], int]:
-    """A choice's `logprobs` in this endpoint's shape, and the text offset (in characters) after them."""
+def completion_logprobs(
+    vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob], offset: int, first: int | None = None
+) -> tuple[dict[str, object], int]:
+    """A choice's `logprobs` in this endpoint's shape, and the text offset (in characters) after them.
+
+    Args:
+        first: a token before them that has none; null is its.
+    """
     tokens: list[str] = []
     offsets: list[int] = []
-    top: list[dict[str, float]] = []
+    top: list[dict[str, float] | None] = []
+    if first is not None:
+        tokens.append(token_text(vocabulary, first)[0])
+        offsets.append(offset)
+        offset += len(tokens[0])
+        top.append(None)
     for one in logprobs:
         text, _ = token_text(vocabulary, one.token_id)
         tokens.append(text)
@@ -294,7 +313,7 @@ def completion_logprobs(vocabulary: Vocabulary, logprobs: Sequence[TokenLogprob]
         top.append(alternatives)
     shown: dict[str, object] = {
         "tokens": tokens,
-        "token_logprobs": [finite(one.logprob) for one in logprobs],
+        "token_logprobs": [*([] if first is None else [None]), *(finite(one.logprob) for one in logprobs)],
         "top_logprobs": top,
         "text_offset": offsets,
     }

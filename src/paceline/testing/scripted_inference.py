@@ -149,6 +149,13 @@ class ScriptedInference:
         ending = FinishReason.ABORT
         try:
             done = 0
+            if request.scores_prompt:
+                scores = tuple(_logprob(token, request.sampling.logprobs or 0) for token in request.prompt_ids[1:])
+                for part in (scores[:2], scores[2:]):
+                    yield [GenerationChunk(request.request_id, index, (), "", prompt_logprobs=part) for index in range(request.n)]
+            if not most:
+                ending = FinishReason.LENGTH
+                yield [GenerationChunk(request.request_id, index, (), "", finish_reason=ending) for index in range(request.n)]
             while done < most:
                 if done in self._notices:
                     yield [GenerationChunk(request.request_id, 0, (), "", notices=(self._notices[done],))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import (
@@ -73,6 +73,8 @@ def write_request(model: str, digest: str, weights: str, numerics_id: str, reque
         draft=request.draft or "",
         so_far=[wire.SequenceSoFar(index=index, token_ids=tokens) for index, tokens in request.so_far.items()],
         cache_salt=request.cache_salt,
+        scores_prompt=request.scores_prompt,
+        scores_only=request.scores_prompt and request.max_tokens == 0,
         grammar=None if request.grammar is None else wire.Grammar(kind=request.grammar.kind, text=request.grammar.text, version=VERSION),
     )
 
@@ -122,7 +124,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId, caller: s
     return GenerationRequest(
         request_id=request_id,
         prompt_ids=tuple(message.prompt_ids),
-        max_tokens=message.max_tokens or None,
+        max_tokens=0 if message.scores_prompt and message.scores_only else message.max_tokens or None,
         sampling=params,
         n=message.n,
         stop=tuple(message.stop),
@@ -132,6 +134,7 @@ def read_request(message: wire.GenerateRequest, request_id: RequestId, caller: s
         so_far=so_far,
         caller=caller,
         cache_salt=message.cache_salt,
+        scores_prompt=message.scores_prompt,
         grammar=_read_grammar(message),
     )
 
@@ -153,15 +156,8 @@ def write_chunks(chunks: Sequence[GenerationChunk]) -> wire.GenerateResponse:
                 index=chunk.index,
                 token_ids=chunk.token_ids,
                 text=chunk.text,
-                logprobs=[
-                    wire.TokenLogprob(
-                        token_id=one.token_id,
-                        logprob=one.logprob,
-                        top_ids=[token for token, _ in one.top],
-                        top_logprobs=[logprob for _, logprob in one.top],
-                    )
-                    for one in chunk.logprobs
-                ],
+                logprobs=_write_logprobs(chunk.logprobs),
+                prompt_logprobs=_write_logprobs(chunk.prompt_logprobs),
                 finish_reason=_TO_WIRE[chunk.finish_reason],
                 error=chunk.error or "",
                 cached_tokens=chunk.cached_tokens,
@@ -181,9 +177,8 @@ def read_chunks(message: wire.GenerateResponse, request_id: RequestId) -> list[G
             index=chunk.index,
             token_ids=tuple(chunk.token_ids),
             text=chunk.text,
-            logprobs=tuple(
-                TokenLogprob(one.token_id, one.logprob, tuple(zip(one.top_ids, one.top_logprobs, strict=False))) for one in chunk.logprobs
-            ),
+            logprobs=_read_logprobs(chunk.logprobs),
+            prompt_logprobs=_read_logprobs(chunk.prompt_logprobs),
             finish_reason=_FROM_WIRE.get(chunk.finish_reason, FinishReason.ERROR),
             error=(chunk.error or None) if chunk.finish_reason in _FROM_WIRE else "The node ended the sequence in a way unknown here",
             cached_tokens=chunk.cached_tokens,
@@ -192,6 +187,22 @@ def read_chunks(message: wire.GenerateResponse, request_id: RequestId) -> list[G
         )
         for chunk in message.chunks
     ]
+
+
+def _write_logprobs(logprobs: Sequence[TokenLogprob]) -> list[wire.TokenLogprob]:
+    return [
+        wire.TokenLogprob(
+            token_id=one.token_id,
+            logprob=one.logprob,
+            top_ids=[token for token, _ in one.top],
+            top_logprobs=[logprob for _, logprob in one.top],
+        )
+        for one in logprobs
+    ]
+
+
+def _read_logprobs(messages: Iterable[wire.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(one.token_id, one.logprob, tuple(zip(one.top_ids, one.top_logprobs, strict=False))) for one in messages)
 
 
 def _write_notice(notice: Notice) -> wire.Notice:

@@ -55,6 +55,7 @@ requests = st.builds(
     st.booleans(),
     st.none() | texts.filter(bool),
     st.dictionaries(st.integers(0, MAX_N - 1), st.lists(tokens, max_size=4).map(tuple), max_size=4),
+    scores_prompt=st.booleans(),
     grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), texts.filter(bool)),
 )
 chunks = st.builds(

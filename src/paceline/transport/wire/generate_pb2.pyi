@@ -139,6 +139,8 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SO_FAR_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    SCORES_PROMPT_FIELD_NUMBER: _builtins.int
+    SCORES_ONLY_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
     """What must be loaded under that name: FAILED_PRECONDITION where it is something else."""
@@ -154,6 +156,10 @@ class GenerateRequest(_message.Message):
     """What tokens are guessed with: off, ngram, auto, or the id of a draft model. Empty: as the node is set. Changes no byte of an answer."""
     cache_salt: _builtins.str
     """Prompts are computed once for requests of one node and one salt."""
+    scores_prompt: _builtins.bool
+    """The log probabilities of the prompt's own tokens are wanted, too, with as many alternatives as `sampling.logprobs`."""
+    scores_only: _builtins.bool
+    """They alone: no token is drawn, whatever `max_tokens` is."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -191,10 +197,12 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         so_far: _abc.Iterable[Global___SequenceSoFar] | None = ...,
         grammar: Global___Grammar | None = ...,
+        scores_prompt: _builtins.bool = ...,
+        scores_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "digest", b"digest", "draft", b"draft", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "cache_salt", b"cache_salt", "digest", b"digest", "draft", b"draft", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model_id", b"model_id", "n", b"n", "numerics_id", b"numerics_id", "prompt_ids", b"prompt_ids", "quantization", b"quantization", "request_id", b"request_id", "sampling", b"sampling", "scores_only", b"scores_only", "scores_prompt", b"scores_prompt", "so_far", b"so_far", "stop", b"stop", "stop_ids", b"stop_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -354,6 +362,7 @@ class GenerationChunk(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     text: _builtins.str
     """UTF-8 as far as it is whole; may lag behind the tokens."""
@@ -371,6 +380,10 @@ class GenerationChunk(_message.Message):
     def notices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Notice]:
         """In chunks that carry nothing else."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """Of the prompt's tokens, from the second on: those that follow what earlier chunks had."""
+
     def __init__(
         self,
         *,
@@ -383,10 +396,11 @@ class GenerationChunk(_message.Message):
         cached_tokens: _builtins.int = ...,
         code: _builtins.str = ...,
         notices: _abc.Iterable[Global___Notice] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "notices", b"notices", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "notices", b"notices", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ from paceline.core.errors import (
     UnknownModel,
     WeightsMismatch,
 )
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.ids import NodeId, RequestId
 from paceline.node.fleet_routes import Stop
 from paceline.node.forwarded import Forwarded, Leg
@@ -89,14 +89,14 @@ class Scripted:
         self.told += [] if error is None else [error]
 
 
-def forwarded(*scripts: Script | Sequence[Script], nodes: Scripted | None = None) -> Forwarded:
+def forwarded(*scripts: Script | Sequence[Script], nodes: Scripted | None = None, request: GenerationRequest = REQUEST) -> Forwarded:
     clock = FakeClock()
 
     async def sleep(seconds: float) -> None:
         clock.advance(seconds)
         await asyncio.sleep(0)
 
-    return Forwarded(REQUEST, nodes or Scripted(*scripts), clock, sleep)
+    return Forwarded(request, nodes or Scripted(*scripts), clock, sleep)
 
 
 async def collect(stream: Forwarded) -> list[GenerationChunk]:
@@ -318,3 +318,28 @@ async def test_what_an_engine_still_says_of_an_answer_that_left_it_is_no_part_of
         again = await coming
         assert [(one.request_id, one.index, one.token_ids) for one in again[:2]] == [(ID, 0, (0,)), (ID, 1, (0,))]
         await stream.aclose()
+
+
+def scores(*tokens: int) -> GenerationChunk:
+    return GenerationChunk(ID, 0, (), "", prompt_logprobs=tuple(TokenLogprob(token, -1.0) for token in tokens))
+
+
+SCORED = GenerationRequest(ID, (1, 2, 3, 4), 0, scores_prompt=True)
+END = GenerationChunk(ID, 0, (), "", finish_reason=FinishReason.LENGTH)
+
+
+@in_loop
+async def test_what_a_node_said_of_the_prompt_is_not_said_again_by_the_next() -> None:
+    lost = NodeUnreachable("gone")
+    said = await collect(forwarded(Script([scores(2, 3)], lost), Script([scores(2)], lost), Script([scores(2, 3, 4), END]), request=SCORED))
+    assert [one.token_id for chunk in said for one in chunk.prompt_logprobs] == [2, 3, 4]
+    assert said[-1].finish_reason is FinishReason.LENGTH
+
+
+@in_loop
+async def test_a_node_that_knows_nothing_of_the_prompt_s_log_probabilities_is_left() -> None:
+    nodes = Scripted(Script([scores(2)], [chunk(0)]), Script([scores(2, 3, 4)], [END]))
+    said = await collect(forwarded(nodes=nodes, request=SCORED))
+    assert [one.token_id for one_chunk in said for one in one_chunk.prompt_logprobs] == [2, 3, 4]
+    assert not any(one.token_ids for one in said)
+    assert "earlier version" in str(nodes.told[0])
