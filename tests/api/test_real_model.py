@@ -14,6 +14,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
+from paceline.core.model import BLOCK_TOKENS
 from paceline.node.build import build_node
 from paceline.node.host import EngineHost
 from paceline.node.settings import NodeSettings
@@ -269,3 +270,39 @@ def test_a_prompt_s_log_probabilities_are_those_of_its_tokens_as_they_were_drawn
     for name in ("tokens", "token_logprobs"):
         tail = first[name][n - len(drawn_logprobs["tokens"]) :]
         assert tail == (drawn_logprobs[name] if name == "tokens" else pytest.approx(drawn_logprobs[name], abs=0.05))
+
+
+def test_a_response_is_parsed_into_a_model(real: Real) -> None:
+    asked: dict[str, Any] = {"model": model_of(real), "input": "Who is Ann? As JSON.", "max_output_tokens": 60, "store": False}
+    text: dict[str, Any] = {"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}}
+    with client_of(real) as client:
+        whole = client.responses.create(**asked, text=text, temperature=0)
+        with client.responses.stream(**asked, text=text, temperature=0) as stream:
+            streamed = stream.get_final_response()
+        parsed = client.responses.parse(**asked, text_format=Person, extra_body={"seed": 3, "text": text})
+    assert (whole.status, streamed.output_text) == ("completed", whole.output_text)
+    assert set(json.loads(whole.output_text)) == {"name", "age"}
+    assert isinstance(parsed.output_parsed, Person)
+
+
+def test_a_conversation_computes_only_what_is_new(real: Real) -> None:
+    cached: list[int] = []
+    prompts: list[int] = []
+    previous: str | None = None
+    with client_of(real) as client:
+        for text in ("Name three colours. " + "Please. " * 40, "And three animals.", "Thanks."):
+            answer = client.responses.create(
+                model=model_of(real),
+                input=text,
+                instructions="Be brief.",
+                max_output_tokens=40,
+                temperature=0,
+                previous_response_id=previous,
+            )
+            assert answer.usage is not None
+            cached.append(answer.usage.input_tokens_details.cached_tokens)
+            prompts.append(answer.usage.input_tokens)
+            previous = answer.id
+    # Blocks of the cache are whole ones, and an answer's text may make other tokens than the model drew.
+    assert [after > before - 2 * BLOCK_TOKENS for before, after in zip(prompts, cached[1:], strict=False)] == [True, True]
+    assert prompts == sorted(prompts)

@@ -151,6 +151,9 @@ def test_reasoning_comes_as_content_or_as_a_summary(client: OpenAI) -> None:
     assert summarised.type == "reasoning"
     assert ([part.text for part in summarised.summary], summarised.content) == (["Hm, hm."], [])
     assert response.output_text == "Yes."
+    carried = client.responses.create(**asked, include=["reasoning.encrypted_content"], store=False).output[0]
+    assert carried.type == "reasoning"
+    assert carried.encrypted_content
 
 
 def test_tools_are_called_and_their_results_read(client: OpenAI) -> None:

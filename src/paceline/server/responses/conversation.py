@@ -6,6 +6,7 @@ Law: what the assistant did in one turn (reasoning, text, calls of tools) is one
 from __future__ import annotations
 
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,9 +36,28 @@ ITEM_OVERHEAD = 512
 PREFIXES: Mapping[str, str] = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
+SEAL = "paceline:"
+"""Begins what `closed` wrote."""
+
+
 def new_id(kind: str) -> str:
     """An id for an item of a type, or for a response."""
     return f"{PREFIXES.get(kind, 'resp')}_{uuid4().hex}"
+
+
+def closed(reasoning: str) -> str:
+    """Reasoning as clients carry it that keep nothing here and pass on no text of it. A form of the text, and no secret."""
+    return SEAL + b64encode(reasoning.encode("utf-8", "replace")).decode()
+
+
+def opened(content: str) -> str:
+    """The reasoning in an `encrypted_content`; empty where another server wrote it."""
+    if not content.startswith(SEAL):
+        return ""
+    try:
+        return b64decode(content.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def keep(item: AnyItem) -> KeptItem:
@@ -134,7 +154,7 @@ def write_messages(instructions: str | None, before: Sequence[AnyItem], items: S
             case MessageItem(content=content):
                 turn.content = (turn.content or "") + text_of(content)
             case ReasoningItem(summary=summary, content=content):
-                turn.reasoning += text_of(content or summary or [])
+                turn.reasoning += text_of(content or summary or []) or opened(item.encrypted_content or "")
             case CallItem(call_id=call_id, name=name, arguments=arguments):
                 turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments)))
     # Reasoning that is followed by nothing, and whose text is hidden, says nothing.

@@ -11,7 +11,7 @@ from typing import Any, cast
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.text import Vocabulary
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.responses.conversation import new_id
+from paceline.server.responses.conversation import closed, new_id
 from paceline.server.shapes import chat_logprobs, new_call_id
 
 Event = Mapping[str, object]
@@ -21,15 +21,17 @@ TEXT_PART: Mapping[str, object] = {"type": "output_text", "annotations": [], "lo
 class Output:
     """The items of an answer."""
 
-    def __init__(self, vocabulary: Vocabulary, *, logprobs: bool, summarised: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, logprobs: bool, summarised: bool, carried: bool) -> None:
         """Begin an answer without items.
 
         Args:
             vocabulary: what spells the tokens of log probabilities.
             logprobs: the text comes with them.
             summarised: reasoning comes as a summary, not as content.
+            carried: reasoning comes as `encrypted_content`, too.
         """
-        self._vocabulary, self._logprobs, self._summarised = vocabulary, logprobs, summarised
+        self._vocabulary, self._logprobs = vocabulary, logprobs
+        self._summarised, self._carried = summarised, carried
         self.items: list[dict[str, Any]] = []
         self.finish: FinishReason | None = None
         self._open = False
@@ -125,6 +127,8 @@ class Output:
             return []
         item, text = self.items[-1], "".join(self._texts)
         item["status"] = status
+        if self._carried and item["type"] == "reasoning":
+            item["encrypted_content"] = closed(text)
         events: list[Event] = []
         match item["type"]:
             case "message":

@@ -42,6 +42,7 @@ class OutputReasoning(BaseModel):
     status: ItemStatus
     summary: list[SummaryText]
     content: list[ReasoningText]
+    encrypted_content: str | None = None
 
 
 class OutputCall(BaseModel):

@@ -111,7 +111,9 @@ class ReasoningItem(Item):
     type: Literal["reasoning"]
     summary: Parts | None = Field(default=None, description="Taken for the reasoning where there is no content.")
     content: Parts | None = None
-    encrypted_content: str | None = Field(default=None, description="Ignored.")
+    encrypted_content: str | None = Field(
+        default=None, description="Taken where there is no text and this endpoint wrote it; else ignored."
+    )
 
 
 class ReferenceItem(Strict):

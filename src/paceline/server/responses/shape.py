@@ -56,7 +56,8 @@ class ResponsesShape(Shape):
         self._call, self._turn = call, turn
         asked = turn.asked
         summarised = asked.reasoning is not None and asked.reasoning.summarised
-        self._output = Output(call.model.tokenizer, logprobs=asked.wants_logprobs, summarised=summarised)
+        carried = "reasoning.encrypted_content" in (asked.include or ())
+        self._output = Output(call.model.tokenizer, logprobs=asked.wants_logprobs, summarised=summarised, carried=carried)
         self._next = 2
         """The number of the next event; the first two open the stream."""
 

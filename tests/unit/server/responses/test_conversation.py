@@ -16,7 +16,7 @@ from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.server.call import Usage
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part
 from paceline.server.intake import Intake
-from paceline.server.responses.conversation import translated, write_messages
+from paceline.server.responses.conversation import SEAL, closed, translated, write_messages
 from paceline.server.responses.kept import KeptBounds, KeptResponses
 from paceline.server.responses.requests import AnyItem
 from paceline.server.responses.routes import Responses
@@ -63,11 +63,18 @@ def test_two_messages_of_the_assistant_stay_two() -> None:
 
 
 def test_reasoning_that_is_hidden_is_left_out() -> None:
-    hidden = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "AAAA"}
-    assert written(hidden, {"role": "user", "content": "?"}) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "?"},
-    ]
+    for content in ("AAAA", SEAL + "no base64", SEAL + "/w=="):
+        hidden = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": content}
+        assert [message["role"] for message in written(hidden, {"role": "user", "content": "?"})] == ["system", "user"]
+
+
+def test_reasoning_that_a_client_carried_is_read() -> None:
+    carried = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": closed("Hm, ü.")}
+    assert written(carried, {"role": "assistant", "content": "!"})[1] == {
+        "role": "assistant",
+        "content": "!",
+        "reasoning_content": "Hm, ü.",
+    }
 
 
 @pytest.mark.parametrize(
