@@ -98,7 +98,7 @@ class FleetInference:
         own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
         names = {model.name for model in own}
         others = [
-            described.served(route.stops[0].numerics_id)
+            described.served(route.stops[0].numerics_id, route.size_bytes)
             for name, route in self._routes.items()
             if name not in names and (described := self._described.get((name, route.weights))) is not None
         ]

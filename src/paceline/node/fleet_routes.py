@@ -55,6 +55,8 @@ class Route:
     weights: Weights
     stops: tuple[Stop, ...]
     """The best first; never empty."""
+    size_bytes: int = 0
+    """Of the weights, as their cards say."""
 
 
 def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mapping[str, Weights]) -> dict[str, Route]:
@@ -83,7 +85,7 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
         ranked = [stops.pop(node_id) for node_id in order if node_id in stops]
         # Nodes of which nothing is known but that they have it: this one first, then by id.
         rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
-        found[name] = Route(name, weights, (*ranked, *rest))
+        found[name] = Route(name, weights, (*ranked, *rest), holders[0][1].size_bytes)
     return found
 
 

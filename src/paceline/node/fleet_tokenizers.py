@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from paceline.core.errors import FleetError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.node.fleet_routes import Weights
-from paceline.server.inference import ServedModel, fingerprint_of
+from paceline.server.inference import ModelFacts, ServedModel, fingerprint_of
 from paceline.store.bounded_tokenizer import BoundedTokenizer, TokenizerProcess
 from paceline.store.catalog import find_whole, open_model
 from paceline.store.home import Home, write_cache
@@ -45,11 +45,11 @@ class Described:
     loaded: LoadedModel
     tokenizer: BoundedTokenizer
 
-    def served(self, numerics_id: str) -> ServedModel:
+    def served(self, numerics_id: str, size_bytes: int) -> ServedModel:
         """As the API shows it, run by a node with these kernels."""
         model = self.loaded
         fingerprint = fingerprint_of(model.digest, model.weights, numerics_id)
-        return ServedModel(model.name, model.created, model.max_context, self.tokenizer, fingerprint)
+        return ServedModel(model.name, model.created, model.max_context, self.tokenizer, fingerprint, ModelFacts(model.digest, size_bytes))
 
 
 class TokenizerStore:

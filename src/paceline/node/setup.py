@@ -5,7 +5,9 @@ Law: what a person asked for holds, or an error says why not. What they left ope
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends import cpu, table
@@ -17,7 +19,7 @@ from paceline.backends.working import kv_group, working_bytes
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
-from paceline.core.weights import WeightSource
+from paceline.core.weights import WeightSource, tensor_shapes
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.local import LayerRunner
@@ -30,9 +32,10 @@ from paceline.node.settings import NodeSettings
 from paceline.node.shapes import fits_gpu, model_shape, weights_bytes
 from paceline.node.sizing import KvPlan, plan_kv
 from paceline.node.speed import Speed
-from paceline.server.inference import ServedModel, fingerprint_of
+from paceline.server.inference import ModelFacts, ServedModel, fingerprint_of
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import OpenedModel, open_model
+from paceline.store.gguf_file import GgufWeights
 from paceline.store.home import Home
 from paceline.store.tokenizer import pack_tokenizer, tokenizer_digest
 
@@ -160,7 +163,26 @@ class Setup:
         fingerprint = fingerprint_of(self.digest, self.weights, runner.numerics_id)
         tokenizer = BoundedTokenizer(opened.tokenizer)
         tokenizer.begin()
-        return ServedModel(opened.name, int(clock.wall()), kv.context, tokenizer, fingerprint)
+        return ServedModel(opened.name, int(clock.wall()), kv.context, tokenizer, fingerprint, self.facts)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the API tells of the model."""
+        source, spec = self.opened.weights, self.opened.spec
+        shapes = tensor_shapes(spec)
+        held = Counter[str]()
+        for name in source.names():
+            held[source.type_of(name)] += source.nbytes(name)
+        return ModelFacts(
+            digest=self.digest,
+            size_bytes=held.total(),
+            family=spec.model_type,
+            parameters=sum(prod(shape) for shape in shapes.values()),
+            stored_as=held.most_common(1)[0][0],
+            file_format="gguf" if isinstance(source, GgufWeights) else "safetensors",
+            hidden=spec.hidden,
+            on_gpu=self.kernels is Kernels.CUDA,
+        )
 
     @property
     def _tokenizer(self) -> str:

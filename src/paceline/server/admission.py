@@ -69,6 +69,19 @@ def is_json(content_type: str) -> bool:
     return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
+def is_undeclared(headers: Headers) -> bool:
+    """Whether a body that says of itself nothing, or what curl says where it is told nothing, comes from a program that is no browser.
+
+    A page can send such a body without asking. Then the browser says whose it is by Origin, which `Pages` refuses before, or by Sec-Fetch-Site or
+    Referer; and every browser, an old one too, which may say none of it, begins its name with Mozilla, which no page can change.
+    """
+    declared = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if declared not in {b"", b"application/x-www-form-urlencoded"}:
+        return False
+    tells = {b"origin", b"referer"} & headers.keys() or any(name.startswith(b"sec-fetch-") for name in headers)
+    return not tells and not headers.get(b"user-agent", b"").lower().startswith(b"mozilla/")
+
+
 class Pages:
     """Tells the pages that may use the API from those that may not."""
 

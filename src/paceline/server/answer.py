@@ -39,6 +39,7 @@ class Tally:
         self._prompt = sum(len(request.prompt_ids) for request in call.requests)
         self._completion = 0
         self._cached = 0
+        self._first_s = 0.0
         self._last_s: list[float | None] = [None] * (call.n * len(call.requests))
         self.base = {request.request_id: place * call.n for place, request in enumerate(call.requests)}
         """First choice of each prompt."""
@@ -59,6 +60,7 @@ class Tally:
                 last_s = self._last_s[choice]
                 if last_s is None:
                     self._meter.ttft.observe(now_s - self._arrived_s)
+                    self._first_s = self._first_s or now_s - self._arrived_s
                     if tokens > 1:
                         self._meter.inter_token.observe(0.0, tokens - 1)
                     if not chunk.index:
@@ -77,7 +79,7 @@ class Tally:
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        return Usage(self._prompt, self._completion, self._cached)
+        return Usage(self._prompt, self._completion, self._cached, self._first_s, self._clock.monotonic() - self._arrived_s)
 
 
 class Answer(Response):

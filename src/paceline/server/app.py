@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -21,7 +22,7 @@ from starlette.routing import Route
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import PacelineError
 from paceline.server import replies
-from paceline.server.admission import is_json
+from paceline.server.admission import headers_of, is_json, is_undeclared
 from paceline.server.answer import Answer
 from paceline.server.call import Call
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
@@ -29,6 +30,8 @@ from paceline.server.guard import BodyReader, Guard
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.intake import Intake, find_model, listed
 from paceline.server.metrics import Meter, MetricsPage
+from paceline.server.ollama import requests as ollama_requests
+from paceline.server.ollama import routes as ollama
 from paceline.server.page import front
 from paceline.server.request_log import RequestLog
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
@@ -37,7 +40,10 @@ from paceline.server.responses.requests import ResponsesRequest
 from paceline.server.responses.routes import Responses, add_routes
 from paceline.server.settings import ServerSettings
 
-BODIES = (ChatCompletionRequest, CompletionRequest, ResponsesRequest)
+Asked = TypeVar("Asked")
+
+BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, *ollama_requests.BODIES)
+"""Of all APIs, for the document."""
 REF = "#/components/schemas/{model}"
 
 
@@ -152,13 +158,27 @@ class Service:
             Refusal, PacelineError: turned into an error answer by the application.
         """
         arrived_s = self.clock.monotonic()
+        return self.answer_to(await self.read(request, parse), arrived_s)
+
+    async def read(self, request: Request, parse: Callable[[Intake, bytes], Asked], *, declared: bool = True) -> Asked:
+        """Read a body and make of it what was asked for.
+
+        Args:
+            declared: as JSON, or it is refused; False: programs that are no browsers may leave it out.
+
+        Raises:
+            Refusal, PacelineError: see `answer`.
+        """
         if self.is_stopping or self.is_draining:
             raise Refusal(STOPPING)
-        if not is_json(request.headers.get("content-type", "")):
+        if not is_json(request.headers.get("content-type", "")) and (declared or not is_undeclared(headers_of(request.scope))):
             raise Refusal(NOT_JSON)
         async with self._bodies.read(request.scope, request.receive) as body:
             # Never on the loop: templates and tokenizers are strangers' programs, and long texts take long.
-            call = await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, parse, self._intake, body)
+
+    def answer_to(self, call: Call, arrived_s: float) -> Response:
+        """The response that runs a call."""
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
     def health(self) -> tuple[int, dict[str, object]]:
@@ -268,7 +288,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return await service.answer(request, Intake.completion)
 
     add_routes(app, service.responses, service.answer, answers)
+    ollama.add_routes(app, service, {**_FAULTS, **failing}, body_of)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return front(request.headers.get("accept", ""))

@@ -61,6 +61,10 @@ class Usage:
     completion: int
     cached: int
     """Of the prompts' tokens, those found in the prefix cache."""
+    first_s: float = 0.0
+    """From the call's arrival to its first token."""
+    whole_s: float = 0.0
+    """From the call's arrival until now."""
 
     def as_json(self) -> dict[str, object]:
         """OpenAI's `usage`."""

@@ -53,6 +53,10 @@ ANTHROPIC_TYPES = {
 }
 
 
+OLLAMA_FIELDS = {"response_format": "format"}
+"""Its word for a field of the request within."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """An error as a client sees it."""
@@ -74,7 +78,8 @@ class Fault:
                 kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
                 return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
             case Api.OLLAMA:
-                return orjson.dumps({"error": message})
+                own = OLLAMA_FIELDS.get(self.param or "")
+                return orjson.dumps({"error": message if own is None else message.replace(f"{self.param}:", f"{own}:", 1)})
 
     def response(self, api: Api) -> Response:
         """The whole HTTP answer."""

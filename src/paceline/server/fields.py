@@ -112,8 +112,11 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
 """By name. A body whose model has a field of that name serves it."""
 
 
-def check_fields(asked: BaseModel) -> None:
+def check_fields(asked: BaseModel, at: str = "") -> None:
     """Look at what a body has beside its model's fields.
+
+    Args:
+        at: what stands before their names.
 
     Raises:
         Refusal: one of them would change the answer.
@@ -121,7 +124,7 @@ def check_fields(asked: BaseModel) -> None:
     for name, value in (asked.model_extra or {}).items():
         unserved = UNSERVED.get(name)
         if unserved is not None and not unserved.is_off(value):
-            raise Refusal(Fault(400, f"{name}: {unserved.why}", param=name, code="unsupported_parameter"))
+            raise Refusal(Fault(400, f"{at}{name}: {unserved.why}", param=at + name, code="unsupported_parameter"))
 
 
 def ignored_fields(asked: BaseModel) -> tuple[str, ...]:

@@ -17,10 +17,11 @@ from paceline.core.clock import Clock
 from paceline.server.admission import Headers, Keys, Pages, headers_of
 from paceline.server.faults import Fault, Refusal, api_of, overloaded
 from paceline.server.metrics import Meter
+from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
 from paceline.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/", "/health"})
-KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics"})
+KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics"}) | OLLAMA_PATHS
 BUSY_RETRY_S = 1
 
 

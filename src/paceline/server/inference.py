@@ -17,6 +17,25 @@ def fingerprint_of(digest: str, weights: str, numerics_id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model beside what it takes to ask it. Empty or 0 where it is not: of other machines' models little is."""
+
+    digest: str = ""
+    """SHA-256 of the weights, hex."""
+    size_bytes: int = 0
+    """Of the weights, in their files."""
+    family: str = ""
+    """Hugging Face's name of it: llama, qwen3."""
+    parameters: int = 0
+    stored_as: str = ""
+    """GGML's name of the type that holds most of the weights: Q4_K, BF16."""
+    file_format: str = ""
+    """`gguf` or `safetensors`."""
+    hidden: int = 0
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that answers here."""
 
@@ -28,6 +47,7 @@ class ServedModel:
     tokenizer: Tokenizer
     fingerprint: str
     """See `fingerprint_of`. Equal ones give equal bytes."""
+    facts: ModelFacts = ModelFacts()
 
 
 @dataclass(frozen=True, slots=True)

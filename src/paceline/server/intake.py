@@ -43,7 +43,7 @@ class Intake:
     def __init__(self, inference: Inference, clock: Clock, aliases: Collection[str] = ()) -> None:
         self._inference = inference
         self._clock, self._aliases = clock, aliases
-        self._formats = ModelFormats()
+        self.formats = ModelFormats()
         self._longest_token: dict[str, int] = {}
         """In bytes, by fingerprint: what a name means may change."""
 
@@ -59,7 +59,7 @@ class Intake:
 
     def chat_of(self, asked: ChatCompletionRequest, endpoint: Endpoint = Endpoint.CHAT) -> Call:
         """A chat, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
-        model = self._model(asked.model)
+        model = self.model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise InvalidRequest("top_logprobs: only together with logprobs: true", field="top_logprobs")
         most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
@@ -68,7 +68,7 @@ class Intake:
         tools = Tools.of(asked)
         self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")
         self._check_length(model, [orjson.dumps(tool).decode() for tool in tools.shown], "tools")
-        form = self._formats.of(model)
+        form = self.formats.of(model)
         written = write_chat(asked, tools, model.tokenizer.chat_template or "", knows_tools=form.described.knows_tools)
         try:
             now = asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone()
@@ -82,7 +82,11 @@ class Intake:
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""
         asked = self.parse(CompletionRequest, body)
-        model = self._model(asked.model)
+        return replace(self.completion_of(asked), ignored=ignored_fields(asked))
+
+    def completion_of(self, asked: CompletionRequest) -> Call:
+        """A plain completion, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
+        model = self.model(asked.model)
         prompt = asked.prompt
         prompts: list[list[int]] = []
         special = asked.add_special_tokens is not False
@@ -111,7 +115,7 @@ class Intake:
             scores = asked.logprobs is not None or most == 0
             requests = tuple(replace(request, scores_prompt=scores) for request in call.requests)
             call = replace(call, requests=requests, echoed=tuple(texts or (_text(model, ids) for ids in prompts)))
-        return replace(call, ignored=ignored_fields(asked))
+        return call
 
     def parse(self, kind: type[Body], body: bytes) -> Body:
         """Check the body against its model, unless it has more parts than any prompt that fits.
@@ -131,7 +135,8 @@ class Intake:
         check_fields(asked)
         return asked
 
-    def _model(self, name: str) -> ServedModel:
+    def model(self, name: str) -> ServedModel:
+        """See `find_model`."""
         return find_model(name, self._inference, self._aliases)
 
     def _check_length(self, model: ServedModel, texts: list[str], field: str) -> None:
@@ -270,7 +275,7 @@ def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -
         asked = f" and {most} of answer" if most is not None else ""
         raise ContextOverflow(
             f"{field}: {prompt} tokens of prompt{asked} exceed the context of {model.name}, {model.max_context} tokens",
-            "Shorten the prompt or lower max_tokens.",
+            "Shorten the prompt." if most is None else "Shorten the prompt or lower max_tokens.",
             field=field,
         )
     return most
@@ -304,7 +309,7 @@ def _grammar(asked: Sampling) -> Grammar | None:
         forms["grammar"] = Grammar(GrammarKind.LARK, asked.grammar)
     if asked.regex is not None:
         forms["regex"] = Grammar(GrammarKind.REGEX, asked.regex)
-    match asked.response_format if isinstance(asked, ChatCompletionRequest) else None:
+    match asked.response_format:
         case JsonObjectFormat():
             forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
         case JsonSchemaFormat(json_schema=described):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,8 +21,9 @@ MOST_LINES, IN_S = 20, 10.0
 """Lines about refusals in a time; of the rest, a number."""
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
 """Asked again and again by programs: no line at INFO."""
-_FAILED = b'data: {"error"'
-"""How a stream's error begins."""
+_FAILED = b'{"error"'
+_LINE = re.compile(rb'^(?:data: )?({"error".*)', re.MULTILINE)
+"""How the error of a stream begins: behind `data: ` in server-sent events, alone in Ollama's lines."""
 
 
 class RequestLog:
@@ -70,9 +72,9 @@ class RequestLog:
 
 def _words(body: bytes) -> str:
     """The message of an error's JSON, alone or as an event of a stream."""
-    start = body.find(_FAILED)
-    text = body[start + len(b"data: ") :].partition(b"\n")[0] if start >= 0 else body
+    line = _LINE.search(body)
     try:
-        return printable(str(json.loads(text)["error"]["message"]))
+        error = json.loads(body if line is None else line[1])["error"]
+        return printable(error if isinstance(error, str) else str(error["message"]))
     except (ValueError, KeyError, TypeError):
         return ""

@@ -135,6 +135,7 @@ class Sampling(Strict):
         default=None, description="Beyond OpenAI's: prompts are computed once for requests of the same salt. Changes no byte."
     )
 
+    response_format: ResponseFormat | None = Field(default=None, description="The answer is JSON, of a schema where one is given.")
     grammar: GrammarText | None = Field(
         default=None, description="Beyond OpenAI's: the answer is of this Lark grammar, as llguidance reads it."
     )
@@ -166,8 +167,6 @@ class ChatCompletionRequest(Sampling):
         description="Beyond OpenAI's: the time that the model's chat template may show, with its offset from UTC. Where missing: when the "
         "request arrived, in the time zone of the node it arrived at.",
     )
-
-    response_format: ResponseFormat | None = Field(default=None, description="The answer is JSON, of a schema where one is given.")
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = Field(default=None, description="Where missing: `auto`.")
@@ -259,6 +258,9 @@ REFUSED = {
     "type": "Only parts of type text are served: no images, audio or files",
     "refusal": "A refusal can't be part of a prompt here",
     "annotations": "Annotations can't be part of a prompt here",
+    "images": "Images are not served",
+    "template": "The model's own template is used: send raw: true and the prompt as it is to be",
+    "context": "No context is kept: send the messages so far to /api/chat",
 }
 """Fields of messages whose only accepted value means "off", and how to say so."""
 TOOL_TYPES = "Only tools of type function are served"

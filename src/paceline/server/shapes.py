@@ -75,7 +75,7 @@ class Shape(ABC):
     """An API's answer as bytes: as a stream of events, or whole."""
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    comment: ClassVar[bytes] = COMMENT
+    comment: bytes = COMMENT
     """What a stream carries where it is silent for long."""
 
     @abstractmethod

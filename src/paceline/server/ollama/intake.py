@@ -1,0 +1,158 @@
+"""Ollama's bodies in, calls out: each becomes a request of `server.requests`, which has the limits and makes the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from paceline.core.errors import InvalidRequest
+from paceline.server.call import Call
+from paceline.server.faults import Refusal, of_validation
+from paceline.server.fields import check_fields, ignored_fields
+from paceline.server.inference import ServedModel
+from paceline.server.intake import Intake
+from paceline.server.ollama.requests import Message, OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest, Options, Request
+from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape
+from paceline.server.requests import ChatCompletionRequest, CompletionRequest
+
+FORM = "answer"
+"""The name that the inner request wants of a schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Asked without a prompt: whether the model is loaded."""
+
+    model: ServedModel
+    shape: type[OllamaShape]
+
+
+def chat(intake: Intake, body: bytes) -> Call | Loaded:
+    """A chat; raises as `Intake.chat` does."""
+    asked = intake.parse(OllamaChatRequest, body)
+    if not asked.messages:
+        return Loaded(intake.model(asked.model), OllamaChatShape)
+    fields = {**_shared(asked), **_thinking(asked), "messages": _messages(asked.messages), "logprobs": asked.logprobs}
+    fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
+    if asked.tools:
+        fields["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+    return _completed(intake.chat_of(_inner(ChatCompletionRequest, fields)), asked, OllamaChatShape)
+
+
+def generate(intake: Intake, body: bytes) -> Call | Loaded:
+    """A text for a prompt: as the only message of a chat, or as it is; raises as `Intake.chat` does."""
+    asked = intake.parse(OllamaGenerateRequest, body)
+    if not asked.prompt:
+        return Loaded(intake.model(asked.model), OllamaTextShape)
+    fields = _shared(asked)
+    if asked.raw:
+        if asked.system:
+            raise InvalidRequest("system: a raw prompt has no system message", "Write it into the prompt.", field="system")
+        fields["prompt"] = asked.prompt
+        fields["logprobs"] = (asked.top_logprobs or 0) if asked.logprobs else None
+        return _completed(intake.completion_of(_inner(CompletionRequest, fields)), asked, OllamaTextShape)
+    system = [{"role": "system", "content": asked.system}] if asked.system else []
+    fields |= {**_thinking(asked), "messages": [*system, {"role": "user", "content": asked.prompt}], "logprobs": asked.logprobs}
+    fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
+    return _completed(intake.chat_of(_inner(ChatCompletionRequest, fields)), asked, OllamaTextShape)
+
+
+def show(intake: Intake, body: bytes) -> ServedModel:
+    """The model that a client wants to know about; raises as `Intake.chat` does."""
+    asked = intake.parse(OllamaShowRequest, body)
+    name = asked.model or asked.name
+    if name is None:
+        raise InvalidRequest("model: missing", "Send the model's name.", field="model")
+    return intake.model(name)
+
+
+def _completed(call: Call, asked: Request, shape: type[OllamaShape]) -> Call:
+    """A call, but for what is Ollama's own: `num_predict` is a bound, which may lie beyond the context."""
+    most = None if asked.options is None else asked.options.num_predict
+    requests = call.requests
+    if most is not None and most > 0:
+        requests = tuple(replace(one, max_tokens=min(most, call.model.max_context - len(one.prompt_ids))) for one in requests)
+    return replace(call, requests=requests, shape=shape, ignored=ignored_fields(asked))
+
+
+def _inner(kind: type[Any], fields: dict[str, Any]) -> Any:
+    """What passed the checks of the outer body should pass these; what does not is a client's error all the same."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise Refusal(of_validation(error)) from error
+
+
+def _shared(asked: Request) -> dict[str, Any]:
+    """What chats and raw prompts have in common. Where an option is missing, it is missing in the inner request."""
+    options = asked.options or Options()
+    check_fields(options, "options.")
+    counts = options.repeat_last_n != 0
+    fields: dict[str, Any] = {
+        "model": asked.model,
+        "stream": asked.stream is not False,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "stop": options.stop or None,
+        "repetition_penalty": options.repeat_penalty if counts else 1.0,
+        "presence_penalty": options.presence_penalty if counts else 0.0,
+        "frequency_penalty": options.frequency_penalty if counts else 0.0,
+    }
+    if asked.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif asked.format:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": FORM, "schema": asked.format}}
+    return fields
+
+
+def _thinking(asked: Request) -> dict[str, Any]:
+    match asked.think:
+        case None:
+            return {}
+        case True:
+            return {"chat_template_kwargs": {"enable_thinking": True}}
+        case False:
+            return {"reasoning_effort": "none"}
+        case effort:
+            return {"reasoning_effort": effort}
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as OpenAI's API has them: calls have ids there, which results name. Ollama's need not: a result without an id is of the first call of
+    its tool that has none yet, or of the first call where it names no tool.
+
+    Raises:
+        InvalidRequest: a result has no call.
+    """
+    written: list[dict[str, Any]] = []
+    waiting: list[tuple[str, str]] = []
+    made = 0
+    for place, message in enumerate(messages):
+        one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking and message.role == "assistant":
+            one["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            one["tool_calls"] = calls = list[dict[str, Any]]()
+            for call in message.tool_calls:
+                made += 1
+                call_id = call.id or f"call{made:05}"
+                waiting.append((call_id, call.function.name))
+                arguments = orjson.dumps(call.function.arguments).decode()
+                calls.append({"id": call_id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
+        if message.role == "tool":
+            name, given = message.tool_name, message.tool_call_id
+            found = next((one for one in waiting if one[0] == given), None) if given else None
+            found = found or next((one for one in waiting if name in {None, one[1]}), None)
+            if found is None:
+                raise InvalidRequest(f"messages[{place}]: no message before it calls a tool of which this is the result", field="messages")
+            waiting.remove(found)
+            one["tool_call_id"] = found[0]
+        written.append(one)
+    return written

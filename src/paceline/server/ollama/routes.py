@@ -1,0 +1,96 @@
+"""The paths of Ollama's API. Models are fetched and removed at the machine, not through it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+
+from paceline import __version__
+from paceline.server.faults import Fault, Refusal
+from paceline.server.intake import listed
+from paceline.server.ollama import intake, replies
+from paceline.server.ollama.intake import Loaded
+from paceline.server.ollama.listing import process, shown, tag
+from paceline.server.ollama.shape import head
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.server.app import Documented, Service
+    from paceline.server.call import Call
+    from paceline.server.intake import Intake
+
+VERSION = "0.13.0"
+"""The version of Ollama whose API this is: some clients ask for a least one."""
+PATHS = frozenset({f"/api/{name}" for name in ("chat", "generate", "tags", "ps", "show", "version")})
+_FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
+_LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}
+
+
+def add_routes(app: FastAPI, service: Service, failing: Documented, body_of: Callable[[str], dict[str, Any]]) -> None:
+    """Serve Ollama's API.
+
+    Args:
+        failing: how a body may be refused, for the document.
+        body_of: a route's body in the document, by its schema's name.
+    """
+    refused: Documented = {status: {**said, "model": replies.OllamaError} for status, said in failing.items()}
+    guarded: Documented = {status: said for status, said in refused.items() if status == 401}
+
+    async def answer(request: Request, parse: Callable[[Intake, bytes], Call | Loaded]) -> Response:
+        arrived_s = service.clock.monotonic()
+        asked = await service.read(request, parse, declared=False)
+        if isinstance(asked, Loaded):
+            return _json({**head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": "load"})
+        return service.answer_to(asked, arrived_s)
+
+    @app.post(
+        "/api/chat",
+        responses={200: {"model": replies.OllamaChat, "content": _LINES}, **refused},
+        openapi_extra=body_of("OllamaChatRequest"),
+    )
+    async def chat(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await answer(request, intake.chat)
+
+    @app.post(
+        "/api/generate",
+        responses={200: {"model": replies.OllamaText, "content": _LINES}, **refused},
+        openapi_extra=body_of("OllamaGenerateRequest"),
+    )
+    async def generate(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await answer(request, intake.generate)
+
+    @app.post("/api/show", responses={200: {"model": replies.OllamaShown}, **refused}, openapi_extra=body_of("OllamaShowRequest"))
+    async def show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json(await service.read(request, _shown, declared=False))
+
+    @app.get("/api/tags", responses={200: {"model": replies.OllamaModels}, **guarded})
+    async def tags() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json({"models": [tag(model) for model in listed(service.inference, service.settings.served_names)]})
+
+    @app.get("/api/ps", responses={200: {"model": replies.OllamaLoadedModels}, **guarded})
+    async def ps() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json({"models": [process(model) for model in listed(service.inference, service.settings.served_names)]})
+
+    @app.get("/api/version", responses={200: {"model": replies.OllamaVersion}, **guarded})
+    async def version() -> Response:  # pyright: ignore[reportUnusedFunction]
+        return _json({"version": VERSION, "paceline": __version__})
+
+    async def not_here(request: Request) -> Response:
+        raise Refusal(
+            Fault(501, f"{request.url.path}: models are not fetched or changed through the API. Run `paceline pull NAME` on the machine.")
+        )
+
+    for name in _FETCHING:
+        app.add_api_route(f"/api/{name}", not_here, methods=["GET", "HEAD", "POST", "DELETE"], include_in_schema=False)
+
+
+def _shown(checked: Intake, body: bytes) -> dict[str, object]:
+    model = intake.show(checked, body)
+    return shown(model, checked.formats.of(model).described)
+
+
+def _json(body: object) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

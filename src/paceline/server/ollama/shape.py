@@ -1,0 +1,170 @@
+"""Ollama's answers as bytes: lines of JSON, of which the last has `done: true` and the figures; or one object with all of it.
+
+Calls of tools come whole, each in a line of its own as soon as the next part begins, with its arguments as an object. A call that the answer's end
+cut off is text: nothing that the model wrote is lost.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import orjson
+
+from paceline.core.generation import FinishReason, TokenLogprob
+from paceline.server.call import Call, Usage
+from paceline.server.faults import Api, Fault
+from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.inference import ServedModel
+from paceline.server.shapes import CalledTool, Collected, Shape, finite, token_text
+
+Fields = dict[str, object]
+
+
+def stamp(unix_s: float) -> str:
+    """A time as RFC 3339 writes it."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def head(model: ServedModel, now_s: float) -> Fields:
+    """What every line begins with."""
+    return {"model": model.name, "created_at": stamp(now_s)}
+
+
+class OllamaShape(Shape):
+    """What chats and texts share."""
+
+    media_type = b"application/x-ndjson"
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._head: Fields = head(call.model, call.created)
+        self._finish: FinishReason | None = None
+        self._open: CalledTool | None = None
+        self._calls = 0
+        self.comment = self._line(self.gained())
+
+    @staticmethod
+    @abstractmethod
+    def gained(content: str = "", thinking: str = "", calls: Sequence[Fields] = ()) -> Fields:
+        """The fields of an answer that have text and calls."""
+
+    def first_events(self) -> bytes:
+        """Nothing: a line is complete in itself."""
+        return b""
+
+    def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
+        """A line for each part; logprobs are in the first one."""
+        del index
+        self._finish = finish
+        gained = list[Fields]()
+        for part in parts:
+            if isinstance(part, CallArguments):
+                if self._open is not None:
+                    self._open.arguments.append(part.text)
+                continue
+            gained += self._close()
+            match part:
+                case Content(text):
+                    gained.append(self.gained(text))
+                case Reasoning(text):
+                    gained.append(self.gained(thinking=text))
+                case CallBegun(_, name):
+                    self._open = CalledTool(name)
+        if finish is not None:
+            gained += self._close()
+        if logprobs:
+            first = gained[0] if gained else self.gained()
+            gained[:1] = [first | {"logprobs": self._logprobs(logprobs)}]
+        return b"".join([self._line(fields) for fields in gained])
+
+    def ending(self, usage: Usage) -> bytes:
+        return self._line(self.gained() | self._figures(self._finish, usage), done=True)
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
+        one = choices[0]
+        content, calls = "".join(one.content), list[Fields]()
+        for called in one.calls:
+            written = _written(called, len(calls))
+            if isinstance(written, str):
+                content += written
+            else:
+                calls.append(written)
+        fields = self.gained(content, "".join(one.reasoning), calls)
+        if self._call.logprobs:
+            fields["logprobs"] = self._logprobs(one.logprobs)
+        return self._line(fields | self._figures(one.finish, usage), done=True)
+
+    def fault_event(self, fault: Fault) -> bytes:
+        return fault.body(Api.OLLAMA) + b"\n"
+
+    def _close(self) -> list[Fields]:
+        """The call that is open, whole."""
+        if self._open is None:
+            return []
+        written, self._open = _written(self._open, self._calls), None
+        if isinstance(written, str):
+            return [self.gained(written)]
+        self._calls += 1
+        return [self.gained(calls=[written])]
+
+    def _line(self, fields: Fields, *, done: bool = False) -> bytes:
+        return orjson.dumps({**self._head, **fields, "done": done}) + b"\n"
+
+    def _figures(self, finish: FinishReason | None, usage: Usage) -> Fields:
+        """How the answer ended, and what it took, in ns. Before the first token the prompt was run, and everything waited for."""
+        first_ns, whole_ns = int(usage.first_s * 1e9), int(usage.whole_s * 1e9)
+        return {
+            "done_reason": str(finish),
+            "total_duration": whole_ns,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt,
+            "prompt_eval_duration": first_ns,
+            "eval_count": usage.completion,
+            "eval_duration": whole_ns - first_ns,
+        }
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[Fields]:
+        return [
+            self._entry(one.token_id, one.logprob) | ({"top_logprobs": [self._entry(*other) for other in one.top]} if one.top else {})
+            for one in logprobs
+        ]
+
+    def _entry(self, token_id: int, logprob: float) -> Fields:
+        text, raw = token_text(self._call.model.tokenizer, token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+
+class OllamaChatShape(OllamaShape):
+    """`/api/chat`: what was gained is a message."""
+
+    @staticmethod
+    def gained(content: str = "", thinking: str = "", calls: Sequence[Fields] = ()) -> Fields:
+        message: Fields = {"role": "assistant", "content": content}
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+
+class OllamaTextShape(OllamaShape):
+    """`/api/generate`: what was gained is a text. There are no tools."""
+
+    @staticmethod
+    def gained(content: str = "", thinking: str = "", calls: Sequence[Fields] = ()) -> Fields:
+        del calls
+        return {"response": content, "thinking": thinking} if thinking else {"response": content}
+
+
+def _written(called: CalledTool, index: int) -> Fields | str:
+    """A call as Ollama has it; as text where its arguments are no whole object."""
+    text = "".join(called.arguments)
+    try:
+        arguments = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        return f'{{"name": {orjson.dumps(called.name).decode()}, "arguments": {text}'
+    return {"id": f"call_{called.id}", "function": {"index": index, "name": called.name, "arguments": arguments}}
