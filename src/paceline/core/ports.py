@@ -1,7 +1,7 @@
 """A port of this machine, taken before it is served: until then who connects is refused, and no other program gets it.
 
-On Linux a socket that is bound and does not listen keeps nobody out who allows for connections of an earlier run (SO_REUSEADDR), as all servers
-do. So it listens for a moment, which fails where another does, and allows for nobody from then on.
+On Linux a socket that is bound and does not listen keeps no program out that allows for connections of an earlier run (SO_REUSEADDR), as all servers
+do. So it listens for a moment, which fails where another does, and allows for none from then on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
 
 def hold_port(host: str, port: int, purpose: str, options: str) -> socket.socket:
-    """Take a port: a bound socket, for `listen_on`, or to be closed by whoever then listens itself.
+    """Take a port: a bound socket, for `listen_on`, or to be closed by the server that then listens itself.
 
     Args:
         host: a name or an address of this machine; empty: all of its addresses, IPv4 and IPv6.

@@ -63,7 +63,7 @@ class BlockPool:
                     self._free.append(block)
 
     def forget_idle(self) -> None:
-        """Free what nobody uses: what those blocks hold can't be trusted any more."""
+        """Free what no sequence uses: what those blocks hold can't be trusted any more."""
         while self.cache.n_idle:
             self._free.append(self.cache.evict())
 

@@ -307,7 +307,7 @@ class Scheduler:
                     yield seq, 0, guess
 
     def _room(self, seq: SequenceState, start: int) -> int:
-        """For how many guessed tokens there is room, from position `start` on, with blocks that nobody else wants."""
+        """For how many guessed tokens there is room, from position `start` on, with blocks that no other sequence wants."""
         spare = max(0, self.pool.available - len(self.running))
         return min(seq.guesses_left, (len(seq.blocks) + spare) * self._block_size - start)
 

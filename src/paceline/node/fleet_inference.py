@@ -282,6 +282,8 @@ class FleetInference:
         (name, weights), wait_s = key, RETRY_S
         while (route := self._routes.get(name)) is not None and route.weights == weights:
             for stop in route.stops:
+                if stop.node_id == self._fleet.node_id:  # its own card, while its engine is down
+                    continue
                 try:
                     channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
                     self._described[key] = await self._tokenizers.describe(channel, stop.node_id, name, weights)

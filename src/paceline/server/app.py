@@ -231,7 +231,7 @@ def create_app(inference: Inference, settings: ServerSettings | None = None) -> 
     _add_faults(app)
     _add_routes(app, service)
 
-    @lru_cache(maxsize=1)  # it takes the event loop some 50 ms, and whoever asks may ask again and again
+    @lru_cache(maxsize=1)  # it takes the event loop some 50 ms, and a client may ask again and again
     def documented(*names: str) -> dict[str, Any]:
         return document(app, names, with_key=service.settings.api_key is not None)
 

@@ -1,8 +1,8 @@
 """Accepts a server's connections, and has them shared by those who come.
 
 Law: no more than `max_connections` are open, those of unfinished TLS handshakes among them. Where they are all taken, a newcomer gets the place of a
-connection that waits for no answer, of the network that has the most; only a newcomer of that network itself is refused. So whoever holds them all
-keeps nobody else out.
+connection that waits for no answer, of the network that has the most; only a newcomer of that network itself is refused. So a client that holds
+them all keeps no other out.
 """
 
 from __future__ import annotations

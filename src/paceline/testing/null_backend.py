@@ -55,7 +55,7 @@ class NullRunner:
             self._kv[blocks[first:], slots[first:]] = x_TD[start : start + n].astype(np.int64) * 2 + path
             history = self._kv[blocks, slots]
             if history.min() < 0:
-                raise ValueError(f"sequence {s} of the batch reads position {int(positions[history < 0][0])}, which nobody wrote")
+                raise ValueError(f"sequence {s} of the batch reads position {int(positions[history < 0][0])}, which no step wrote")
             out[start : start + n] = _running_hash(history)[first:]
             self.rows_run += n
         return out

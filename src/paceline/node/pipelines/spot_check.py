@@ -190,7 +190,7 @@ class SpotCheck:
         chain = self._holders.chain(stages)
         if not chain:
             if not self._said_alone:
-                logger.info("no spot check: nobody else could run the layers of %s", _names(stages))
+                logger.info("no spot check: no other node could run the layers of %s", _names(stages))
             self._said_alone = True
             return
         try:

@@ -125,7 +125,7 @@ class Shard:
         )
 
     def end(self, claim: Claim, until: float | None) -> None:
-        """A stream is over: its KV is kept for whoever goes on with it, or given back.
+        """A stream is over: its KV is kept for the session that goes on with it, or given back.
 
         Args:
             until: when it is kept, on the monotonic clock; None: it is not.
@@ -148,7 +148,7 @@ class Shard:
                 claim.session.stop()
 
     def drop_kept(self, now: float) -> None:
-        """What nobody went on with in time."""
+        """What no session went on with in time."""
         for name, (_, until) in tuple(self._kept.items()):
             if until <= now:
                 self._drop(name)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 from tests.adversarial.machines import NAME, Engine, Made, machines, offer
 from tests.unit.node.fleet.nodes import in_loop, until
 
+from paceline.core.ids import NodeId
 from paceline.fleet.effects import Effect
 from paceline.server.inference import ServedModel
 
@@ -44,3 +48,23 @@ async def test_a_context_that_changes_where_the_model_runs_is_shown_as_it_is_now
         for context in (4096, 512, 8192):
             engine.context = context
             await until(lambda context=context: [model.max_context for model in nas.inference.models()] == [context])
+
+
+@in_loop
+async def test_a_node_whose_engine_is_down_asks_itself_for_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its card still has the model for a moment: at a stop it would call a server of its own that has ended, and warn of it."""
+    async with machines(tmp_path, Made("desk", Engine())) as (desk,):
+        called: list[NodeId] = []
+        reach = desk.node.channel
+
+        def channel(node_id: NodeId, *args: Any) -> grpc.aio.Channel:
+            called.append(node_id)
+            return reach(node_id, *args)
+
+        monkeypatch.setattr(desk.node, "channel", channel)
+        desk.inference._local.is_up = False
+        desk.portrait.offers = (offer(100),)
+        desk.node.look_again()
+        await until(lambda: bool(desk.inference._fetching))
+        await asyncio.sleep(0)
+        assert not called
