@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.core.generation import LOGPROBS
 from paceline.server.messages import MAX_TOOLS, NAME, Strict, string_or_list
-from paceline.server.requests import JsonObjectFormat, JsonSchema, Sampling, TextFormat
+from paceline.server.requests import JsonObjectFormat, JsonSchema, ResponseFormat, Sampling, TextFormat
 
 NOT_SERVED = "not_served"
 """The type of a validation error about something that OpenAI serves and Paceline does not."""
@@ -286,7 +286,7 @@ class ResponsesRequest(Sampling):
     conversation: Annotated[None, _off("Conversations are not served: send previous_response_id, or all items")] = None
     prompt: Annotated[None, _off("Prompts kept by OpenAI are not served: send instructions and input")] = None
     moderation: Annotated[None, _off("Nothing is moderated here")] = None
-    response_format: Annotated[None, _off("Send text.format")] = None
+    response_format: Annotated[ResponseFormat | None, _off("Send text.format")] = None
     messages: Annotated[None, _off("Send input")] = None
 
     @field_validator("n", mode="after")
