@@ -274,12 +274,14 @@ class AnswerReader:
                 if buffered is not None:
                     self._begin(name, buffered)
                     begun = True
+                    cursor.hold()  # the rest of the object: content, if it is none
             elif key in way.arguments_keys and buffered is None and not begun:
                 if name is not None and (yield from cursor.peek()) == "{":
                     self._begin(name)
                     begun = True
                     if not (yield from json_value(cursor, self._arguments)):
                         return True
+                    cursor.hold()
                     continue
                 buffered = yield from self._whole_arguments()
                 if buffered is None:
@@ -287,6 +289,7 @@ class AnswerReader:
                 if name is not None:
                     self._begin(name, buffered)
                     begun = True
+                    cursor.hold()
             elif not (begun or key in _PASSED_OVER) or not (yield from json_value(cursor, _ignore)):
                 return begun
         if not begun and name is not None:
@@ -294,6 +297,7 @@ class AnswerReader:
             begun = True
         if begun:
             cursor.take()
+            cursor.release()
         return begun
 
     def _string(self) -> Generator[None, None, str | None]:

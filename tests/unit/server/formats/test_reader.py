@@ -47,6 +47,7 @@ SAMPLES: list[tuple[str, list[Part]]] = [
     ('<tool_call>{"name":"now","arguments":{"a":"\n\\d"}</tool_call>ok', [*call('{"a":"\\n\\\\d"}', name="now"), Content("ok")]),
     # A call that breaks off once it has begun.
     ('<tool_call>{"name":"now","arguments":{"a":"b', call('{"a":"b', name="now")),
+    ('<tool_call>{"name":"now","arguments":{}, "id": 1, "b', [*call("{}", name="now"), Content(', "id": 1, "b')]),
     ('<tool_call>{"name":"now","arguments":{"a" <', [*call('{"a" ', name="now"), Content("<")]),
 ]
 NO_CALLS = [
