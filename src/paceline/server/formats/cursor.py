@@ -19,8 +19,9 @@ class Marks:
         self.literals = frozenset(literals)
         self._prefixes = frozenset(text[:i] for text in self.literals for i in range(1, len(text) + 1))
         first = "".join(sorted({text[0] for text in self.literals}))
-        self.others = re.compile(f"[^{re.escape(first + BLANKS)}]+" if first else r"[\s\S]+")
-        """A run of characters that are neither blank nor begin a literal; anything where there is no literal."""
+        other = f"[^{re.escape(first + BLANKS)}]"
+        self.others = re.compile(f"(?:{other}++|[{BLANKS}]++(?={other}))++" if first else r"[\s\S]+")
+        """Text in which no literal begins, up to blanks that one may follow; anything where there is no literal."""
 
     def __or__(self, other: Marks) -> Marks:
         return Marks(self.literals | other.literals)
@@ -70,7 +71,7 @@ class Cursor:
         return taken
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Go over what matches here, of the text that is there. The pattern must be one class of characters, repeated."""
+        """Go over what matches here, of the text that is there: it may go on behind that."""
         match = pattern.match(self._text, self._at)
         taken = self.take(match.end() - self._at) if match else ""
         self.looked += len(taken)

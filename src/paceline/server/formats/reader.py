@@ -27,6 +27,10 @@ Text = Callable[[str], None]
 """Says what a text is part of."""
 
 
+_Span = type[Content] | type[Reasoning] | CallBegun
+"""What a text is part of: of a call, its arguments."""
+
+
 class AnswerReader:
     """Reads one answer, as it is written."""
 
@@ -51,8 +55,10 @@ class AnswerReader:
         self._thinking = format.thinking
         self._skipped = frozenset(format.skipped)
         self._cursor = Cursor()
-        self._parts: list[Part] = []
-        self._n_calls = 0
+        self._spans: list[tuple[_Span, list[str]]] = []
+        """What was read since it was last said. Pieces, since joining each to those before it takes time in proportion to their square."""
+        self._begun: CallBegun | None = None
+        """The last one that has begun."""
         self._spoke = False
         """There was content other than blanks."""
         calls = format.calls if tools else ()
@@ -87,41 +93,35 @@ class AnswerReader:
         return self._said()
 
     def _said(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return parts
+        spans, self._spans = self._spans, []
+        return [part for what, texts in spans for part in _parts(what, texts)]
+
+    def _say(self, what: _Span, text: str) -> None:
+        if self._spans and self._spans[-1][0] is what:
+            self._spans[-1][1].append(text)
+        else:
+            self._spans.append((what, [text]))
 
     def _content(self, text: str) -> None:
         if text:
             self._spoke = self._spoke or not text.isspace()
-            match self._parts:
-                case [*_, Content() as last]:
-                    self._parts[-1] = Content(last.text + text)
-                case _:
-                    self._parts.append(Content(text))
+            self._say(Content, text)
 
     def _reasoning(self, text: str) -> None:
         if text:
-            match self._parts:
-                case [*_, Reasoning() as last]:
-                    self._parts[-1] = Reasoning(last.text + text)
-                case _:
-                    self._parts.append(Reasoning(text))
+            self._say(Reasoning, text)
 
     def _begin(self, name: str, arguments: str = "") -> None:
         """A call has begun: what was held is no content."""
         self._cursor.release()
-        self._n_calls += 1
-        if self._parallel or self._n_calls == 1:
-            self._parts.append(CallBegun(self._n_calls - 1, name))
+        self._begun = CallBegun(0 if self._begun is None else self._begun.index + 1, name)
+        if self._parallel or not self._begun.index:
+            self._spans.append((self._begun, [""]))  # an empty piece: it begins here
         self._arguments(arguments)
 
     def _arguments(self, text: str) -> None:
-        if text and (self._parallel or self._n_calls == 1):
-            match self._parts:
-                case [*_, CallArguments() as last] if last.index == self._n_calls - 1:
-                    self._parts[-1] = CallArguments(last.index, last.text + text)
-                case _:
-                    self._parts.append(CallArguments(self._n_calls - 1, text))
+        if text and self._begun and (self._parallel or not self._begun.index):
+            self._say(self._begun, text)
 
     # ------------------------------------------------------------------------------------------------- content and reasoning
 
@@ -153,7 +153,7 @@ class AnswerReader:
                 yield from cursor.blanks()
             elif (left := (yield from self._calls(mark, blanks, self._content))) is not None:
                 behind = left + (yield from cursor.blanks())
-            nothing_yet = not self._n_calls and not self._spoke
+            nothing_yet = self._begun is None and not self._spoke
             mark = yield from cursor.mark(self._start_marks if nothing_yet else self._content_marks)
             blanks = behind if not mark and self._spoke and (yield from cursor.more()) else ""
 
@@ -315,6 +315,14 @@ class AnswerReader:
         text = "".join(pieces)
         text = "{}" if text == "null" else (decoded(text) or "" if text.startswith('"') else text)
         return text if text.lstrip(BLANKS).startswith("{") else None
+
+
+def _parts(what: _Span, texts: list[str]) -> list[Part]:
+    text = "".join(texts)
+    if isinstance(what, CallBegun):
+        begun: list[Part] = [] if texts[0] else [what]
+        return [*begun, CallArguments(what.index, text)] if text else begun
+    return [what(text)]
 
 
 def _name(text: str, way: Calls) -> str:
