@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.cli.api_options import ApiOptions, read_key
+from paceline.cli.api_options import MAX_KEY_BYTES, ApiOptions, read_key
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, DownloadError
 from paceline.node.api_certificate import LASTS, own_certificate
@@ -53,6 +53,16 @@ def test_row_47_a_key_may_lie_in_a_file(tmp_path: Path) -> None:
         read_key(None, tmp_path / "none")
     with pytest.raises(ConfigError, match="fewer than 16"):
         ApiOptions(settings=ServerSettings(api_key="a")).check()
+
+
+def test_row_47_a_file_that_is_longer_than_a_key_is_refused_and_not_cut(tmp_path: Path) -> None:
+    """A key that was cut is another than the one its owner hands out."""
+    file = tmp_path / "key"
+    file.write_text(MAX_KEY_BYTES * "k")
+    assert read_key(None, file) == MAX_KEY_BYTES * "k"
+    file.write_text((MAX_KEY_BYTES + 1) * "k")
+    with pytest.raises(ConfigError, match="more than 4096 bytes"):
+        read_key(None, file)
 
 
 def test_the_api_speaks_tls_13_by_a_certificate_of_its_own(tmp_path: Path) -> None:

@@ -92,10 +92,10 @@ def server_settings(
 
 
 def read_key(api_key: str | None, file: Path | None) -> str | None:
-    """A key that was given, or that a file holds: a command's arguments can be seen by everybody on the machine, a file need not be.
+    """A key that was given, or that a file holds: a command's arguments can be seen by all users of the machine, a file need not be.
 
     Raises:
-        ConfigError: both were given, or the file can't be read.
+        ConfigError: both were given, or the file can't be read, or is no key's.
     """
     if file is None:
         return api_key
@@ -103,6 +103,9 @@ def read_key(api_key: str | None, file: Path | None) -> str | None:
         raise ConfigError("There are two API keys: --api-key (or PACELINE_API_KEY) and --api-key-file", "Give one of them.")
     try:
         with file.expanduser().open("rb") as opened:
-            return opened.read(MAX_KEY_BYTES).decode("utf-8", "replace").strip()
+            key = opened.read(MAX_KEY_BYTES + 1)  # all of one file, whatever its name leads to meanwhile
     except OSError as error:
         raise ConfigError(f"{file} can't be read: {error.strerror}", "Write the key into it, on one line.") from error
+    if len(key) > MAX_KEY_BYTES:
+        raise ConfigError(f"{file} has more than {MAX_KEY_BYTES} bytes, and no key is as long", "Write the key into it, on one line.")
+    return key.decode("utf-8", "replace").strip()
