@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import orjson
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import ChatCompletionMessageParam
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel
 
+from paceline.core.clock import SystemClock
+from paceline.core.generation import SamplingParams
 from paceline.server.fields import HEADER, MAX_NAMES, UNSERVED
+from paceline.server.intake import Intake
 from paceline.server.messages import Message, Tool
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest, StreamOptions
-from paceline.testing.scripted_inference import ScriptedInference
+from paceline.server.settings import ServerSettings
+from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 from paceline.testing.served import Served
+
+from .conftest import Serve
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 PLAIN: dict[str, Any] = {"model": "echo", "prompt": "hi", "max_tokens": 1}
@@ -143,3 +150,18 @@ def test_a_field_of_a_new_version_would_be_noticed() -> None:
         brand_new: int
 
     assert _unspoken(Newer, CompletionRequest, frozenset(UNSERVED)) == ["brand_new"]
+
+
+class Recommending(ByteTokenizer):
+    defaults: ClassVar[dict[str, float]] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+@pytest.mark.parametrize("uses_model", [True, False])
+def test_what_a_request_leaves_out_is_drawn_as_the_model_s_maker_says(serve_with: Serve, uses_model: bool) -> None:
+    served = serve_with(ScriptedInference(tokenizer=Recommending()), ServerSettings(uses_model_sampling=uses_model))
+    expected = Recommending.defaults if uses_model else {}
+    assert served.http.get("/v1/models").json()["data"][0]["sampling_defaults"] == expected
+    intake = Intake(served.inference, SystemClock(), uses_model_sampling=uses_model)
+    silent, outspoken = (intake.completion(orjson.dumps(PLAIN | fields)) for fields in ({}, {"temperature": 0, "top_k": 0, "top_p": 1}))
+    assert silent.requests[0].sampling == SamplingParams(**expected)  # type: ignore[arg-type]
+    assert outspoken.requests[0].sampling == SamplingParams(temperature=0)

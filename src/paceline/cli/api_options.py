@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -75,6 +76,7 @@ def server_settings(
     allow_hosts: Sequence[str] | None,
     allow_origins: Sequence[str] | None,
     served_names: Sequence[str] | None,
+    sampling_defaults: Literal["model", "openai"],
 ) -> ServerSettings:
     """Settings as options say them.
 
@@ -88,6 +90,7 @@ def server_settings(
         allow_hosts=tuple(map(check_host, allow_hosts or ())),
         allow_origins=tuple(map(check_origin, allow_origins or ())),
         served_names=tuple(served_names or ()),
+        uses_model_sampling=sampling_defaults == "model",
     )
 
 

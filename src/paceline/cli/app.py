@@ -51,6 +51,14 @@ def up(
         list[str] | None,
         typer.Option("--served-name", metavar="NAME", help="Another name for it, for clients. May be repeated.", rich_help_panel="Server"),
     ] = None,
+    sampling_defaults: Annotated[
+        Literal["model", "openai"],
+        typer.Option(
+            "--sampling-defaults",
+            help="Where a request does not say how to draw: as the model's files do, or OpenAI's API.",
+            rich_help_panel="Server",
+        ),
+    ] = "model",
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.", rich_help_panel="Server")] = 8000,
     host: Annotated[str, typer.Option("--host", help="Anything but loopback needs an API key.", rich_help_panel="Server")] = "127.0.0.1",
     weights: Weights = None,
@@ -240,7 +248,7 @@ def up(
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age),
     )
-    served = server_settings(api_key, api_key_file, allow_host, allow_origin, served_name)
+    served = server_settings(api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults)
     run_shared(settings, sharing, ApiOptions(host, port, served, tls, tls_cert, tls_key), greet=greet)
 
 

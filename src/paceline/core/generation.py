@@ -177,6 +177,17 @@ LOGPROBS = Range(0, 20)
 MAX_BIASES = 1024
 
 
+def model_sampling(values: Mapping[str, object]) -> dict[str, float]:
+    """What of a model's own settings may stand for what a request leaves out: numbers within their ranges. Files are strangers': the rest is dropped."""
+    ranges = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P, "repetition_penalty": REPETITION_PENALTY}
+    found: dict[str, float] = {}
+    for name, range_ in ranges.items():
+        value = values.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and range_.holds(value):
+            found[name] = int(value) if name == "top_k" else float(value)
+    return found
+
+
 def check_sampling(params: SamplingParams) -> None:
     """Check what does not depend on the model.
 

@@ -57,6 +57,11 @@ class Tokenizer(Vocabulary, Protocol):
         ...
 
     @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """How its maker wants the model's tokens drawn where a request does not say: fields of `SamplingParams`, within their ranges."""
+        ...
+
+    @property
     def response_template(self) -> Mapping[str, Any] | None:
         """How answers are to be read, where the model brings it: transformers' `response_template`."""
         ...

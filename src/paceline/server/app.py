@@ -119,7 +119,7 @@ class Service:
         self.metrics = MetricsPage(inference, self.meter)
         bounds = KeptBounds(settings.kept_responses, settings.kept_responses_bytes, settings.kept_responses_age_s)
         self.responses = Responses(KeptResponses(bounds, clock), clock)
-        self._intake = Intake(inference, clock, settings.served_names)
+        self._intake = Intake(inference, clock, settings.served_names, uses_model_sampling=settings.uses_model_sampling)
         self._bodies = BodyReader(settings)
         self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
         self._stopping: asyncio.Future[None] | None = None
@@ -298,11 +298,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **failing})
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
         served = listed(service.inference, service.settings.served_names)
-        return _json({"object": "list", "data": [_model(model) for model in served]})
+        return _json({"object": "list", "data": [_model(model, service.settings) for model in served]})
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.Model}, 404: _FAULTS[404], **failing})
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json(_model(find_model(model_id, service.inference, service.settings.served_names)))
+        return _json(_model(find_model(model_id, service.inference, service.settings.served_names), service.settings))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
@@ -315,8 +315,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _model(model: ServedModel) -> dict[str, object]:
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "paceline", "max_model_len": model.max_context}
+def _model(model: ServedModel, settings: ServerSettings) -> dict[str, object]:
+    drawn = dict(model.tokenizer.sampling_defaults) if settings.uses_model_sampling else {}
+    shown: dict[str, object] = {"id": model.name, "object": "model", "created": model.created, "owned_by": "paceline"}
+    return shown | {"max_model_len": model.max_context, "sampling_defaults": drawn}
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -40,9 +40,10 @@ SPECIAL_TOKEN_BYTES = 64
 class Intake:
     """Turns request bodies into calls for the models served."""
 
-    def __init__(self, inference: Inference, clock: Clock, aliases: Collection[str] = ()) -> None:
+    def __init__(self, inference: Inference, clock: Clock, aliases: Collection[str] = (), *, uses_model_sampling: bool = True) -> None:
         self._inference = inference
         self._clock, self._aliases = clock, aliases
+        self._uses_model_sampling = uses_model_sampling
         self.formats = ModelFormats()
         self._longest_token: dict[str, int] = {}
         """In bytes, by fingerprint: what a name means may change."""
@@ -178,7 +179,8 @@ class Intake:
     ) -> Call:
         if asked.stream_options is not None and not asked.stream:
             raise InvalidRequest("stream_options: only together with stream: true", field="stream_options")
-        sampling = _sampling(asked, logprobs, model.tokenizer.size)
+        defaults = model.tokenizer.sampling_defaults if self._uses_model_sampling else {}
+        sampling = _sampling(asked, logprobs, model.tokenizer.size, defaults)
         call_id = ("chatcmpl-" if endpoint is Endpoint.CHAT else "cmpl-") + uuid4().hex
         grammar = _grammar(asked)
         n = asked.n or 1
@@ -281,15 +283,19 @@ def _max_tokens(model: ServedModel, prompt: int, most: int | None, field: str) -
     return most
 
 
-def _sampling(asked: Sampling, logprobs: int | None, vocabulary: int) -> SamplingParams:
-    """The client's fields, where missing OpenAI's defaults."""
+def _sampling(asked: Sampling, logprobs: int | None, vocabulary: int, defaults: Mapping[str, float]) -> SamplingParams:
+    """The client's fields, where missing the model's own, where it has none OpenAI's defaults."""
+
+    def chosen(name: str, value: float | None, otherwise: float) -> float:
+        return defaults.get(name, otherwise) if value is None else value
+
     return SamplingParams(
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_k=max(asked.top_k or 0, 0),
+        temperature=chosen("temperature", asked.temperature, 1.0),
+        top_k=max(int(chosen("top_k", asked.top_k, 0)), 0),
         # 0 means "the likeliest token only" to OpenAI's clients; any positive share keeps that one.
-        top_p=1.0 if asked.top_p is None else max(asked.top_p, 1e-9),
-        min_p=asked.min_p or 0.0,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        top_p=max(chosen("top_p", asked.top_p, 1.0), 1e-9),
+        min_p=chosen("min_p", asked.min_p, 0.0),
+        repetition_penalty=chosen("repetition_penalty", asked.repetition_penalty, 1.0),
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         seed=None if asked.seed is None else asked.seed & ((1 << 63) - 1),

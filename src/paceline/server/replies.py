@@ -88,6 +88,9 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    sampling_defaults: dict[str, float] = Field(
+        description="How tokens are drawn where a request does not say; what is missing: as OpenAI's API has it"
+    )
 
 
 class ModelList(BaseModel):

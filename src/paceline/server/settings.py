@@ -29,6 +29,8 @@ class ServerSettings:
     """Web pages that may use the API, as `admission.check_origin` writes them."""
     served_names: tuple[str, ...] = ()
     """Names that mean this machine's model too, for clients that ask for one name only."""
+    uses_model_sampling: bool = True
+    """What a request leaves out of how tokens are drawn is as the model's own files say; otherwise OpenAI's defaults."""
     max_body_bytes: int = 16 * MIB
     """Longest request body. Raising it lets one request hold the event loop longer (parsing is about 1 ms a megabyte)."""
     max_pending_body_bytes: int = 256 * MIB

@@ -79,6 +79,10 @@ class BoundedTokenizer:
         return self.model.chat_template
 
     @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        return self.model.sampling_defaults
+
+    @property
     def response_template(self) -> Mapping[str, Any] | None:
         return self.model.response_template
 

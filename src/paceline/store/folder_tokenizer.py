@@ -40,13 +40,15 @@ def tokenizer_from_folder(folder: Path, rows: int | None = None) -> ModelTokeniz
         encoder.model.dropout = None  # a file as it was trained with: the same text would give other tokens each time
     settings = _optional(folder / "tokenizer_config.json")
     special = {name: token for name in _NAMED if (token := _content(settings, name)) is not None}
-    ends = _optional(folder / "generation_config.json").integers("eos_token_id")
+    generation = _optional(folder / "generation_config.json")
+    ends = generation.integers("eos_token_id")
     ends = ends or _optional(folder / "config.json").integers("eos_token_id")
     named_end = encoder.token_to_id(special["eos_token"]) if "eos_token" in special else None
     ids = frozenset(ends if named_end is None else [*ends, named_end])
     source = _template_source(folder, settings)
     template = None if source is None else ChatTemplate(folder, source, special, _object(settings, "response_template"))
-    return ModelTokenizer(path, encoder, ids, template, rows)
+    drawn = {} if generation.fields.get("do_sample") is False else generation.fields  # what it says is of no use to a greedy model
+    return ModelTokenizer(path, encoder, ids, template, rows, drawn)
 
 
 def _optional(path: Path) -> JsonObject:

@@ -47,6 +47,8 @@ _IGNORE_MERGES: Final = (*_LLAMA3, "tekken")
 _NORMALIZED: Final = _QWEN2
 """Cuts of models whose own tokenizer first brings text to NFC."""
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_SAMPLING: Final = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
+"""Where llama.cpp writes them, behind `general.sampling.`."""
 _NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -68,7 +70,8 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
     source = header.text("tokenizer.chat_template")
     template = None if source is None else ChatTemplate(header.path, source, special)
     ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows)
+    drawn = {name: header.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows, drawn)
 
 
 def build_encoder(header: GgufHeader) -> Encoder:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
+from paceline.core.generation import model_sampling
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.chat_prefixes import ChatPrefixes
 from paceline.store.chat_template import ChatTemplate, join_parts
@@ -119,7 +120,13 @@ class ModelTokenizer:
     """A `core.text.Tokenizer`. Safe to call from several threads."""
 
     def __init__(
-        self, path: Path, encoder: Encoder, eos_ids: frozenset[int], template: ChatTemplate | None, rows: int | None = None
+        self,
+        path: Path,
+        encoder: Encoder,
+        eos_ids: frozenset[int],
+        template: ChatTemplate | None,
+        rows: int | None = None,
+        sampling_defaults: Mapping[str, object] | None = None,
     ) -> None:
         """Wrap an encoder.
 
@@ -129,6 +136,7 @@ class ModelTokenizer:
             eos_ids: tokens the model's files name as ends; those of `END_TOKENS` it has are added.
             template: None for a model without one.
             rows: of the model's embedding; tokens beyond them (some files add a padding token that was never trained) can't be run.
+            sampling_defaults: what the model's files say of how its tokens are drawn.
 
         Raises:
             UnsupportedModel: the vocabulary is of a kind whose bytes are not known.
@@ -136,6 +144,7 @@ class ModelTokenizer:
         """
         self._encoder = encoder
         self.template = template
+        self.sampling_defaults: Mapping[str, float] = model_sampling(sampling_defaults or {})
         self._lock = threading.Lock()
         self._added: Final = encoder.get_added_tokens_decoder()
         self._known: Final = max(encoder.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1))
@@ -292,6 +301,8 @@ def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
     }
     if template is not None and template.response is not None:  # else it packs as ever: its digest is what machines know it by
         parts["response_template"] = template.response
+    if tokenizer.sampling_defaults:
+        parts["sampling_defaults"] = dict(tokenizer.sampling_defaults)
     return json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -323,7 +334,8 @@ def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
         template = None if source is None else ChatTemplate(origin, str(source), special, response if isinstance(response, dict) else None)
         encoder.no_truncation()
         encoder.no_padding()
-        return ModelTokenizer(origin, encoder, ends, template)
+        defaults = parts.get("sampling_defaults")
+        return ModelTokenizer(origin, encoder, ends, template, sampling_defaults=defaults if isinstance(defaults, dict) else None)
     except (ModelFileError, UnsupportedModel):
         raise
     except BaseException as error:

@@ -29,6 +29,8 @@ SIZE = 257
 class ByteTokenizer:
     """A token is a byte; one more ends an answer."""
 
+    defaults: Mapping[str, float] = {}
+
     @property
     def size(self) -> int:
         return SIZE
@@ -53,6 +55,10 @@ class ByteTokenizer:
     @property
     def chat_template(self) -> str | None:
         return None
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        return self.defaults
 
     @property
     def response_template(self) -> None:
