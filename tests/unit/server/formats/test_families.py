@@ -145,7 +145,7 @@ def check(model: Model, text: str, calls: list[tuple[str, dict[str, Any]]], cont
     assert "".join(part.text for part in parts if isinstance(part, Content)) == content, shown
     assert "".join(part.text for part in parts if isinstance(part, Reasoning)) == reasoning, shown
     assert read(text, format_, tools=SCHEMAS) == parts
-    for cut in range(1, len(text), 1 + len(text) // 100):
+    for cut in range(1, len(text), 1 + len(text) // 50):
         assert read([text[:cut], text[cut:]], format_, tools=SCHEMAS) == parts
 
 

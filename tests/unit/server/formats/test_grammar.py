@@ -186,20 +186,20 @@ class TestGrammars:
         format_, ended = FORMATS[family], 0
         for parallel in (True, False):
             form = grammar(format_, vocabulary, Choice.REQUIRED, parallel=parallel)
-            for seed in range(5):
+            for seed in range(3):
                 ids = walk(grammars.matcher(form), vocabulary, seed, marks(format_))
                 if ids is not None:
                     ended += 1
                     assert check(format_, vocabulary.spelled(ids), whole=True) == 1 or parallel
-        assert ended > 4
+        assert ended > 2
 
     def test_calls_in_any_text_are_valid(self, family: str, special: bool) -> None:
         vocabulary, grammars = COMPILED[not special]
         format_ = FORMATS[family]
         form = grammar(format_, vocabulary, Choice.AUTO)
         nudges = [*marks(format_), "So. "]
-        ended = [ids for seed in range(8) if (ids := walk(grammars.matcher(form), vocabulary, seed, nudges)) is not None]
-        assert len(ended) > 3
+        ended = [ids for seed in range(6) if (ids := walk(grammars.matcher(form), vocabulary, seed, nudges)) is not None]
+        assert len(ended) > 2
         for ids in ended:
             check(format_, vocabulary.spelled(ids), whole=False)
         matcher = grammars.matcher(form)
