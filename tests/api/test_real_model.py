@@ -306,3 +306,44 @@ def test_a_conversation_computes_only_what_is_new(real: Real) -> None:
     # Blocks of the cache are whole ones, and an answer's text may make other tokens than the model drew.
     assert [after > before - 2 * BLOCK_TOKENS for before, after in zip(prompts, cached[1:], strict=False)] == [True, True]
     assert prompts == sorted(prompts)
+
+
+def test_anthropics_api(real: Real) -> None:
+    """Stop sequences, results of tools, and a prompt whose beginning only a client's own line changes."""
+    body = {"model": model_of(real), "max_tokens": 24, "temperature": 0}
+
+    def ask(**fields: Any) -> Any:
+        whole = real.http.post("/v1/messages", json=body | fields).json()
+        text = real.http.post("/v1/messages", json=body | fields | {"stream": True}).text
+        events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+        said = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+        (delta,) = [event["delta"] for event in events if event["type"] == "message_delta"]
+        assert said == "".join(block["text"] for block in whole["content"])
+        assert delta == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        return whole
+
+    plain = ask(messages=QUESTION)
+    said = plain["content"][0]["text"]
+    cut = ask(messages=QUESTION, stop_sequences=["never", said[5:9]])
+    assert (cut["stop_reason"], cut["stop_sequence"], cut["content"][0]["text"]) == (
+        "stop_sequence",
+        said[5:9],
+        said[: said.index(said[5:9])],
+    )
+
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}}
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "Rain"}]},
+    ]
+    cached = []
+    for checksum in ("a1b2", "c3d4"):
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cch={checksum};"},
+            {"type": "text", "text": "You are an agent. " * 20},
+        ]
+        usage = ask(messages=turns, system=system, tools=[{"name": "weather", "input_schema": {"type": "object"}}])["usage"]
+        cached.append(usage["cache_read_input_tokens"])
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] > 100
+    assert cached[1] > 100

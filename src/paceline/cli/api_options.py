@@ -77,6 +77,8 @@ def server_settings(
     allow_origins: Sequence[str] | None,
     served_names: Sequence[str] | None,
     sampling_defaults: Literal["model", "openai"],
+    *,
+    keep_client_headers: bool = False,
 ) -> ServerSettings:
     """Settings as options say them.
 
@@ -91,6 +93,7 @@ def server_settings(
         allow_origins=tuple(map(check_origin, allow_origins or ())),
         served_names=tuple(served_names or ()),
         uses_model_sampling=sampling_defaults == "model",
+        keep_client_headers=keep_client_headers,
     )
 
 

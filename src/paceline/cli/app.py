@@ -93,6 +93,14 @@ def up(
             rich_help_panel="Server",
         ),
     ] = None,
+    keep_client_headers: Annotated[
+        bool,
+        typer.Option(
+            "--keep-client-headers",
+            help="Show the model the lines that clients put before a prompt and change every time: no prompt then begins as another.",
+            rich_help_panel="Server",
+        ),
+    ] = False,
     kv_tokens: KvTokens = None,
     device: Device = None,
     threads: Threads = None,
@@ -248,7 +256,9 @@ def up(
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age),
     )
-    served = server_settings(api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults)
+    served = server_settings(
+        api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults, keep_client_headers=keep_client_headers
+    )
     run_shared(settings, sharing, ApiOptions(host, port, served, tls, tls_cert, tls_key), greet=greet)
 
 

@@ -15,7 +15,7 @@ from paceline.core.text import Vocabulary
 class TextStream:
     """The text of one sequence."""
 
-    __slots__ = ("_decode", "_held", "_stop", "_token_bytes", "stopped")
+    __slots__ = ("_decode", "_held", "_stop", "_token_bytes", "stopped", "stopped_by")
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
         """Start empty. Empty stop strings end nothing and are ignored."""
@@ -25,6 +25,8 @@ class TextStream:
         self._held = ""
         self.stopped = False
         """A stop string was found; the text is over."""
+        self.stopped_by: str | None = None
+        """That string."""
 
     def push(self, token_id: int) -> str:
         """Text that is certain, now that this token follows."""
@@ -45,11 +47,12 @@ class TextStream:
         if self.stopped or not text:
             return ""
         text = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
+            _, at, self.stopped_by = min(ends)
             self.stopped = True
             self._held = ""
-            return text[: min(ends)[1]]
+            return text[:at]
         kept = len(text) - max(_overlap(text, stop) for stop in self._stop)
         self._held = text[kept:]
         return text[:kept]

@@ -179,7 +179,7 @@ class Answer(Response):
 
     async def _stream(self, send: Send) -> None:
         shape, tally = self._shape, self._tally
-        event, base, events, readers = shape.event, tally.base, Events(self._call), self._call.readers()
+        event, base, events, readers = shape.event, tally.base, Events(self._call), self._shape.watching(self._call.readers())
         async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for whole in chunks:
                 body, item = events.take(whole)
@@ -198,7 +198,7 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": shape.ending(tally.usage()), "more_body": False})
 
     async def _whole(self, send: Send) -> None:
-        tally, events, readers = self._tally, Events(self._call), self._call.readers()
+        tally, events, readers = self._tally, Events(self._call), self._shape.watching(self._call.readers())
         choices = [self._shape.collected() for _ in range(tally.open)]
         async with aclosing(open_call(self._inference, self._call)) as chunks:
             async for whole in chunks:

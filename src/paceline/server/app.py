@@ -24,6 +24,8 @@ from paceline.core.errors import PacelineError
 from paceline.server import replies
 from paceline.server.admission import headers_of, is_json, is_undeclared
 from paceline.server.answer import Answer
+from paceline.server.anthropic import routes as anthropic
+from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.call import Call
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
@@ -42,7 +44,14 @@ from paceline.server.settings import ServerSettings
 
 Asked = TypeVar("Asked")
 
-BODIES: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, *ollama_requests.BODIES)
+BODIES: tuple[type[BaseModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    *ollama_requests.BODIES,
+)
 """Of all APIs, for the document."""
 REF = "#/components/schemas/{model}"
 
@@ -119,7 +128,13 @@ class Service:
         self.metrics = MetricsPage(inference, self.meter)
         bounds = KeptBounds(settings.kept_responses, settings.kept_responses_bytes, settings.kept_responses_age_s)
         self.responses = Responses(KeptResponses(bounds, clock), clock)
-        self._intake = Intake(inference, clock, settings.served_names, uses_model_sampling=settings.uses_model_sampling)
+        self._intake = Intake(
+            inference,
+            clock,
+            settings.served_names,
+            uses_model_sampling=settings.uses_model_sampling,
+            keep_client_headers=settings.keep_client_headers,
+        )
         self._bodies = BodyReader(settings)
         self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
         self._stopping: asyncio.Future[None] | None = None
@@ -289,6 +304,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     add_routes(app, service.responses, service.answer, answers)
     ollama.add_routes(app, service, {**_FAULTS, **failing}, body_of)
+    anthropic.add_routes(app, service, {**_FAULTS, **failing}, body_of)
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)

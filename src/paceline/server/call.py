@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from paceline.core.generation import GenerationRequest
 from paceline.server.inference import ServedModel
-from paceline.server.reading import ChoiceReader, PlainReader, Reading
+from paceline.server.reading import ChoiceReader, PlainReader, Reader, Reading
 
 if TYPE_CHECKING:
     from paceline.server.shapes import Shape
@@ -46,7 +46,7 @@ class Call:
     shape: Callable[[Call], Shape] | None = None
     """Of its answer, where the API is another than `endpoint`."""
 
-    def readers(self) -> list[ChoiceReader | PlainReader]:
+    def readers(self) -> Sequence[Reader]:
         """A reader for each choice."""
         if self.reading is None:
             return [PlainReader()] * (self.n * len(self.requests))

@@ -76,7 +76,9 @@ class Fault:
                 return orjson.dumps({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}})
             case Api.ANTHROPIC:
                 kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-                return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+                if self.param == "response_format":  # its name in the chat that a message becomes
+                    message = message.replace("response_format", "output_config.format", 1)
+                return orjson.dumps({"error": {"type": kind, "message": message}, "type": "error"})
             case Api.OLLAMA:
                 own = OLLAMA_FIELDS.get(self.param or "")
                 return orjson.dumps({"error": message if own is None else message.replace(f"{self.param}:", f"{own}:", 1)})
@@ -157,6 +159,8 @@ def of_validation(error: ValidationError) -> Fault:
             of_tool = "tools" in first["loc"] or "tool_calls" in first["loc"]
             refused = TOOL_TYPES if of_tool and first["loc"][-1] == "type" else None
             refused = refused or next((REFUSED[part] for part in first["loc"] if isinstance(part, str) and part in REFUSED), None)
+            if refused is REFUSED["type"] and "content" not in first["loc"]:
+                refused = None  # another field called so
             if refused is not None:
                 return Fault(400, f"{param}: {refused}", param=param, code="unsupported_parameter")
             wrong = first["msg"]

@@ -15,13 +15,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.clock import Clock
 from paceline.server.admission import Headers, Keys, Pages, headers_of
+from paceline.server.anthropic import routes as anthropic_routes
 from paceline.server.faults import Fault, Refusal, api_of, overloaded
 from paceline.server.metrics import Meter
 from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
 from paceline.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/", "/health"})
-KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics"}) | OLLAMA_PATHS
+KNOWN_PATHS = (
+    frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics"})
+    | OLLAMA_PATHS
+    | anthropic_routes.PATHS
+)
 BUSY_RETRY_S = 1
 
 
@@ -50,7 +55,7 @@ class Guard:
             if not begun:
                 begun = True
                 meter.answers[label, message["status"]] += 1
-                message["headers"] = [*message.get("headers", ()), *shared]
+                message["headers"] = [*message.get("headers", ()), *shared, *anthropic_routes.own_headers(path)]
             return send(message)
 
         meter.in_flight += 1

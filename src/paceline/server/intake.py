@@ -6,7 +6,7 @@ A text is refused by its length before it is tokenized where even the longest to
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 from uuid import uuid4
@@ -19,9 +19,11 @@ from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, Unk
 from paceline.core.generation import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.server.call import Call, Endpoint
+from paceline.server.client_headers import without_headers
 from paceline.server.faults import Refusal, of_validation
 from paceline.server.fields import check_fields, ignored_fields
 from paceline.server.inference import Inference, ServedModel
+from paceline.server.reading import Reading
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 from paceline.server.tools import ModelFormats, Tools, write_chat
 
@@ -37,13 +39,31 @@ SPECIAL_TOKEN_BYTES = 64
 """Special tokens have no bytes in the vocabulary but some in a text; none is longer than this."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat as a model is given it."""
+
+    model: ServedModel
+    ids: list[int]
+    reading: Reading | None
+    """How its answer is read."""
+
+
 class Intake:
     """Turns request bodies into calls for the models served."""
 
-    def __init__(self, inference: Inference, clock: Clock, aliases: Collection[str] = (), *, uses_model_sampling: bool = True) -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        clock: Clock,
+        aliases: Collection[str] = (),
+        *,
+        uses_model_sampling: bool = True,
+        keep_client_headers: bool = False,
+    ) -> None:
         self._inference = inference
         self._clock, self._aliases = clock, aliases
-        self._uses_model_sampling = uses_model_sampling
+        self._uses_model_sampling, self._keep_client_headers = uses_model_sampling, keep_client_headers
         self.formats = ModelFormats()
         self._longest_token: dict[str, int] = {}
         """In bytes, by fingerprint: what a name means may change."""
@@ -60,13 +80,16 @@ class Intake:
 
     def chat_of(self, asked: ChatCompletionRequest, endpoint: Endpoint = Endpoint.CHAT) -> Call:
         """A chat, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
+        return self.call_of(asked, self.prompt_of(asked), endpoint)
+
+    def prompt_of(self, asked: ChatCompletionRequest) -> ChatPrompt:
+        """A chat's prompt, however long; raises as `chat_of` does, for a context that is too small only where that is plain before tokenizing."""
         model = self.model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise InvalidRequest("top_logprobs: only together with logprobs: true", field="top_logprobs")
-        most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
-        if most is not None and replacing not in (None, most):
-            raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
         tools = Tools.of(asked)
+        if not self._keep_client_headers:
+            asked = asked.model_copy(update={"messages": without_headers(asked.messages)})
         self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")
         self._check_length(model, [orjson.dumps(tool).decode() for tool in tools.shown], "tools")
         form = self.formats.of(model)
@@ -76,9 +99,16 @@ class Intake:
             ids = model.tokenizer.render_chat(written.messages, now, written.given)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
+        return ChatPrompt(model, ids, form.reading(model, tools, ids))
+
+    def call_of(self, asked: ChatCompletionRequest, prompt: ChatPrompt, endpoint: Endpoint) -> Call:
+        """The call of a chat whose prompt is written; raises as `chat_of` does."""
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        call = self._call(endpoint, asked, model, [ids], most if replacing is None else replacing, logprobs, "messages")
-        return replace(call, reading=form.reading(model, tools, ids))
+        most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
+        if most is not None and replacing not in (None, most):
+            raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
+        call = self._call(endpoint, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
+        return replace(call, reading=prompt.reading)
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""

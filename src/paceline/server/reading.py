@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.text import Vocabulary
@@ -30,6 +30,14 @@ class Reading:
     """An answer may have several calls."""
     spelled: Mapping[int, bytes]
     """The special tokens among the format's markers."""
+
+
+class Reader(Protocol):
+    """Reads one answer."""
+
+    def read(self, chunk: GenerationChunk) -> list[Part]:
+        """What the answer gained."""
+        ...
 
 
 class PlainReader:

@@ -18,6 +18,7 @@ from paceline.core.text import Vocabulary
 from paceline.server.call import Call, Endpoint, Usage
 from paceline.server.faults import Fault
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.reading import Reader
 
 LOWEST_LOGPROB = -9999.0
 """How OpenAI writes the logarithm of zero, which JSON can't hold."""
@@ -93,6 +94,10 @@ class Shape(ABC):
     def collected(self) -> Collected:
         """A choice of an answer that is sent whole, with nothing in it yet."""
         return Collected()
+
+    def watching(self, readers: Sequence[Reader]) -> Sequence[Reader]:
+        """The choices' readers, where it matters to the shape what else they see."""
+        return readers
 
     @abstractmethod
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:

@@ -1,0 +1,245 @@
+"""The bodies of `POST /v1/messages` and `/v1/messages/count_tokens`, as pydantic models.
+
+As in `server.requests` a field is *served*, *ignored* (it changes no answer here) or *refused* by name. What runs at Anthropic (tools that its servers
+run, files, containers, MCP connections) and what no model here can read (images, documents) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AwareDatetime, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from paceline.core.generation import MIN_P, TEMPERATURE, TOP_P
+from paceline.server.messages import MAX_TOOLS, NAME, Strict, string_or_list
+from paceline.server.requests import DraftName, StopString, TokenId
+
+IGNORED = "Ignored."
+CacheControl = Annotated[dict[str, Any] | None, Field(description="Ignored: prompts are always computed once.")]
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+TOOL_ID = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _type_of(value: object) -> object:
+    return cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+
+
+def _served_block(value: object) -> object:
+    """A block whose type is served here."""
+    kind = _type_of(value)
+    if not isinstance(value, dict) or (isinstance(kind, str) and kind in BLOCKS):
+        return cast("object", value)
+    if not isinstance(kind, str):
+        raise PydanticCustomError("block", "A content block needs a type, such as text")
+    raise PydanticCustomError(
+        "block", "Blocks of type {kind} are not served: no images, documents or results of server tools", {"kind": kind}
+    )
+
+
+def _tag_of_block(value: object) -> str | None:
+    kind = _type_of(value)
+    return f"as-{kind}" if isinstance(kind, str) else None
+
+
+class TextBlock(Strict):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+    citations: list[Any] | None = Field(default=None, description=IGNORED)
+
+
+class ThinkingBlock(Strict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(default=None, description=IGNORED)
+    cache_control: CacheControl = None
+
+
+class RedactedThinkingBlock(Strict):
+    """Ignored: nobody here can read it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+    cache_control: CacheControl = None
+
+
+class ToolUseBlock(Strict):
+    type: Literal["tool_use"]
+    id: TOOL_ID
+    name: Annotated[str, Field(pattern=NAME)]
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+    caller: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    toolset_name: str | None = Field(default=None, description=IGNORED)
+
+
+def _text_block(value: object) -> object:
+    kind = _type_of(value)
+    if isinstance(kind, str) and kind != "text":
+        raise PydanticCustomError("block", "Only text blocks are served here, not {kind}", {"kind": kind})
+    return value
+
+
+TextBlocks = Annotated[
+    Annotated[str, Tag("as-string")]
+    | Annotated[list[Annotated[TextBlock, BeforeValidator(_text_block)]], Field(fail_fast=True), Tag("as-list")],
+    Discriminator(string_or_list),
+]
+
+
+class ToolResultBlock(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: TOOL_ID
+    content: TextBlocks | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+    toolset_name: str | None = Field(default=None, description=IGNORED)
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("as-text")]
+    | Annotated[ThinkingBlock, Tag("as-thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("as-redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("as-tool_use")]
+    | Annotated[ToolResultBlock, Tag("as-tool_result")],
+    Discriminator(_tag_of_block, custom_error_type="block", custom_error_message="Input should be a content block"),
+]
+
+
+class Turn(Strict):
+    role: Literal["user", "assistant", "system"] = Field(description="`system` is text that the client adds on the way.")
+    content: Annotated[
+        Annotated[str, Tag("as-string")]
+        | Annotated[list[Annotated[Block, BeforeValidator(_served_block)]], Field(fail_fast=True), Tag("as-list")],
+        Discriminator(string_or_list),
+    ]
+
+    @property
+    def blocks(self) -> list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]:
+        """Its content, as blocks."""
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+def _client_tool(value: object) -> object:
+    kind = _type_of(value)
+    if isinstance(kind, str) and kind != "custom":
+        why = "Tools of type {kind} are Anthropic's own: only tools with a name and an input_schema are served"
+        raise PydanticCustomError("tool", why, {"kind": kind})
+    return value
+
+
+class ClientTool(Strict):
+    """A tool that the client runs."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = Field(default=None, description="The input is of the schema, always.")
+    cache_control: CacheControl = None
+    allowed_callers: list[str] | None = Field(default=None, description=IGNORED)
+    defer_loading: bool | None = Field(default=None, description="Ignored: every tool is shown.")
+    eager_input_streaming: bool | None = Field(default=None, description="Ignored: inputs are streamed as they are written.")
+    input_examples: list[dict[str, Any]] | None = Field(default=None, description=IGNORED)
+
+
+class Choice(Strict):
+    """Which tools may, or have to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(default=None, description="With `tool`.")
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "adaptive", "disabled", "between_tools"] = Field(
+        description="`disabled` and `between_tools` turn it off, the others on, where the model's template has a switch."
+    )
+    budget_tokens: int | None = Field(default=None, ge=1, description="Ignored: it counts toward max_tokens.")
+    display: str | None = Field(default=None, description="Ignored: it is always shown.")
+
+
+class JsonOutput(Strict):
+    model_config = ConfigDict(populate_by_name=True)
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="Where the template has a switch for it."
+    )
+    format: JsonOutput | None = None
+    task_budget: dict[str, Any] | None = Field(default=None, description=IGNORED)
+
+
+def _nothing(why: str) -> BeforeValidator:
+    """Of a field that is refused, unless it asks for nothing."""
+
+    def check(value: object) -> None:
+        if value not in (None, [], {}, False):
+            raise PydanticCustomError("refused", cast("Any", why))
+
+    return BeforeValidator(check)
+
+
+class CountTokensRequest(Strict):
+    """Body of POST /v1/messages/count_tokens."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    system: TextBlocks | None = None
+    tools: Annotated[list[Annotated[ClientTool, BeforeValidator(_client_tool)]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice | None = Field(default=None, description="Where missing: `auto`.")
+    thinking: Thinking | None = Field(default=None, description="Where missing: as the model's template has it.")
+    output_config: OutputConfig | None = None
+    output_format: JsonOutput | None = Field(default=None, description="What output_config.format was called before.")
+
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Beyond Anthropic's: switches of the model's own template."
+    )
+    now: AwareDatetime | None = Field(default=None, description="Beyond Anthropic's: the time that the model's template may show.")
+
+    betas: list[str] | None = Field(default=None, description=IGNORED)
+    billing_policy: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    cache_control: CacheControl = None
+    context_management: dict[str, Any] | None = Field(default=None, description="Ignored: nothing is taken out of a prompt here.")
+    speed: str | None = Field(default=None, description=IGNORED)
+    user_profile_id: str | None = Field(default=None, description=IGNORED)
+    workspace_id: str | None = Field(default=None, description=IGNORED)
+
+    compaction: Annotated[None, _nothing("Summaries by the server are not served")] = None
+    mcp_servers: Annotated[None, _nothing("The server connects to no MCP servers: have the client do it")] = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=1 << 31, description="Where the context ends before, the answer ends there.")
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
+    temperature: float | None = Field(
+        default=None, ge=TEMPERATURE.least, le=TEMPERATURE.most, allow_inf_nan=False, description="0 is greedy; default 1."
+    )
+    top_p: float | None = Field(default=None, ge=TOP_P.least, le=TOP_P.most, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31, description="0 or -1 keeps all.")
+
+    min_p: float | None = Field(default=None, ge=MIN_P.least, le=MIN_P.most, allow_inf_nan=False, description="Beyond Anthropic's.")
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63, description="Beyond Anthropic's.")
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64, description="Beyond Anthropic's.")
+    draft: DraftName | None = Field(default=None, description="Beyond Anthropic's: what tokens are guessed with. Changes no byte.")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        default=None, description="Beyond Anthropic's: prompts are computed once for requests of the same salt. Changes no byte."
+    )
+
+    diagnostics: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    fallback_credit_token: Any = Field(default=None, description=IGNORED)
+    fallbacks: Any = Field(default=None, description="Ignored: the model that was asked for answers.")
+    inference_geo: str | None = Field(default=None, description=IGNORED)
+    metadata: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    service_tier: str | None = Field(default=None, description=IGNORED)
+
+    container: Annotated[None, _nothing("Containers are Anthropic's: code runs at the client")] = None
+    thread: Annotated[None, _nothing("Threads are not kept here: send the messages")] = None

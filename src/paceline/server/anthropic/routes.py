@@ -1,0 +1,60 @@
+"""The paths of Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import orjson
+from fastapi import FastAPI, Request, Response
+
+from paceline.server.anthropic import intake, replies
+from paceline.server.fields import ignored_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.server.app import Documented, Service
+
+PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_EVENT = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {
+        "event": {"type": "string"},
+        "data": {"type": "string", "description": "The event's JSON; its `type` is the event's name."},
+    },
+}
+
+
+def own_headers(path: str) -> list[tuple[bytes, bytes]]:
+    """What every answer of this API has, errors too: an id of the request, which its clients show."""
+    return [(b"request-id", b"req_" + uuid4().hex.encode())] if path in PATHS else []
+
+
+def add_routes(app: FastAPI, service: Service, failing: Documented, body_of: Callable[[str], dict[str, Any]]) -> None:
+    """Serve Anthropic's API.
+
+    Args:
+        failing: how a body may be refused, for the document.
+        body_of: a route's body in the document, by its schema's name.
+    """
+    refused: Documented = {status: {**said, "model": replies.MessageFaultReply} for status, said in failing.items()}
+    stream = {"text/event-stream": {"schema": _EVENT}}
+
+    @app.post(
+        "/v1/messages",
+        responses={200: {"model": replies.AnsweredMessage, "content": stream}, **refused},
+        openapi_extra=body_of("MessagesRequest"),
+    )
+    async def messages(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return await service.answer(request, intake.answered)
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        responses={200: {"model": replies.TokenCount}, **refused},
+        openapi_extra=body_of("CountTokensRequest"),
+    )
+    async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        tokens, ignored = await service.read(request, intake.counted)
+        return Response(orjson.dumps({"input_tokens": tokens}), headers=ignored_header(ignored), media_type="application/json")

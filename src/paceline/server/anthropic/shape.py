@@ -1,0 +1,217 @@
+"""Answers of `/v1/messages` as bytes: blocks of thinking, text and calls, in the order in which the model wrote them.
+
+Law: what the official client accumulates from a stream is the whole answer of the same parts, but for ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from pydantic_core import from_json
+
+from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
+from paceline.engine.stops import TextStream
+from paceline.server.call import Call, Usage
+from paceline.server.faults import Api, Fault
+from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.reading import Reader
+from paceline.server.shapes import Collected, Shape, new_call_id
+
+SIGNATURE = "unsigned"
+"""Of thinking: clients that find none leave the thinking out of what they send back."""
+_PIECES = {Content: b'{"type":"text_delta","text":', Reasoning: b'{"type":"thinking_delta","thinking":'}
+
+
+@dataclass(slots=True)
+class InOrder(Collected):
+    """One answer that is sent whole, its parts in their order."""
+
+    parts: list[Part] = field(default_factory=list[Part])
+
+    def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> None:
+        """Take what the answer gained."""
+        del logprobs
+        self.parts.extend(parts)
+        self.finish = finish
+
+
+class StopReader:
+    """A reader that finds out, too, which stop sequence ended the answer."""
+
+    def __init__(self, reader: Reader, text: TextStream) -> None:
+        self._reader, self._text = reader, text
+
+    @property
+    def found(self) -> str | None:
+        """The stop sequence; None: none ended it."""
+        return self._text.stopped_by
+
+    def read(self, chunk: GenerationChunk) -> list[Part]:
+        """What the answer gained."""
+        for token in chunk.token_ids:
+            self._text.push(token)
+        if chunk.finish_reason is not None:
+            self._text.flush()
+        return self._reader.read(chunk)
+
+
+class MessageShape(Shape):
+    """One answer: this API has no `n`."""
+
+    comment = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._request = call.requests[0]
+        self._blocks = 0
+        """Begun so far."""
+        self._open: type[Part] | None = None
+        """What the block that was begun last is of."""
+        self._finish: FinishReason | None = None
+        self._has_called = False
+        self._stop: StopReader | None = None
+
+    def watching(self, readers: Sequence[Reader]) -> Sequence[Reader]:
+        """One that looks for stop sequences, where there are any."""
+        if not self._request.stop:
+            return readers
+        [reader] = readers
+        self._stop = StopReader(reader, TextStream(self._call.model.tokenizer, self._request.stop))
+        return [self._stop]
+
+    def first_events(self) -> bytes:
+        """`message_start`. How much of the prompt was cached is not known yet: the last event says it."""
+        usage = Usage(len(self._request.prompt_ids), 0, 0)
+        return _event("message_start", {"message": self._message([], usage, ended=False)})
+
+    def event(self, index: int, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> bytes:
+        """A delta for each part, and events for the blocks that they begin and end."""
+        del index, logprobs
+        out = b""
+        for part in parts:
+            match part:
+                case Content(text) | Reasoning(text):
+                    if self._open is not type(part):
+                        out += self._begin(type(part), {"type": "text", "text": ""} if isinstance(part, Content) else _thinking(""))
+                    piece = _PIECES[type(part)] + orjson.dumps(text)
+                case CallBegun(_, name):
+                    self._has_called = True
+                    out += self._begin(CallBegun, _tool_use(name, {}))
+                    continue
+                case CallArguments(_, text):
+                    piece = b'{"type":"input_json_delta","partial_json":' + orjson.dumps(text)
+            head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
+            out += head % (self._blocks - 1) + piece + b"}}\n\n"
+        if finish is not None:
+            self._finish = finish
+            out += self._end()
+        return out
+
+    def ending(self, usage: Usage) -> bytes:
+        delta = {"stop_reason": self._reason(), "stop_sequence": self._stop and self._stop.found}
+        return _event("message_delta", {"delta": delta, "usage": _usage(usage)}) + _event("message_stop", {})
+
+    def collected(self) -> Collected:
+        return InOrder()
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
+        [collected] = choices
+        assert isinstance(collected, InOrder), "made above"
+        content = _blocks(collected.parts)
+        self._finish, self._has_called = collected.finish, any(block["type"] == "tool_use" for block in content)
+        return orjson.dumps(self._message(content, usage, ended=True))
+
+    def fault_event(self, fault: Fault) -> bytes:
+        return b"event: error\ndata: " + fault.body(Api.ANTHROPIC) + b"\n\n"
+
+    def _begin(self, kind: type[Part], block: dict[str, Any]) -> bytes:
+        out = self._end() + _event("content_block_start", {"index": self._blocks, "content_block": block})
+        self._open = kind
+        self._blocks += 1
+        return out
+
+    def _end(self) -> bytes:
+        """Close the block that is open, if one is."""
+        if self._open is None:
+            return b""
+        index = {"index": self._blocks - 1}
+        signed = {"delta": {"type": "signature_delta", "signature": SIGNATURE}}
+        out = _event("content_block_delta", index | signed) if self._open is Reasoning else b""
+        self._open = None
+        return out + _event("content_block_stop", index)
+
+    def _message(self, content: list[dict[str, Any]], usage: Usage, *, ended: bool) -> dict[str, Any]:
+        return {
+            "id": self._call.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._call.model.name,
+            "content": content,
+            "stop_reason": self._reason() if ended else None,
+            "stop_sequence": self._stop.found if ended and self._stop else None,
+            "usage": _usage(usage),
+        }
+
+    def _reason(self) -> str:
+        if self._finish is FinishReason.LENGTH:
+            return "model_context_window_exceeded" if self._request.max_tokens is None else "max_tokens"
+        if self._stop and self._stop.found is not None:
+            return "stop_sequence"
+        return "tool_use" if self._has_called else "end_turn"
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object: of arguments that were cut short, what the official client makes of a stream that is."""
+    try:
+        read = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Parts as blocks."""
+    blocks: list[dict[str, Any]] = []
+    pieces: list[str] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, CallBegun):
+            blocks.append(_tool_use(part.name, {}))
+            continue
+        pieces.append(part.text)
+        follows = parts[place + 1] if place + 1 < len(parts) else None
+        if type(follows) is type(part):
+            continue
+        text = "".join(pieces)
+        pieces.clear()
+        match part:
+            case Content():
+                blocks.append({"type": "text", "text": text})
+            case Reasoning():
+                blocks.append(_thinking(text) | {"signature": SIGNATURE})
+            case CallArguments():
+                blocks[-1]["input"] = input_of(text)
+    return blocks
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{new_call_id()}", "name": name, "input": arguments}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+    }
+
+
+def _event(name: str, body: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **body}) + b"\n\n"
