@@ -227,17 +227,17 @@ SPOKEN: list[tuple[Format, str, list[Part]]] = [
         [Reasoning("Hm."), CallBegun(0, "now"), CallArguments(0, "{}")],
     ),
     (
-        spelled("<function="),
+        spelled("<function=", "<parameter="),
         "Look: <function=write_file>\n<parameter=path>\na\n</parameter>\n<parameter=mode>7</parameter></function>\n</tool_call>",
         [Content("Look:"), CallBegun(0, "write_file"), CallArguments(0, '{"path": "a", "mode": 7}')],
     ),
     (
-        spelled("<function="),
+        spelled("<function=", "<parameter="),
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call> Write `<function=now>` so.',
         [CallBegun(0, "now"), CallArguments(0, "{}"), Content("Write `<function=now>` so.")],
     ),
     (
-        spelled("<function="),
+        spelled("<function=", "<parameter="),
         "<function=write_file><parameter=path>a</parameter><parameter=mode>high</parameter><parameter=append>yes, ",
         [CallBegun(0, "write_file"), CallArguments(0, '{"path": "a", "mode": "high", "append": yes, ')],
     ),
@@ -251,6 +251,21 @@ SPOKEN: list[tuple[Format, str, list[Part]]] = [
     (spelled("<|python_tag|>"), 'So: {"name": "now", "parameters": {}}', [Content('So: {"name": "now", "parameters": {}}')]),
     (spelled("[ARGS]"), "[THINK]Hm.[/THINK]A [b] c", [Reasoning("Hm."), Content("A [b] c")]),
     (spelled("[ARGS]"), '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [CallBegun(0, "now"), CallArguments(0, "{}")]),
+    (
+        spelled("<seed:tool_call>"),
+        "<seed:think>Hm.</seed:think><seed:tool_call>\n<function=write_file>\n<parameter=path>a</parameter>\n</function>\n</seed:tool_call>",
+        [Reasoning("Hm."), CallBegun(0, "write_file"), CallArguments(0, '{"path": "a"}')],
+    ),
+    (
+        spelled("<TOOLCALL>"),
+        '<TOOLCALL>[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {"a": 1}}]</TOOLCALL>',
+        [CallBegun(0, "now"), CallArguments(0, "{}"), CallBegun(1, "now"), CallArguments(1, '{"a": 1}')],
+    ),
+    (
+        spelled("<tool_calls>"),
+        '<tool_calls>\n{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {"a": 1}}\n</tool_calls>',
+        [CallBegun(0, "now"), CallArguments(0, "{}"), CallBegun(1, "now"), CallArguments(1, '{"a": 1}')],
+    ),
     (spelled("[ARGS]"), "[TOOL_CALLS]now{}", [CallBegun(0, "now"), CallArguments(0, "{}")]),
 ]
 
