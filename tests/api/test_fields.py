@@ -36,7 +36,7 @@ OFF: dict[str, object] = {
     "modalities": ["text"], "functions": [], "function_call": "auto", "audio": None, "web_search_options": None, "max_tokens": -1,
 }  # fmt: skip
 CHANGING: dict[str, object] = {
-    "best_of": 2, "skip_special_tokens": False, "add_generation_prompt": False, "use_beam_search": True, "length_penalty": 1.5, "min_tokens": 3,
+    "best_of": 2, "skip_special_tokens": False, "use_beam_search": True, "length_penalty": 1.5, "min_tokens": 3,
     "typical_p": 0.5, "mirostat": 2, "mirostat_mode": True, "n_predict": 4, "repeat_penalty": 1.1, "guided_json": {}, "options": {"seed": 1},
     "samplers": ["top_k"], "verbosity": "low", "modalities": ["text", "audio"], "system": "Be brief.", "chat_template": "{{ 1 }}",
 }  # fmt: skip
@@ -165,3 +165,18 @@ def test_what_a_request_leaves_out_is_drawn_as_the_model_s_maker_says(serve_with
     silent, outspoken = (intake.completion(orjson.dumps(PLAIN | fields)) for fields in ({}, {"temperature": 0, "top_k": 0, "top_p": 1}))
     assert silent.requests[0].sampling == SamplingParams(**expected)  # type: ignore[arg-type]
     assert outspoken.requests[0].sampling == SamplingParams(temperature=0)
+
+
+def test_an_answer_goes_on_with_the_last_message_where_it_is_asked_to(shared: Served[ScriptedInference]) -> None:
+    chat = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": "Ye"}], "max_tokens": 2}
+    for more in ({}, {"add_generation_prompt": False}):
+        answer = shared.http.post("/v1/chat/completions", json=chat | {"continue_final_message": True} | more).json()
+        assert answer["choices"][0]["message"]["content"] == "Ye"  # the script goes on with what the prompt ends in
+    wrong = (
+        (chat | {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (chat | {"add_generation_prompt": False}, "add_generation_prompt"),
+        (CHAT | {"continue_final_message": True}, "continue_final_message"),
+    )
+    for body, param in wrong:
+        answer = shared.http.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

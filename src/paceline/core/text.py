@@ -18,6 +18,8 @@ class Given:
     """The template's own, such as `enable_thinking`."""
     salt: str = ""
     """What is remembered of this chat serves chats of the same salt alone."""
+    continues: bool = False
+    """The last message, the assistant's, is gone on with: the text ends behind its content."""
 
 
 NOTHING_GIVEN = Given()

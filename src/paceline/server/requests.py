@@ -178,6 +178,10 @@ class ChatCompletionRequest(Sampling):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         default=None, description="How long a model that reasons does so, where its template has a switch for it: `none` turns it off."
     )
+    continue_final_message: bool | None = Field(
+        default=None, description="Beyond OpenAI's: the answer goes on with the last message, the assistant's, instead of being a new turn."
+    )
+    add_generation_prompt: bool | None = Field(default=None, description="The opposite of `continue_final_message`, which alone decides.")
     think: bool | None = Field(default=None, description="As others call it: false, as `reasoning_effort: none`, turns reasoning off.")
     thinking: Thinking | None = Field(default=None, description="As others call it: `disabled` turns reasoning off.")
 

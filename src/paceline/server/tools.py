@@ -107,9 +107,31 @@ def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str, *, kno
     for name, value in (("reasoning_effort", asked.reasoning_effort), ("enable_thinking", asked.thinks)):
         if value is not None and name in template:
             switches.setdefault(name, value)
+    continues = _continues(asked)
     if knows_tools:
-        return WrittenChat(messages_for_template(asked.messages, template), Given(tools.shown, switches, salt))
-    return WrittenChat(messages_without_tools(asked.messages, tools.shown), Given((), switches, salt))
+        return WrittenChat(messages_for_template(asked.messages, template), Given(tools.shown, switches, salt, continues))
+    return WrittenChat(messages_without_tools(asked.messages, tools.shown), Given((), switches, salt, continues))
+
+
+def _continues(asked: ChatCompletionRequest) -> bool:
+    """Whether the answer goes on with the last message.
+
+    Raises:
+        InvalidRequest: it can't, or the fields contradict one another.
+    """
+    if not asked.continue_final_message:
+        if asked.add_generation_prompt is False:
+            why = "add_generation_prompt: an answer is a new turn, or goes on with the last message"
+            raise InvalidRequest(why, "Send continue_final_message: true with it.", field="add_generation_prompt")
+        return False
+    if asked.add_generation_prompt:
+        why = "continue_final_message: what goes on with a message begins no turn, as add_generation_prompt asks"
+        raise InvalidRequest(why, "Send one of them.", field="continue_final_message")
+    last = asked.messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.text:
+        why = "continue_final_message: the last message is no text of the assistant's"
+        raise InvalidRequest(why, "Send one that the answer may go on with.", field="continue_final_message")
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class BoundedTokenizer:
         if self.model.template is None:
             return self.model.render_chat(messages, now, given)  # which says so
         now = datetime.now().astimezone() if now is None else now
-        told = {"tools": list(given.tools), "switches": dict(given.switches), "salt": given.salt}
+        told = {"tools": list(given.tools), "switches": dict(given.switches), "salt": given.salt, "continues": given.continues}
         return self._ask({"messages": list(messages), "now": write_time(now), "given": told})
 
     def begin(self) -> None:

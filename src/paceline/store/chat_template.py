@@ -69,7 +69,12 @@ class ChatTemplate:
                 field="messages",
             ) from error
         try:
-            own = {"messages": messages, "add_generation_prompt": True, "tools": list(given.tools) or None, "strftime_now": now.strftime}
+            own = {
+                "messages": messages,
+                "add_generation_prompt": not given.continues,
+                "tools": list(given.tools) or None,
+                "strftime_now": now.strftime,
+            }
             return template.render({**self.special_tokens, **given.switches, **own})
         except Exception as error:  # likewise
             raise InvalidRequest(

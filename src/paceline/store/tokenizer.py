@@ -217,12 +217,24 @@ class ModelTokenizer:
         now = datetime.now().astimezone() if now is None else now
         broken = self._control.broken([*chat, *given.tools, given.switches])
         if broken is None:
-            text = self.template.render(chat, now, given)
+            text = self._rendered(self.template, chat, now, given)
             with self._chats_lock:
                 return self._chats.ids(text, given.salt)
         given = replace(given, tools=broken[len(chat) : -1], switches=broken[-1])
-        text = self._control.marked(self.template.render(broken[: len(chat)], now, given))
+        text = self._control.marked(self._rendered(self.template, broken[: len(chat)], now, given))
         return self._control.real_ids(self._ids(text, add_special=False, parse_special=False))
+
+    def _rendered(self, template: ChatTemplate, chat: list[dict[str, Any]], now: datetime, given: Given) -> str:
+        """The text of a chat; of one to go on with, up to the end of its last message's content, which a mark shows."""
+        if not given.continues:
+            return template.render(chat, now, given)
+        end = str(secrets.randbits(96))
+        text, found, _ = template.render([*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + end}], now, given).partition(end)
+        if not found:
+            raise InvalidRequest(
+                "the model's chat template does not show the last message", "Send continue_final_message: false", field="messages"
+            )
+        return text
 
     def to_json(self) -> str:
         """The encoder as a tokenizer.json."""

@@ -65,13 +65,13 @@ class ByteTokenizer:
         return None
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], now: datetime | None = None, given: Given = NOTHING_GIVEN) -> list[int]:
-        """The last message's content, so that a chat is answered with what was said.
+        """The last message's content, so that a chat is answered with what was said; or gone on with it.
 
         Raises:
             InvalidRequest: the last message is empty or not the user's.
         """
         last = messages[-1]
-        if last["role"] != "user" or not last["content"]:
+        if last["role"] != ("assistant" if given.continues else "user") or not last["content"]:
             raise InvalidRequest("The last message should be the user's and not empty", field="messages")
         return self.encode(last["content"])
 

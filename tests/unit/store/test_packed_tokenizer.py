@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from paceline.core.errors import ModelFileError
+from paceline.core.text import Given
+from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import open_model
+from paceline.store.chat_template import ChatTemplate
 from paceline.store.folder_tokenizer import tokenizer_from_folder
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, unpack_tokenizer
 
@@ -69,3 +74,26 @@ def test_a_folder_s_generation_config_names_them(bundled: ModelTokenizer, tmp_pa
 def test_other_bytes_are_damaged(data: bytes) -> None:
     with pytest.raises(ModelFileError, match="from-b"):
         unpack_tokenizer(data, ORIGIN)
+
+
+TURN = {"role": "user", "content": "Capital of France?"}
+
+
+@pytest.mark.parametrize("content", ["The capital is", "a", "\n", "It is <|im_end|> not over", " two  blanks "])
+def test_a_chat_to_go_on_with_ends_behind_its_last_content(bundled: ModelTokenizer, content: str) -> None:
+    given = Given(continues=True)
+    ids = bundled.render_chat([TURN, {"role": "assistant", "content": content}], given=given)
+    begun = bundled.render_chat([TURN])
+    text = lambda tokens: b"".join(map(bundled.token_bytes, tokens)).decode()  # noqa: E731
+    # What is special in a message is text, and its tokens are spelled.
+    assert text(ids) == text(begun) + content
+    with closing(BoundedTokenizer(bundled)) as bounded:
+        assert bounded.render_chat([TURN, {"role": "assistant", "content": content}], given=given) == ids
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "data" / "templates").glob("*.jinja")), ids=lambda path: path.stem)
+def test_families_templates_show_the_end_of_the_last_message(bundled: ModelTokenizer, path: Path) -> None:
+    template = ChatTemplate(path, path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer = ModelTokenizer(path, Tokenizer.from_str(bundled.to_json()), frozenset(), template)
+    ids = tokenizer.render_chat([TURN, {"role": "assistant", "content": "The capital is"}], given=Given(continues=True))
+    assert b"".join(map(tokenizer.token_bytes, ids)).endswith(b"The capital is")
