@@ -151,6 +151,8 @@ def test_reasoning_comes_as_content_or_as_a_summary(client: OpenAI) -> None:
     assert summarised.type == "reasoning"
     assert ([part.text for part in summarised.summary], summarised.content) == (["Hm, hm."], [])
     assert response.output_text == "Yes."
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == len("Hm, hm.</think>")  # the last mark ends it
     carried = client.responses.create(**asked, include=["reasoning.encrypted_content"], store=False).output[0]
     assert carried.type == "reasoning"
     assert carried.encrypted_content

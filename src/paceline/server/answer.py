@@ -23,6 +23,7 @@ from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines
 from paceline.server.fields import ignored_header
 from paceline.server.inference import Inference
 from paceline.server.metrics import Meter
+from paceline.server.reading import ChoiceReader, PlainReader
 from paceline.server.shapes import shape_of
 from paceline.server.streams import Events, open_call
 
@@ -77,9 +78,11 @@ class Tally:
                 case _:
                     self.open -= 1
 
-    def usage(self) -> Usage:
+    def usage(self, readers: Sequence[ChoiceReader | PlainReader]) -> Usage:
         """Tokens so far."""
-        return Usage(self._prompt, self._completion, self._cached, self._first_s, self._clock.monotonic() - self._arrived_s)
+        reasoning = sum(reader.reasoning_tokens for reader in readers)
+        whole_s = self._clock.monotonic() - self._arrived_s
+        return Usage(self._prompt, self._completion, self._cached, self._first_s, whole_s, reasoning)
 
 
 class Answer(Response):
@@ -195,7 +198,7 @@ class Answer(Response):
                 if body or (item and not self._started):
                     await self._put(body, send)
         self._check_complete()
-        await send({"type": "http.response.body", "body": shape.ending(tally.usage()), "more_body": False})
+        await send({"type": "http.response.body", "body": shape.ending(tally.usage(readers)), "more_body": False})
 
     async def _whole(self, send: Send) -> None:
         tally, events, readers = self._tally, Events(self._call), self._shape.watching(self._call.readers())
@@ -208,7 +211,7 @@ class Answer(Response):
                     place = tally.base[chunk.request_id] + chunk.index
                     choices[place].add(readers[place].read(chunk), told(chunk), chunk.finish_reason)
         self._check_complete()
-        body = self._shape.whole(choices, tally.usage())
+        body = self._shape.whole(choices, tally.usage(readers))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})

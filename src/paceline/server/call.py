@@ -65,6 +65,8 @@ class Usage:
     """From the call's arrival to its first token."""
     whole_s: float = 0.0
     """From the call's arrival until now."""
+    reasoning: int = 0
+    """Of the answers' tokens, those with which the model reasoned."""
 
     def as_json(self) -> dict[str, object]:
         """OpenAI's `usage`."""

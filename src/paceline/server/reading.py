@@ -5,7 +5,7 @@ Where a format's markers are special tokens, which spell nothing in a chunk's te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.text import Vocabulary
 from paceline.engine.stops import TextStream
 from paceline.server.formats.format import Format
-from paceline.server.formats.parts import Content, Part
+from paceline.server.formats.parts import CallArguments, Content, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
 
 
@@ -43,6 +43,8 @@ class Reader(Protocol):
 class PlainReader:
     """Reads an answer that is all content."""
 
+    reasoning_tokens = 0
+
     def read(self, chunk: GenerationChunk) -> list[Part]:
         return [Content(chunk.text)] if chunk.text else []
 
@@ -53,19 +55,47 @@ class ChoiceReader:
     def __init__(self, reading: Reading, vocabulary: Vocabulary, request: GenerationRequest) -> None:
         self._reader = AnswerReader(reading.format, reading.tools, in_reasoning=reading.in_reasoning, parallel=reading.parallel)
         self._ends = request.stop_ids if request.ignore_eos else request.stop_ids | vocabulary.eos_ids
-        self._text = TextStream(_Spelling(vocabulary, reading.spelled), request.stop) if reading.spelled else None
+        respelled = reading.spelled or reading.format.thinking is not None
+        self._text = TextStream(_Spelling(vocabulary, reading.spelled), request.stop) if respelled else None
+        self._reasons = reading.in_reasoning
+        self.reasoning_tokens = 0
+        """With which the model reasoned."""
 
     def read(self, chunk: GenerationChunk) -> list[Part]:
         """What the answer gained."""
-        parts = self._reader.feed(chunk.text if self._text is None else self._spell(self._text, chunk))
+        parts = self._reader.feed(chunk.text) if self._text is None else self._by_token(self._text, chunk)
         return parts if chunk.finish_reason is None else parts + self._reader.end()
 
-    def _spell(self, stream: TextStream, chunk: GenerationChunk) -> str:
+    def _by_token(self, stream: TextStream, chunk: GenerationChunk) -> list[Part]:
+        """Read token by token: how many of them are reasoning does not depend on how they were cut into chunks."""
         tokens = chunk.token_ids
         if chunk.finish_reason is FinishReason.STOP and tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]  # it ended the answer, and is no part of it
-        text = "".join([stream.push(token) for token in tokens])
-        return text if chunk.finish_reason is None else text + stream.flush()
+        parts: list[Part] = []
+        for token in tokens:
+            gained = self._reader.feed(stream.push(token))
+            if any(isinstance(part, Reasoning) for part in gained) if gained else self._reasons:
+                self.reasoning_tokens += 1
+            if gained:
+                self._reasons = isinstance(gained[-1], Reasoning)
+                _join(parts, gained)
+        if chunk.finish_reason is not None:
+            _join(parts, self._reader.feed(stream.flush()))
+        return parts
+
+
+def _join(parts: list[Part], more: Sequence[Part]) -> None:
+    """Append parts; texts of one kind become one."""
+    for part in more:
+        match parts[-1] if parts else None, part:
+            case (Content(before), Content(text)):
+                parts[-1] = Content(before + text)
+            case (Reasoning(before), Reasoning(text)):
+                parts[-1] = Reasoning(before + text)
+            case (CallArguments(index, before), CallArguments(other, text)) if index == other:
+                parts[-1] = CallArguments(index, before + text)
+            case _:
+                parts.append(part)
 
 
 class _Spelling:

@@ -108,7 +108,7 @@ class ResponsesShape(Shape):
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
             "total_tokens": usage.prompt + usage.completion,
         }
         turn = self._turn
