@@ -25,6 +25,11 @@ def unsupported(path: Path, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{path}: {_shown(reason)}", "Paceline runs Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models")
 
 
+def encoder_alone(path: Path) -> UnsupportedModel:
+    """The model at `path` writes no text."""
+    return UnsupportedModel(f"{path}: it is an encoder, which makes embeddings and writes no text", "Serve it with `paceline up --embeddings`")
+
+
 def unreadable(path: Path, error: OSError) -> ModelFileError:
     """The operating system would not give the file's bytes."""
     return ModelFileError(f"{path} can't be read: {error.strerror or error}", "Check that it exists and that you may read it")

@@ -20,9 +20,10 @@ import numpy as np
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
 from paceline.core.rope import inverse_frequencies
 from paceline.store.digests import DigestCache
-from paceline.store.faults import damaged, unsupported
+from paceline.store.faults import damaged, encoder_alone, unsupported
 from paceline.store.gguf_header import GgufHeader, HeadIncomplete, read_header
 from paceline.store.gguf_tokenizer import build_encoder
+from paceline.store.hf_config import ENCODERS
 from paceline.store.tensor_files import Bytes, StoredAt, TensorFiles, check_sizes, check_tensors
 
 FAMILIES: Final = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
@@ -45,6 +46,8 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> 
     arch = header.text("general.architecture")
     if arch is None:
         raise damaged(path, "it does not say which architecture it is (general.architecture)")
+    if arch in ENCODERS:
+        raise encoder_alone(path)
     if arch not in FAMILIES:
         raise unsupported(path, f"its architecture is {arch!r}")
     family = FAMILIES[arch]

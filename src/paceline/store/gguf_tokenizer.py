@@ -15,6 +15,7 @@ from paceline.store.faults import damaged, unsupported
 from paceline.store.gguf_header import GgufHeader
 from paceline.store.home import Home, identity_key, write_cache
 from paceline.store.tokenizer import SPACE_MARK, ModelTokenizer
+from paceline.store.wordpiece import PREFIX, wordpiece
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -93,11 +94,25 @@ def build_encoder(header: GgufHeader) -> Encoder:
             encoder, bos_by_default = _byte_level(header, tokens)
         case "llama":
             encoder, bos_by_default = _sentencepiece(header, tokens, kinds), True
+        case "bert":  # what stands around a text is always that of BERT
+            return wordpiece(path, [_as_wordpiece(token) for token in tokens], lowercase=not any(map(_is_cased, tokens)))
         case other:
             raise unsupported(path, f"its tokenizer is of kind {other!r}")
     _add_special(encoder, tokens, kinds)
     _add_ends(header, encoder, bos_by_default)
     return encoder
+
+
+def _as_wordpiece(token: str) -> str:
+    """llama.cpp marks what begins a word, WordPiece what goes on with one; what stands in brackets is special."""
+    if token.startswith(SPACE_MARK):
+        return token[1:]
+    return token if token.startswith("[") and token.endswith("]") else PREFIX + token
+
+
+def _is_cased(token: str) -> bool:
+    """Whether the token could not come of a text in lower case."""
+    return not token.startswith("[") and token != token.lower()
 
 
 def _load_kept(path: Path) -> Encoder | None:

@@ -6,11 +6,13 @@ import math
 from typing import Final
 
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
-from paceline.store.faults import damaged, unsupported
+from paceline.store.faults import damaged, encoder_alone, unsupported
 from paceline.store.json_object import JsonObject
 from paceline.store.tensor_files import check_sizes
 
 FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
+ENCODERS: Final = frozenset({"bert"})
+"""Families that write no text: `store.encoder_files` opens them."""
 _UNUSED_BY_DEFAULT: Final = ("attention_bias", "mlp_bias", "quantization_config", "attn_logit_softcapping", "no_rope_layers")
 """Fields that ask, when set, for something Paceline does not do."""
 
@@ -25,6 +27,8 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
     family = config.text("model_type")
     if family is None:
         raise damaged(config.path, "model_type is missing")
+    if family in ENCODERS:
+        raise encoder_alone(config.path)
     if family not in FAMILIES:
         raise unsupported(config.path, f"the model family {family!r} is not one Paceline runs")
     for field in _UNUSED_BY_DEFAULT:

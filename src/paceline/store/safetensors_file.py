@@ -74,8 +74,11 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_head(path: Path) -> Iterator[StoredAt]:
+def read_head(path: Path, leave_out: tuple[str, ...] = ()) -> Iterator[StoredAt]:
     """The tensors of a safetensors file, and where they lie.
+
+    Args:
+        leave_out: beginnings of the names of those that no one wants, of whatever type they are.
 
     Raises:
         ModelFileError: the file is missing, truncated or damaged.
@@ -96,7 +99,7 @@ def read_head(path: Path) -> Iterator[StoredAt]:
         raise unreadable(path, error) from error
     table = parse_object(path, head)
     for name, entry in table.fields.items():
-        if name != "__metadata__":
+        if name != "__metadata__" and not name.startswith(leave_out):
             yield _entry(path, name, entry, 8 + n, size)
 
 

@@ -138,6 +138,21 @@ def _scales_are_finite(kind: TensorType, rows_NB: Bytes) -> bool:
     return not any(((words_NG[:, at // 2] & 0x7C00) == 0x7C00).any() for at in HALVES[kind.name])
 
 
+def stored_tensor(at: StoredAt, raw: Bytes) -> StoredTensor:
+    """What lies there, of the bytes that were read.
+
+    Raises:
+        ModelFileError: no weights are like that.
+    """
+    if at.type.name in DENSE:
+        dtype, numpy_type = DENSE[at.type.name]
+        return DenseTensor(raw.view(numpy_type).reshape(at.shape), dtype)
+    blocks = BlockTensor(at.type.name, at.shape, raw.reshape(-1, at.shape[-1] // at.type.block * at.type.nbytes))
+    if not _scales_are_finite(at.type, blocks.rows_NB):
+        raise damaged(at.path, f"tensor {at.name} has a scale that is not a finite number")
+    return blocks
+
+
 class TensorFiles:
     """A `WeightSource` over files. A format adds how it is opened, and in which order its rows lie."""
 
@@ -208,14 +223,7 @@ class TensorFiles:
         whole = self._at(name)
         start, stop, _ = (rows or slice(None)).indices(whole.shape[0])
         at = whole.rows(start, stop)
-        raw = self._raw_rows(name, whole, start, stop)
-        if at.type.name in DENSE:
-            dtype, numpy_type = DENSE[at.type.name]
-            return DenseTensor(raw.view(numpy_type).reshape(at.shape), dtype)
-        blocks = BlockTensor(at.type.name, at.shape, raw.reshape(-1, at.shape[-1] // at.type.block * at.type.nbytes))
-        if not _scales_are_finite(at.type, blocks.rows_NB):
-            raise damaged(at.path, f"tensor {at.name} has a scale that is not a finite number")
-        return blocks
+        return stored_tensor(at, self._raw_rows(name, whole, start, stop))
 
     def _raw_rows(self, name: str, at: StoredAt, start: int, stop: int) -> Bytes:  # noqa: ARG002  (a format may go by the name)
         """Bytes of rows [start, stop) of a tensor, in the order of Hugging Face's."""

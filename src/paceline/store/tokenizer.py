@@ -1,7 +1,7 @@
 """Text to ids and back, over the `tokenizers` library (transformers takes seconds to import).
 
-Two kinds of vocabulary are known: byte-level BPE, whose tokens spell bytes in GPT-2's alphabet, and SentencePiece BPE with
-byte fallback, whose tokens spell text with a mark for the space. Anything else is refused when a model is opened.
+Three kinds of vocabulary are known: byte-level BPE, whose tokens spell bytes in GPT-2's alphabet, SentencePiece BPE with byte fallback, whose
+tokens spell text with a mark for the space, and encoders' WordPiece, with a mark for no space. Anything else is refused when a model is opened.
 
 A tokenizer travels as bytes: a text is tokenized where it arrives, on whichever node the model runs. What another machine sent is checked as a
 downloaded file is: the template runs in the sandbox, and what can't be read is damaged.
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from enum import Enum, auto
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -152,7 +153,7 @@ class ModelTokenizer:
         self._control: Final = ControlTokens(encoder, [token for token in self._added.values() if token.special])
         ends = {i for i, token in self._added.items() if token.special and token.content in END_TOKENS}
         self._eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self._size)
-        self._byte_level: Final = _is_byte_level(path, encoder)
+        self._kind: Final = _kind_of(path, encoder)
         self._bytes: dict[int, bytes] = {}
         self._chats = ChatPrefixes(self._added, lambda text: self._ids(text, add_special=False))
         self._chats_lock = threading.Lock()
@@ -263,7 +264,9 @@ class ModelTokenizer:
         token = self._encoder.id_to_token(token_id) if 0 <= token_id < self._known else None
         if token is None:
             return b""
-        if self._byte_level:
+        if self._kind is _Kind.WORD_PIECE:
+            return (token[2:] if token.startswith("##") else f" {token}").encode()
+        if self._kind is _Kind.BYTE_LEVEL:
             alphabet = byte_alphabet()
             # A character outside the alphabet stands for itself: a plain word someone appended to the vocabulary.
             return b"".join(bytes([alphabet[char]]) if char in alphabet else char.encode() for char in token)
@@ -286,16 +289,24 @@ def byte_alphabet() -> Mapping[str, int]:
     return alphabet | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-def _is_byte_level(path: Path, encoder: Encoder) -> bool:
+class _Kind(Enum):
+    BYTE_LEVEL = auto()
+    BYTE_FALLBACK = auto()
+    WORD_PIECE = auto()
+
+
+def _kind_of(path: Path, encoder: Encoder) -> _Kind:
     decoder = encoder.decoder
     described = b"{}" if decoder is None else decoder.__getstate__()
     outer: dict[str, Any] = json.loads(described)
     kinds = {outer.get("type"), *(part.get("type") for part in outer.get("decoders", []))}
     if "ByteLevel" in kinds:
-        return True
+        return _Kind.BYTE_LEVEL
     if "ByteFallback" in kinds:
-        return False
-    raise unsupported(path, f"its tokenizer decodes by {sorted(map(str, kinds))}, neither byte-level nor byte-fallback BPE")
+        return _Kind.BYTE_FALLBACK
+    if "WordPiece" in kinds:
+        return _Kind.WORD_PIECE
+    raise unsupported(path, f"its tokenizer decodes by {sorted(map(str, kinds))}, not byte-level or byte-fallback BPE, nor WordPiece")
 
 
 MAX_PACKED_BYTES: Final = 16 << 20
