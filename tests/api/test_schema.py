@@ -10,25 +10,26 @@ from hypothesis import HealthCheck, settings
 from pydantic import TypeAdapter
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from paceline.server import replies
+from paceline.server import embedding_routes, replies
 from paceline.server.app import create_app
 from paceline.server.ollama import replies as ollama
 from paceline.server.responses.replies import ResponseReply
 from paceline.server.settings import ServerSettings
+from paceline.testing.scripted_encoder import ScriptedEncoder
 from paceline.testing.scripted_inference import ScriptedInference
 from paceline.testing.served import Served
 
-document = create_app(ScriptedInference(max_context=512)).openapi()
+document = create_app(ScriptedInference(max_context=512), encoder=ScriptedEncoder()).openapi()
 schema = schemathesis.openapi.from_dict(document)
 
 
 @pytest.fixture(scope="module")
 def live() -> Generator[Served[ScriptedInference], None, None]:
-    served = Served(ScriptedInference(max_context=512))
+    served = Served(ScriptedInference(max_context=512), encoder=ScriptedEncoder())
     try:
         yield served
         answered = served.app.state.service.meter.answers
-        for path in (paths := ("/v1/chat/completions", "/v1/completions", "/v1/responses")):
+        for path in (paths := ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")):
             assert answered[path, 200] > 0
         assert sum(answered[path, 400] for path in paths) > 0  # or the requests made said little
     finally:
@@ -69,3 +70,6 @@ def test_whole_answers_fit_their_models(live: Served[ScriptedInference]) -> None
     TypeAdapter(ollama.OllamaChat).validate_json(answer.content, strict=True, extra="forbid")
     answer = live.http.post("/api/generate", json={**asked, "prompt": "hi"})
     TypeAdapter(ollama.OllamaText).validate_json(answer.content, strict=True, extra="forbid")
+    for encoding in ("float", "base64"):
+        answer = live.http.post("/v1/embeddings", json={"model": "counts", "input": "hi", "encoding_format": encoding})
+        TypeAdapter(embedding_routes.Embeddings).validate_json(answer.content, strict=True, extra="forbid")

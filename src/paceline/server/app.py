@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import os
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -20,13 +21,16 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, UnknownModel
 from paceline.server import replies
 from paceline.server.admission import headers_of, is_json, is_undeclared
-from paceline.server.answer import Answer
+from paceline.server.answer import Answer, until_gone
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.call import Call
+from paceline.server.embedding_routes import EmbeddingRequest
+from paceline.server.embedding_routes import add_routes as add_embedding_routes
+from paceline.server.embeddings import Embedder, TextEncoder
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
 from paceline.server.inference import Inference, ServedModel
@@ -52,7 +56,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     CountTokensRequest,
     *ollama_requests.BODIES,
 )
-"""Of all APIs, for the document."""
+"""Of all paths that write text, for the document."""
 REF = "#/components/schemas/{model}"
 
 
@@ -61,15 +65,17 @@ def body_of(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(model=name)}}}}}
 
 
-def document(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
+def document(app: FastAPI, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
     """The document. `model` is an enumeration of the models served now, so that it tells the truth about what is accepted."""
     api = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
-    _, definitions = models_json_schema([(body, "validation") for body in BODIES], ref_template=REF)
+    _, definitions = models_json_schema([(body, "validation") for body in (*BODIES, EmbeddingRequest)], ref_template=REF)
     schemas = api.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     if names:
         for request in BODIES:
             schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": list(names)}
+    if encoder is not None:
+        schemas[EmbeddingRequest.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": [encoder]}
     for path in api["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI adds it to every route with a parameter; none answers so
@@ -90,6 +96,9 @@ STALLED_TIMES = 5.0
 INTAKE_THREADS = 4
 """That parse bodies and wait for tokenizers, which do one text at a time each. Raising it: more models are tokenized for side by side, and what holds
 the interpreter may hold up everyone's tokens for longer."""
+
+EMBEDDING_WORKERS = min(2, os.cpu_count() or 1)
+"""Texts that an encoder runs side by side. Raising it: embeddings come sooner where cores are free, and answers of chats come later."""
 
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 """The router's own refusals."""
@@ -120,11 +129,12 @@ _FAULTS: Documented = {status: {"model": replies.ErrorReply, "description": reas
 class Service:
     """What the routes share. One an application, on one event loop."""
 
-    def __init__(self, inference: Inference, settings: ServerSettings, clock: Clock) -> None:
+    def __init__(self, inference: Inference, settings: ServerSettings, clock: Clock, encoder: TextEncoder | None) -> None:
         self.inference = inference
         self.settings = settings
         self.clock = clock
         self.meter = Meter()
+        self.embedder = Embedder(encoder, EMBEDDING_WORKERS, self.meter)
         self.metrics = MetricsPage(inference, self.meter)
         bounds = KeptBounds(settings.kept_responses, settings.kept_responses_bytes, settings.kept_responses_age_s)
         self.responses = Responses(KeptResponses(bounds, clock), clock)
@@ -134,6 +144,7 @@ class Service:
             settings.served_names,
             uses_model_sampling=settings.uses_model_sampling,
             keep_client_headers=settings.keep_client_headers,
+            is_encoder=self.embedder.is_meant,
         )
         self._bodies = BodyReader(settings)
         self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
@@ -153,7 +164,8 @@ class Service:
         return not self.meter.in_flight
 
     def close(self) -> None:
-        """Join the intake thread."""
+        """Join the threads."""
+        self.embedder.close()
         self._tokenizing.shutdown(wait=True, cancel_futures=True)
 
     @property
@@ -196,6 +208,26 @@ class Service:
         """The response that runs a call."""
         return Answer(call, self.inference, self.meter, self.clock, arrived_s, self._stop_future(), self.settings.comment_s)
 
+    async def while_wanted(self, work: Coroutine[Any, Any, Asked], request: Request) -> Asked:
+        """What some work comes to, which is cancelled once the client is gone or the server stops.
+
+        Raises:
+            ClientDisconnect, Refusal: it was.
+        """
+        doing, gone = asyncio.create_task(work), asyncio.create_task(until_gone(request.receive))
+        try:
+            await asyncio.wait((doing, gone, self._stop_future()), return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                return doing.result()
+            if not gone.done():
+                raise Refusal(STOPPING)
+            self.meter.disconnects += 1
+            raise ClientDisconnect
+        finally:
+            for task in (doing, gone):
+                task.cancel()
+            await asyncio.gather(doing, gone, return_exceptions=True)
+
     def health(self) -> tuple[int, dict[str, object]]:
         """Status and body of /health: whether work advances."""
         progress = self.inference.progress()
@@ -218,13 +250,14 @@ def service_of(app: FastAPI) -> Service:
     return cast("Service", app.state.service)
 
 
-def create_app(inference: Inference, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(inference: Inference, settings: ServerSettings | None = None, encoder: TextEncoder | None = None) -> FastAPI:
     """The OpenAI API over `inference`.
 
     Args:
         settings: bounds and the key; the defaults where missing.
+        encoder: what makes embeddings; None: nothing does.
     """
-    service = Service(inference, settings or ServerSettings(), SystemClock())
+    service = Service(inference, settings or ServerSettings(), SystemClock(), encoder)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -248,7 +281,7 @@ def create_app(inference: Inference, settings: ServerSettings | None = None) -> 
 
     @lru_cache(maxsize=1)  # it takes the event loop some 50 ms, and a client may ask again and again
     def documented(*names: str) -> dict[str, Any]:
-        return document(app, names, with_key=service.settings.api_key is not None)
+        return document(app, names, None if encoder is None else encoder.name, with_key=service.settings.api_key is not None)
 
     app.openapi = lambda: documented(*(model.name for model in inference.models()))
     return app
@@ -291,6 +324,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         {401: {"model": replies.ErrorReply, "description": "No or a wrong key"}} if service.settings.api_key is not None else {}
     )
 
+    encoder = service.embedder.encoder
+
     def answers(model: type, content: dict[str, Any] | None = None) -> Documented:
         return {200: {"model": model, "content": content or {}}, **_FAULTS, **failing}
 
@@ -305,6 +340,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     add_routes(app, service.responses, service.answer, answers)
     ollama.add_routes(app, service, {**_FAULTS, **failing}, body_of)
     anthropic.add_routes(app, service, {**_FAULTS, **failing}, body_of)
+    add_embedding_routes(app, service, {**_FAULTS, **failing}, body_of(EmbeddingRequest.__name__))
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
@@ -314,11 +350,17 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **failing})
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
         served = listed(service.inference, service.settings.served_names)
-        return _json({"object": "list", "data": [_model(model, service.settings) for model in served]})
+        embeds = [] if encoder is None else [_encoder(encoder)]
+        return _json({"object": "list", "data": [*(_model(model, service.settings) for model in served), *embeds]})
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.Model}, 404: _FAULTS[404], **failing})
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json(_model(find_model(model_id, service.inference, service.settings.served_names), service.settings))
+        try:
+            return _json(_model(find_model(model_id, service.inference, service.settings.served_names), service.settings))
+        except UnknownModel:
+            if encoder is None or not service.embedder.is_meant(model_id):
+                raise
+            return _json(_encoder(encoder))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
@@ -335,6 +377,11 @@ def _model(model: ServedModel, settings: ServerSettings) -> dict[str, object]:
     drawn = dict(model.tokenizer.sampling_defaults) if settings.uses_model_sampling else {}
     shown: dict[str, object] = {"id": model.name, "object": "model", "created": model.created, "owned_by": "paceline"}
     return shown | {"max_model_len": model.max_context, "sampling_defaults": drawn}
+
+
+def _encoder(encoder: TextEncoder) -> dict[str, object]:
+    shown: dict[str, object] = {"id": encoder.name, "object": "model", "created": encoder.created, "owned_by": "paceline"}
+    return shown | {"max_model_len": encoder.max_tokens, "sampling_defaults": {}}
 
 
 def _json(body: object, status: int = 200) -> Response:

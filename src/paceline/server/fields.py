@@ -49,6 +49,9 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "best_of": Unserved("Only best_of 1 is served", (1,)),
     "suffix": Unserved("Text after the answer is not served", ("",)),
     "echo": Unserved("Prompts are repeated by /v1/completions", (False,)),
+    # Of those who serve embeddings.
+    "input_type": Unserved("Write the prefix that the model wants into the text"),
+    "prompt_name": Unserved("Write the prefix that the model wants into the text"),
     # vLLM's and transformers'.
     "use_beam_search": Unserved("Beams are not searched here", (False,)),
     "num_beams": Unserved("Beams are not searched here", (1,)),

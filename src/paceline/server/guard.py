@@ -23,7 +23,7 @@ from paceline.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/", "/health"})
 KNOWN_PATHS = (
-    frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/metrics"})
+    frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/health", "/metrics"})
     | OLLAMA_PATHS
     | anthropic_routes.PATHS
 )

@@ -5,7 +5,7 @@ A text is refused by its length before it is tokenized where even the longest to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
@@ -60,8 +60,9 @@ class Intake:
         *,
         uses_model_sampling: bool = True,
         keep_client_headers: bool = False,
+        is_encoder: Callable[[str], bool] | None = None,
     ) -> None:
-        self._inference = inference
+        self._inference, self._is_encoder = inference, is_encoder
         self._clock, self._aliases = clock, aliases
         self._uses_model_sampling, self._keep_client_headers = uses_model_sampling, keep_client_headers
         self.formats = ModelFormats()
@@ -167,8 +168,20 @@ class Intake:
         return asked
 
     def model(self, name: str) -> ServedModel:
-        """See `find_model`."""
-        return find_model(name, self._inference, self._aliases)
+        """See `find_model`.
+
+        Raises:
+            UnknownModel, ModelAway: as there.
+            InvalidRequest: it is an encoder.
+        """
+        try:
+            return find_model(name, self._inference, self._aliases)
+        except UnknownModel as error:
+            if self._is_encoder is None or not self._is_encoder(name):
+                raise
+            raise InvalidRequest(
+                f"model: {name} makes embeddings and writes no text", "Ask it at /v1/embeddings.", field="model"
+            ) from error
 
     def _check_length(self, model: ServedModel, texts: list[str], field: str) -> None:
         """Refuse texts that can't fit, by their length alone.

@@ -64,6 +64,8 @@ class Meter:
         self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         self.answers: Counter[tuple[str, int]] = Counter()
         """HTTP answers begun, by path and status."""
+        self.embedded_tokens = 0
+        """Of all texts that an encoder ran."""
         self.disconnects = 0
         """Calls whose client went away before their end."""
         self.in_flight = 0
@@ -106,6 +108,7 @@ class MetricsPage(Collector):
         yield CounterMetricFamily("paceline_prefix_cache_hits", "Prompt tokens found.", value=stats.prefix_hits_tokens)
         yield CounterMetricFamily("paceline_prompt_tokens", "Prompt tokens of all calls.", value=stats.prompt_tokens)
         yield CounterMetricFamily("paceline_generated_tokens", "Tokens generated.", value=stats.generated_tokens)
+        yield CounterMetricFamily("paceline_embedded_tokens", "Tokens of texts turned to vectors.", value=meter.embedded_tokens)
         yield CounterMetricFamily("paceline_preemptions", "Sequences preempted for memory.", value=stats.preemptions)
         yield CounterMetricFamily("paceline_steps", "Engine steps.", value=stats.steps)
         for name, documentation, counts in (

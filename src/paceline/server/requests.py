@@ -8,6 +8,7 @@ What becomes of all other fields is said in `server.fields`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AwareDatetime, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
@@ -197,7 +198,7 @@ class ChatCompletionRequest(Sampling):
         return self.think
 
 
-def _check_prompt(value: object) -> str | list[str] | list[int] | list[list[int]]:
+def check_texts(value: object, most: int) -> str | list[str] | list[int] | list[list[int]]:
     """By hand, since a long list of ids in a pydantic union costs seconds: one pass of C loops instead."""
     if isinstance(value, str):
         return value
@@ -213,13 +214,13 @@ def _check_prompt(value: object) -> str | list[str] | list[int] | list[list[int]
     else:
         inner = [items]
         prompts = 1
-    if prompts > MAX_CHOICES:
-        raise PydanticCustomError("prompt", "At most {limit} prompts in one request", {"limit": MAX_CHOICES})
+    if prompts > most:
+        raise PydanticCustomError("prompt", "At most {limit} texts in one request", {"limit": most})
     for ids in inner:
         if set(map(type, ids)) != {int}:
-            raise PydanticCustomError("prompt", "Token ids should be integers, at least one for each prompt")
+            raise PydanticCustomError("prompt", "Token ids should be integers, at least one for each text")
         if len(ids) > MAX_PROMPT_IDS:
-            raise PydanticCustomError("prompt", "A prompt of {count} token ids is longer than any context", {"count": len(ids)})
+            raise PydanticCustomError("prompt", "A text of {count} token ids is longer than any context", {"count": len(ids)})
         numbers = cast("list[int]", ids)
         if min(numbers) < 0 or max(numbers) >= 1 << 31:
             raise PydanticCustomError("prompt", "Token ids should be from the model's vocabulary")
@@ -227,19 +228,19 @@ def _check_prompt(value: object) -> str | list[str] | list[int] | list[list[int]
 
 
 _ID_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}}
+
+
+def texts_schema(most: int, *, shortest: int = 0) -> dict[str, Any]:
+    """What `check_texts` takes."""
+    text: dict[str, Any] = {"type": "string", "minLength": shortest} if shortest else {"type": "string"}
+    several: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": most}
+    return {"anyOf": [text, {**several, "items": text}, _ID_SCHEMA, {**several, "items": _ID_SCHEMA}]}
+
+
 Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
-    PlainValidator(_check_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string"}},
-                _ID_SCHEMA,
-                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _ID_SCHEMA},
-            ]
-        }
-    ),
+    PlainValidator(partial(check_texts, most=MAX_CHOICES)),
+    WithJsonSchema(texts_schema(MAX_CHOICES)),
 ]
 
 

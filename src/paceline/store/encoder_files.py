@@ -119,7 +119,9 @@ def _check_sizes(path: Path, spec: EncoderSpec) -> EncoderSpec:
 
 def no_encoder(path: Path, family: object) -> UnsupportedModel:
     """The model at `path` makes no vectors."""
-    return UnsupportedModel(f"{path}: it is no encoder that Paceline runs, but of the family {family!r}", "Name a BERT, like all-MiniLM-L6-v2")
+    return UnsupportedModel(
+        f"{path}: it is no encoder that Paceline runs, but of the family {family!r}", "Name a BERT, like all-MiniLM-L6-v2"
+    )
 
 
 def _spec_of_folder(folder: Path) -> EncoderSpec:
@@ -184,10 +186,12 @@ def _modules(path: Path) -> Iterator[JsonObject]:
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"it is not valid JSON ({error})") from error
     modules = cast("list[Any]", listed) if isinstance(listed, list) else [None]
-    if len(modules) < 2 or not all(isinstance(module, dict) for module in modules):
+    if len(modules) < 2:
         raise damaged(path, "it is not a list of a transformer, a pooling, and what follows")
     for module in modules:
-        yield JsonObject(path, module)
+        if not isinstance(module, dict):
+            raise damaged(path, "it lists something else than modules")
+        yield JsonObject(path, cast("dict[str, Any]", module))
 
 
 def _inside(folder: Path, module: JsonObject) -> Path:

@@ -27,7 +27,9 @@ def unsupported(path: Path, reason: str) -> UnsupportedModel:
 
 def encoder_alone(path: Path) -> UnsupportedModel:
     """The model at `path` writes no text."""
-    return UnsupportedModel(f"{path}: it is an encoder, which makes embeddings and writes no text", "Serve it with `paceline up --embeddings`")
+    return UnsupportedModel(
+        f"{path}: it is an encoder, which makes embeddings and writes no text", "Serve it with `paceline up --embeddings`"
+    )
 
 
 def unreadable(path: Path, error: OSError) -> ModelFileError:

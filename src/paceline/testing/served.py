@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from paceline.server.app import create_app
+from paceline.server.embeddings import TextEncoder
 from paceline.server.inference import Inference
 from paceline.server.serve import bind, serve
 from paceline.server.settings import ServerSettings, TlsFiles
@@ -26,11 +27,16 @@ class Served(Generic[Kind]):
     """A running server. Methods may be called from any other thread."""
 
     def __init__(
-        self, inference: Kind, settings: ServerSettings | None = None, tls: TlsFiles | None = None, host: str = "127.0.0.1"
+        self,
+        inference: Kind,
+        settings: ServerSettings | None = None,
+        tls: TlsFiles | None = None,
+        host: str = "127.0.0.1",
+        encoder: TextEncoder | None = None,
     ) -> None:
         self.inference = inference
         self.settings = settings or ServerSettings()
-        self.app = create_app(inference, self.settings)
+        self.app = create_app(inference, self.settings, encoder)
         self._tls, self._host = tls, host
         self._up: concurrent.futures.Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="test-server")

@@ -310,8 +310,8 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(make_folder: Any, tmp_pa
     path.write_text("{}")
     with pytest.raises(ModelFileError, match="is not a tokenizer"):
         tokenizer_from_folder(folder)
-    path.write_text(json.dumps(whole | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}))
-    with pytest.raises(UnsupportedModel, match="WordPiece"):
+    path.write_text(json.dumps(whole | {"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}))
+    with pytest.raises(UnsupportedModel, match="BPEDecoder"):
         tokenizer_from_folder(folder)
     path.write_text(json.dumps(whole))
     (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
