@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -21,6 +22,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.generation import MAX_GRAMMAR_LETTERS, Grammar, GrammarKind
 from paceline.core.shown import printable
 from paceline.core.text import Tokenizer
+from paceline.engine.grammar_trial import SECONDS, trial
 
 Mask = npt.NDArray[np.uint8]
 """A bit a token, the lowest of each byte first."""
@@ -29,6 +31,11 @@ _SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 """The only blanks in JSON outside strings: no answer runs to its end in blanks, and most of a document's frame is forced."""
 VERSION = f"llguidance {version('llguidance')}, 2"
 """What decides a mask beside grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS` or `_Vocabulary`."""
+
+_CEILINGS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(np.inf), np.float32(-np.inf)
+)
+"""[byte of a mask, 8]: what the logits of eight tokens are at most."""
 
 KEPT = 64
 """Compiled grammars. Raising it: more memory, and agents with many schemas wait less."""
@@ -39,8 +46,13 @@ _FIELDS = {GrammarKind.JSON_SCHEMA: "response_format", GrammarKind.REGEX: "regex
 class Grammars:
     """Compiles grammars for one vocabulary. Safe to call from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._vocabulary = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, tried: bool = False) -> None:
+        """Compile nothing yet.
+
+        Args:
+            tried: this process may end with a grammar, so that none is tried in another before.
+        """
+        self._vocabulary, self._tried = tokenizer, tried
         self._tokenizer: LLTokenizer | None = None
         """Made when a grammar is first asked for: some 6 us a token."""
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -69,6 +81,11 @@ class Grammars:
             self.prepare(grammar)
         return Matcher(compiled.deep_copy(), self._vocabulary.size)
 
+    def attempt(self, grammar: Grammar) -> None:
+        """Compile a grammar and follow it a little, and keep nothing."""
+        with suppress(InvalidRequest):
+            Matcher(self._compile(grammar).deep_copy(), self._vocabulary.size).mask()
+
     def _find(self, grammar: Grammar) -> LLMatcher | None:
         with self._lock:
             if grammar in self._compiled:
@@ -86,6 +103,8 @@ class Grammars:
         if self._tokenizer is None:
             vocabulary = _Vocabulary(self._vocabulary)
             self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)
+        if not self._tried and not trial().survives(grammar):
+            raise _refused(field, f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
         try:
             match grammar.kind:
                 case GrammarKind.JSON_SCHEMA:
@@ -156,8 +175,7 @@ class Matcher:
 
 def restrict(logits_V: npt.NDArray[np.float32], mask: Mask) -> None:
     """Rule out, in place, the tokens that a mask does not have."""
-    allowed_V = np.unpackbits(mask, count=len(logits_V), bitorder="little").view(np.bool_)
-    np.copyto(logits_V, np.float32(-np.inf), where=~allowed_V)
+    np.minimum(logits_V, _CEILINGS.take(mask, axis=0).reshape(-1)[: len(logits_V)], out=logits_V)
 
 
 def _line(text: str) -> str:

@@ -251,6 +251,21 @@ def test_a_grammar_that_is_costly_to_follow_ends_in_an_answer_or_an_error(gramma
     assert answer.finish in {FinishReason.STOP, FinishReason.LENGTH} or "form can't be followed" in (answer.error or "")
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999989}'),
+        (GrammarKind.LARK, "start: r0\n" + "\n".join(f'r{i}: r{i + 1} r{i + 1} | "{i}"' for i in range(9000)) + '\nr9000: "x"'),
+    ],
+    ids=["minutes", "a stack"],
+)
+def test_a_form_that_ends_its_compiler_is_refused_and_the_next_one_served(kind: GrammarKind, text: str) -> None:
+    grammars = Grammars(VOCABULARY)
+    with pytest.raises(InvalidRequest, match="seconds to compile"):
+        grammars.prepare(Grammar(kind, text))
+    grammars.prepare(Grammar(GrammarKind.REGEX, "[a-z]{2,7}"))
+
+
 def test_a_grammar_is_compiled_once_whatever_asks_for_it() -> None:
     grammars = Grammars(VOCABULARY)
     with ThreadPoolExecutor(4) as threads:
