@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.server.settings import ServerSettings
+from paceline.testing.scripted_encoder import ScriptedEncoder
 from paceline.testing.scripted_inference import ScriptedInference
 from paceline.testing.served import Served
 
@@ -180,6 +181,27 @@ def test_models(shared: Scripted) -> None:
     assert shown["capabilities"] == ["completion"]
     assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 4096
     assert error_of(shared, "/api/show", {"model": "other"}, 404)
+
+
+def test_embeddings() -> None:
+    served = Served(ScriptedInference(), encoder=ScriptedEncoder())
+    try:
+        several = served.http.post("/api/embed", json={"model": "counts:latest", "input": ["\x01", "\x02\x02"], "truncate": True})
+        assert several.json()["embeddings"] == [[0, 1, 0, 0, 0, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0, 0]]
+        assert (several.json()["model"], several.json()["prompt_eval_count"]) == ("counts", 3)
+        assert several.json()["total_duration"] > 0
+        assert several.headers["x-paceline-ignored"] == "truncate"
+        one = served.http.post("/api/embeddings", json={"model": "counts", "prompt": "\x02\x02"})
+        assert one.json() == {"embedding": several.json()["embeddings"][1]}
+        assert error_of(served, "/api/embed", {"model": "counts", "input": ["a", "b" * 65]}).startswith("input[1]")
+        assert error_of(served, "/api/embeddings", {"model": "counts", "prompt": "b" * 65}).startswith("prompt")
+        assert "makes no embeddings" in error_of(served, "/api/embed", {"model": "echo", "input": "a"})
+        assert [model["name"] for model in served.http.get("/api/tags").json()["models"]] == ["echo:latest", "counts:latest"]
+        shown = served.http.post("/api/show", json={"model": "counts"}).json()
+        assert shown["capabilities"] == ["embedding"]
+        assert shown["model_info"]["model.embedding_length"] == 8
+    finally:
+        served.close()
 
 
 def test_models_are_not_fetched_through_the_api(shared: Scripted) -> None:

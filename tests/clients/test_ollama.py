@@ -12,6 +12,7 @@ import pytest
 from paceline.node.build import build_node
 from paceline.node.host import EngineHost
 from paceline.node.settings import NodeSettings
+from paceline.testing.scripted_encoder import ScriptedEncoder
 from paceline.testing.scripted_inference import ScriptedInference
 from paceline.testing.served import Served
 
@@ -34,7 +35,7 @@ def add(a: int, b: int) -> int:
 
 @pytest.fixture(scope="module")
 def scripted() -> Generator[Served[ScriptedInference], None, None]:
-    served = Served(ScriptedInference())
+    served = Served(ScriptedInference(), encoder=ScriptedEncoder())
     yield served
     served.close()
 
@@ -138,6 +139,15 @@ def test_texts(scripted: Served[ScriptedInference]) -> None:
         assert client.generate("echo", "raw", raw=True, options={"num_predict": 3}).response == "raw"
         assert client.generate("echo", "hello", options={"num_predict": 10, "stop": ["never"]}, logprobs=True).logprobs[0].token == "h"
         assert client.generate("echo").done_reason == "load"
+
+
+def test_embeddings(scripted: Served[ScriptedInference]) -> None:
+    with ollama.Client(scripted.url) as client:
+        several = client.embed("counts", ["\x01", "\x02\x02"])
+        assert [list(vector)[1:3] for vector in several.embeddings] == [[1, 0], [0, 2]]
+        assert list(client.embeddings("counts", "\x01").embedding) == list(several.embeddings[0])
+        with pytest.raises(ollama.ResponseError, match=r"input\[1\]"):
+            client.embed("counts", ["a", "b" * 65])
 
 
 def test_errors(scripted: Served[ScriptedInference]) -> None:

@@ -38,6 +38,7 @@ from paceline.server.intake import Intake, find_model, listed
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.ollama import requests as ollama_requests
 from paceline.server.ollama import routes as ollama
+from paceline.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.page import front
 from paceline.server.request_log import RequestLog
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
@@ -57,6 +58,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     *ollama_requests.BODIES,
 )
 """Of all paths that write text, for the document."""
+EMBEDDING_BODIES: tuple[type[BaseModel], ...] = (EmbeddingRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 REF = "#/components/schemas/{model}"
 
 
@@ -68,14 +70,15 @@ def body_of(name: str) -> dict[str, Any]:
 def document(app: FastAPI, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
     """The document. `model` is an enumeration of the models served now, so that it tells the truth about what is accepted."""
     api = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
-    _, definitions = models_json_schema([(body, "validation") for body in (*BODIES, EmbeddingRequest)], ref_template=REF)
+    _, definitions = models_json_schema([(body, "validation") for body in (*BODIES, *EMBEDDING_BODIES)], ref_template=REF)
     schemas = api.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     if names:
         for request in BODIES:
             schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": list(names)}
     if encoder is not None:
-        schemas[EmbeddingRequest.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": [encoder]}
+        for request in EMBEDDING_BODIES:
+            schemas[request.__name__]["properties"]["model"] = {"type": "string", "title": "Model", "enum": [encoder]}
     for path in api["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI adds it to every route with a parameter; none answers so

@@ -73,7 +73,7 @@ def add_routes(app: FastAPI, service: Service, faults: dict[int | str, dict[str,
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         asked = await service.read(request, partial(parse, service.embedder))
         encoder = encoder_of(asked, service)
-        embedded = await service.while_wanted(service.embedder.embed(encoder, _inputs(asked)), request)
+        embedded = await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked)), request)
         written = await asyncio.to_thread(write, asked, encoder, embedded)
         return Response(written, headers=ignored_header(ignored_fields(asked)), media_type="application/json")
 
@@ -118,7 +118,7 @@ def encoder_of(asked: EmbeddingRequest, service: Service) -> TextEncoder:
     return encoder
 
 
-def _inputs(asked: EmbeddingRequest) -> list[str | list[int]]:
+def inputs_of(asked: EmbeddingRequest) -> list[str | list[int]]:
     """One a text."""
     given = asked.input
     if isinstance(given, str):

@@ -61,13 +61,13 @@ def generate(intake: Intake, body: bytes) -> Call | Loaded:
     return _completed(intake.chat_of(_inner(ChatCompletionRequest, fields)), asked, OllamaTextShape)
 
 
-def show(intake: Intake, body: bytes) -> ServedModel:
+def name_to_show(intake: Intake, body: bytes) -> str:
     """The model that a client wants to know about; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaShowRequest, body)
     name = asked.model or asked.name
     if name is None:
         raise InvalidRequest("model: missing", "Send the model's name.", field="model")
-    return intake.model(name)
+    return name
 
 
 def _completed(call: Call, asked: Request, shape: type[OllamaShape]) -> Call:

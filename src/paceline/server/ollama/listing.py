@@ -5,6 +5,7 @@ Every name has a tag, as in Ollama, since some clients look for `NAME:latest` in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from paceline.server.formats.format import Format
@@ -66,7 +67,7 @@ def process(model: ServedModel) -> Fields:
     }
 
 
-def shown(model: ServedModel, form: Format) -> Fields:
+def shown(model: ServedModel, can: Sequence[str]) -> Fields:
     """`/api/show`."""
     facts = model.facts
     family = facts.family or "model"
@@ -85,7 +86,7 @@ def shown(model: ServedModel, form: Format) -> Fields:
         "template": model.tokenizer.chat_template or "",
         "details": details(model),
         "model_info": info,
-        "capabilities": capabilities(form),
+        "capabilities": list(can),
         "modified_at": stamp(model.created),
     }
 

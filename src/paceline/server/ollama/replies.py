@@ -110,5 +110,5 @@ class OllamaShown(BaseModel):
     template: str
     details: OllamaDetails
     model_info: dict[str, Any]
-    capabilities: list[Literal["completion", "tools", "thinking"]]
+    capabilities: list[Literal["completion", "tools", "thinking", "embedding"]]
     modified_at: str

@@ -9,10 +9,11 @@ from fastapi import FastAPI, Request, Response
 
 from paceline import __version__
 from paceline.server.faults import Fault, Refusal
+from paceline.server.inference import ServedModel
 from paceline.server.intake import listed
-from paceline.server.ollama import intake, replies
+from paceline.server.ollama import embed, intake, replies
 from paceline.server.ollama.intake import Loaded
-from paceline.server.ollama.listing import process, shown, tag
+from paceline.server.ollama.listing import capabilities, process, shown, tag
 from paceline.server.ollama.shape import head
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 VERSION = "0.13.0"
 """The version of Ollama whose API this is: some clients ask for a least one."""
-PATHS = frozenset({f"/api/{name}" for name in ("chat", "generate", "tags", "ps", "show", "version")})
+PATHS = frozenset({f"/api/{name}" for name in ("chat", "generate", "tags", "ps", "show", "version", "embed", "embeddings")})
 _FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}
 
@@ -38,6 +39,18 @@ def add_routes(app: FastAPI, service: Service, failing: Documented, body_of: Cal
     """
     refused: Documented = {status: {**said, "model": replies.OllamaError} for status, said in failing.items()}
     guarded: Documented = {status: said for status, said in refused.items() if status == 401}
+
+    encoder = service.embedder.encoder
+
+    def models() -> list[ServedModel]:
+        return [*listed(service.inference, service.settings.served_names), *([] if encoder is None else [embed.as_model(encoder)])]
+
+    def show_of(checked: Intake, body: bytes) -> dict[str, object]:
+        name = intake.name_to_show(checked, body)
+        if encoder is not None and service.embedder.is_meant(name):
+            return shown(embed.as_model(encoder), ["embedding"])
+        model = checked.model(name)
+        return shown(model, capabilities(checked.formats.of(model).described))
 
     async def answer(request: Request, parse: Callable[[Intake, bytes], Call | Loaded]) -> Response:
         arrived_s = service.clock.monotonic()
@@ -64,19 +77,21 @@ def add_routes(app: FastAPI, service: Service, failing: Documented, body_of: Cal
 
     @app.post("/api/show", responses={200: {"model": replies.OllamaShown}, **refused}, openapi_extra=body_of("OllamaShowRequest"))
     async def show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json(await service.read(request, _shown, declared=False))
+        return _json(await service.read(request, show_of, declared=False))
 
     @app.get("/api/tags", responses={200: {"model": replies.OllamaModels}, **guarded})
     async def tags() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json({"models": [tag(model) for model in listed(service.inference, service.settings.served_names)]})
+        return _json({"models": [tag(model) for model in models()]})
 
     @app.get("/api/ps", responses={200: {"model": replies.OllamaLoadedModels}, **guarded})
     async def ps() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json({"models": [process(model) for model in listed(service.inference, service.settings.served_names)]})
+        return _json({"models": [process(model) for model in models()]})
 
     @app.get("/api/version", responses={200: {"model": replies.OllamaVersion}, **guarded})
     async def version() -> Response:  # pyright: ignore[reportUnusedFunction]
         return _json({"version": VERSION, "paceline": __version__})
+
+    embed.add_routes(app, service, refused, body_of)
 
     async def not_here(request: Request) -> Response:
         raise Refusal(
@@ -85,11 +100,6 @@ def add_routes(app: FastAPI, service: Service, failing: Documented, body_of: Cal
 
     for name in _FETCHING:
         app.add_api_route(f"/api/{name}", not_here, methods=["GET", "HEAD", "POST", "DELETE"], include_in_schema=False)
-
-
-def _shown(checked: Intake, body: bytes) -> dict[str, object]:
-    model = intake.show(checked, body)
-    return shown(model, checked.formats.of(model).described)
 
 
 def _json(body: object) -> Response:
