@@ -22,7 +22,7 @@ from paceline.transport.join_client import join
 from paceline.transport.trust.authority import NODE_HOLDS
 from paceline.transport.trust.certificates import Member, make_key
 from paceline.transport.trust.identity import Identity
-from paceline.transport.trust.issuer import RENEW_BELOW_S, Issuer, JoinAttempt
+from paceline.transport.trust.issuer import RENEW_BELOW_S, RENEW_EVERY_S, Issuer, JoinAttempt
 from paceline.transport.trust.requests import make_request
 from paceline.transport.trust.seals import sign_card
 from paceline.transport.trust.signing import PrivateKey
@@ -91,6 +91,8 @@ def admitted(node: IssuerNode, key: PrivateKey, trust: Trust) -> Member:
 
 
 def renewed(node: IssuerNode, key: PrivateKey, shown: Member) -> Member:
+    """As soon as it may be again."""
+    node.clock.advance(RENEW_EVERY_S)
     certificate = node.issuer.renew(make_request(key, shown.node_id), shown)
     return node.issuer.authority.root.member(certificate, node.clock.wall())
 
