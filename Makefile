@@ -73,6 +73,9 @@ soak: install-dev  ## Kill machines of a pipeline 200 times under load (KILLS=..
 	PACELINE_SOAK_PAIRS=$(PAIRS) $(BIN)/python -m pytest tests/identity/test_drafts.py
 	PACELINE_SOAK_KILLS=$(KILLS) PACELINE_SOAK_FAULTS=$(FAULTS) PACELINE_SOAK_MINUTES=5 $(BIN)/python -m pytest -s tests/soak
 
+clients: install-dev  ## Real sessions of libraries for agents, each in an environment of its own; some of them: CLIENTS="llm litellm"
+	$(BIN)/python tools/run_clients.py $(CLIENTS)
+
 format: install-dev  ## Rewrite to style
 	$(BIN)/ruff check --fix src tests bench tools
 	$(BIN)/ruff format src tests bench tools

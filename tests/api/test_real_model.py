@@ -347,3 +347,57 @@ def test_anthropics_api(real: Real) -> None:
         cached.append(usage["cache_read_input_tokens"])
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] > 100
     assert cached[1] > 100
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: bool
+
+
+def ask_tools(real: Real, **fields: Any) -> Any:
+    """The same answer streamed and whole, of the same bytes with drafts and without."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}
+    body: dict[str, Any] = ANSWER | {
+        "messages": [{"role": "user", "content": "How is the weather in Paris?"}],
+        "tools": [tool],
+        "max_tokens": 64,
+    }
+    body |= {"model": model_of(real)} | fields
+    with client_of(real) as client:
+        whole = client.chat.completions.create(**body)
+        with client.chat.completions.stream(**body, extra_body={"draft": "off"}) as stream:
+            events = [event for event in stream if event.type == "chunk"]
+    streamed = events[-1].snapshot.choices[0].message
+    (message,) = [choice.message for choice in whole.choices]
+    assert (streamed.content or None, len(streamed.tool_calls or ())) == (message.content or None, len(message.tool_calls or ()))
+    for one, other in zip(streamed.tool_calls or (), message.tool_calls or (), strict=True):
+        assert (one.function.name, one.function.arguments) == (other.function.name, other.function.arguments)
+    return whole.choices[0]
+
+
+def test_a_call_that_is_required_is_valid_by_construction(real: Real) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        answer = ask_tools(real, tool_choice=choice, parallel_tool_calls=False)
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls
+        assert Weather.model_validate_json(call.function.arguments, strict=True).city
+
+
+def test_an_answer_is_a_call_or_of_the_form_asked_for(real: Real) -> None:
+    schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    answer = ask_tools(real, response_format=form, parallel_tool_calls=False)
+    if answer.message.tool_calls:
+        assert Weather.model_validate_json(answer.message.tool_calls[0].function.arguments, strict=True)
+    else:
+        assert json.loads(answer.message.content) in ({"answer": "yes"}, {"answer": "no"})
+
+
+def test_a_tool_that_can_not_be_followed_is_refused_as_a_tool(real: Real) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}},
+    }
+    body = ANSWER | {"model": model_of(real), "tools": [tool], "tool_choice": "required"}
+    error = real.http.post("/v1/chat/completions", json=body)
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "tools")

@@ -59,6 +59,10 @@ class GrammarKind(StrEnum):
     """The whole answer matches it."""
     LARK = "grammar"
     """Lark's, as llguidance reads it."""
+    TOOLS = "tools"
+    """The same, made of a request's tools."""
+    FORM = "form"
+    """The same, made of a request's `response_format`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ Mask = npt.NDArray[np.uint8]
 
 _SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The only blanks in JSON outside strings: no answer runs to its end in blanks, and most of a document's frame is forced."""
-VERSION = f"llguidance {version('llguidance')}, 2"
+VERSION = f"llguidance {version('llguidance')}, 3"
 """What decides a mask beside grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS` or `_Vocabulary`."""
 
 _CEILINGS = np.where(
@@ -40,7 +40,13 @@ _CEILINGS = np.where(
 KEPT = 64
 """Compiled grammars. Raising it: more memory, and agents with many schemas wait less."""
 _LIMITS = LLParserLimits(max_grammar_size=200_000, initial_lexer_fuel=500_000, step_lexer_fuel=100_000, max_lexer_states=100_000)
-_FIELDS = {GrammarKind.JSON_SCHEMA: "response_format", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
+_FIELDS = {
+    GrammarKind.JSON_SCHEMA: "response_format",
+    GrammarKind.REGEX: "regex",
+    GrammarKind.LARK: "grammar",
+    GrammarKind.TOOLS: "tools",
+    GrammarKind.FORM: "response_format",
+}
 
 
 class Grammars:
@@ -111,7 +117,7 @@ class Grammars:
                     text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=_SEPARATORS)
                 case GrammarKind.REGEX:
                     text = LLMatcher.grammar_from_regex(grammar.text)
-                case GrammarKind.LARK:
+                case GrammarKind.LARK | GrammarKind.TOOLS | GrammarKind.FORM:
                     text = LLMatcher.grammar_from_lark(grammar.text)
         except ValueError as error:
             raise _refused(field, str(error)) from error

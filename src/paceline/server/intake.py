@@ -16,15 +16,16 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, UnknownModel
-from paceline.core.generation import GenerationRequest, Grammar, GrammarKind, SamplingParams
+from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.server.call import Call, Endpoint
 from paceline.server.client_headers import without_headers
 from paceline.server.faults import Refusal, of_validation
 from paceline.server.fields import check_fields, ignored_fields
+from paceline.server.forms import answer_grammar, grammar_of
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.reading import Reading
-from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
+from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
 from paceline.server.tools import ModelFormats, Tools, write_chat
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -33,7 +34,6 @@ NFC_SHRINK = 3
 """Unicode composition, which some tokenizers apply first, shortens UTF-8 at most threefold. ASCII it leaves alone."""
 COMMAS_PER_TOKEN = 8
 """More than any text or list of ids comes to."""
-ANY_OBJECT = '{"type":"object"}'
 SMALL_BODY_BYTES = 64 << 10
 SPECIAL_TOKEN_BYTES = 64
 """Special tokens have no bytes in the vocabulary but some in a text; none is longer than this."""
@@ -109,7 +109,8 @@ class Intake:
         if most is not None and replacing not in (None, most):
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
         call = self._call(endpoint, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
-        return replace(call, reading=prompt.reading)
+        grammar = answer_grammar(asked, Tools.of(asked), prompt.reading, prompt.model.tokenizer.special_tokens)
+        return replace(call, reading=prompt.reading, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
 
     def completion(self, body: bytes) -> Call:
         """A plain completion; raises as `chat` does."""
@@ -225,7 +226,6 @@ class Intake:
         defaults = model.tokenizer.sampling_defaults if self._uses_model_sampling else {}
         sampling = _sampling(asked, logprobs, model.tokenizer.size, defaults)
         call_id = ("chatcmpl-" if endpoint is Endpoint.CHAT else "cmpl-") + uuid4().hex
-        grammar = _grammar(asked)
         n = asked.n or 1
         stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         stop_ids = frozenset(_in_vocabulary(asked.stop_token_ids or (), model.tokenizer.size, "stop_token_ids"))
@@ -246,7 +246,7 @@ class Intake:
                     ignore_eos=bool(asked.ignore_eos),
                     draft=asked.draft,
                     cache_salt=asked.cache_salt or "",
-                    grammar=grammar,
+                    grammar=grammar_of(asked),
                 )
                 for place, ids in enumerate(prompts)
             ),
@@ -345,30 +345,6 @@ def _sampling(asked: Sampling, logprobs: int | None, vocabulary: int, defaults: 
         logit_bias=_logit_bias(asked.logit_bias or {}, vocabulary),
         logprobs=logprobs,
     )
-
-
-def _grammar(asked: Sampling) -> Grammar | None:
-    """The form that the answer must have.
-
-    Raises:
-        InvalidRequest: more than one is asked for.
-    """
-    forms: dict[str, Grammar] = {}
-    if asked.grammar is not None:
-        forms["grammar"] = Grammar(GrammarKind.LARK, asked.grammar)
-    if asked.regex is not None:
-        forms["regex"] = Grammar(GrammarKind.REGEX, asked.regex)
-    match asked.response_format:
-        case JsonObjectFormat():
-            forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
-        case JsonSchemaFormat(json_schema=described):
-            schema = ANY_OBJECT if described.schema_ is None else orjson.dumps(described.schema_).decode()
-            forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, schema)
-        case _:
-            pass
-    if len(forms) > 1:
-        raise InvalidRequest(f"{' and '.join(forms)}: an answer has one form", "Send one of them.", field=next(iter(forms)))
-    return next(iter(forms.values()), None)
 
 
 def _logit_bias(asked: Mapping[str, float], vocabulary: int) -> dict[int, float]:

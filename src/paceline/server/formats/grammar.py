@@ -26,6 +26,8 @@ class Choice(StrEnum):
 
     AUTO = "auto"
     REQUIRED = "required"
+    OR_CONTENT = "or content"
+    """Calls, or content of a form of its own."""
 
 
 def calls_grammar(
@@ -36,6 +38,7 @@ def calls_grammar(
     parallel: bool,
     token_id: Callable[[str], int | None],
     in_reasoning: bool = False,
+    content: Mapping[str, Any] = {},  # noqa: B006  (never changed)
 ) -> Grammar | None:
     """The form of answers that call tools. None: there is none to follow.
 
@@ -46,19 +49,32 @@ def calls_grammar(
         parallel: it may be several.
         token_id: the special token of this name, which has no bytes in the vocabulary; None where that is no special token.
         in_reasoning: the prompt ended inside a reasoning block.
+        content: with `OR_CONTENT` the JSON schema that the content is of.
     """
     way = next((way for way in format.calls if way.written), None)
     if not tools or way is None or way.written is None:
         return None
     calls = _Calls(Lark(token_id), way, way.written, tools, parallel=parallel)
-    thinking = _thinking(calls.lark, format.thinking, in_reasoning=in_reasoning, required=choice is Choice.REQUIRED)
+    thinking = _thinking(calls.lark, format.thinking, in_reasoning=in_reasoning, required=choice is not Choice.AUTO)
     match choice:
         case Choice.REQUIRED:
             start = f"{thinking} {calls.all_from(calls.begin)}"
+        case Choice.OR_CONTENT:
+            start = f"{thinking} ({calls.all_from(calls.begin)} | {calls.lark.json(content)})"
         case Choice.AUTO:
             thought = (*format.thinking.open, *format.thinking.close) if format.thinking else ()
             start = f"{thinking} {calls.in_text(calls.lark.specials((*format.skipped, *thought, way.written.call, way.written.end)))}"
-    return Grammar(GrammarKind.LARK, calls.lark.text(start))
+    return Grammar(GrammarKind.TOOLS, calls.lark.text(start))
+
+
+def content_grammar(
+    thinking: Thinking, content: Mapping[str, Any], *, token_id: Callable[[str], int | None], in_reasoning: bool
+) -> Grammar:
+    """The form of answers that are JSON of a schema behind their reasoning; arguments as those of `calls_grammar`."""
+    lark = Lark(token_id)
+    return Grammar(
+        GrammarKind.FORM, lark.text(f"{_thinking(lark, thinking, in_reasoning=in_reasoning, required=True)} {lark.json(content)}")
+    )
 
 
 def _thinking(lark: Lark, thinking: Thinking | None, *, in_reasoning: bool, required: bool) -> str:
