@@ -82,7 +82,7 @@ def test_pydantic_ai(url: str) -> None:
     assert asyncio.run(streamed()) == "The results: sunny in Oslo"
 
 
-@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 def test_instructor(url: str, mode: str) -> None:
     instructor = pytest.importorskip("instructor")
     import openai
@@ -90,7 +90,7 @@ def test_instructor(url: str, mode: str) -> None:
     client = instructor.from_openai(openai.OpenAI(base_url=url, api_key=KEY), mode=instructor.Mode[mode])
     asked: Any = [{"role": "user", "content": "'Ann' is 33"}]
     answer = client.chat.completions.create(model="agent", response_model=Person, messages=asked, max_retries=0)
-    assert answer == Person(name="Ann", age=33)
+    assert answer.model_dump() == {"name": "Ann", "age": 33}
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "lm_studio"])
@@ -116,7 +116,7 @@ def test_llm(url: str, tmp_path: Path) -> None:
     (tmp_path / "functions.py").write_text("def weather(city: str) -> str:\n    'How it is there'\n    return 'sunny in ' + city\n")
 
     def said(*arguments: str) -> str:
-        environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": KEY}
+        environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": "", "OPENAI_API_KEY": KEY}
         command = [sys.executable, "-m", "llm", "-m", "pace", *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
 

@@ -19,7 +19,7 @@ from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.server.inference import ServedModel
 from paceline.testing.scripted_inference import EOS, ByteTokenizer, ScriptedInference
 
-TEMPLATE = "{{ tools }} <tool_call> <think>"
+TEMPLATE = "{{ tools }} <tool_call>"
 """What tells its family: Hermes'."""
 
 
