@@ -38,7 +38,7 @@ def calls_grammar(
     parallel: bool,
     token_id: Callable[[str], int | None],
     in_reasoning: bool = False,
-    content: Mapping[str, Any] = {},  # noqa: B006  (never changed)
+    content: Mapping[str, Any] = {},
 ) -> Grammar | None:
     """The form of answers that call tools. None: there is none to follow.
 
