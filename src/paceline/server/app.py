@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import PacelineError, UnknownModel
-from paceline.server import replies
+from paceline.server import replies, tokenizing
 from paceline.server.admission import headers_of, is_json, is_undeclared
 from paceline.server.answer import Answer, until_gone
 from paceline.server.anthropic import routes as anthropic
@@ -344,6 +344,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     ollama.add_routes(app, service, {**_FAULTS, **failing}, body_of)
     anthropic.add_routes(app, service, {**_FAULTS, **failing}, body_of)
     add_embedding_routes(app, service, {**_FAULTS, **failing}, body_of(EmbeddingRequest.__name__))
+    tokenizing.add_routes(app, service)
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)

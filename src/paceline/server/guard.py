@@ -26,6 +26,7 @@ KNOWN_PATHS = (
     frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/health", "/metrics"})
     | OLLAMA_PATHS
     | anthropic_routes.PATHS
+    | frozenset({"/tokenize", "/detokenize"})
 )
 BUSY_RETRY_S = 1
 

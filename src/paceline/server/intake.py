@@ -168,13 +168,33 @@ class Intake:
         check_fields(asked)
         return asked
 
-    def model(self, name: str) -> ServedModel:
-        """See `find_model`.
+    def ids_of(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
+        """A text's token ids.
+
+        Raises:
+            InvalidRequest, ContextOverflow: it can't be encoded, or fits no context.
+        """
+        self._check_length(model, [text], "prompt")
+        return model.tokenizer.encode(text, add_special=add_special)
+
+    def text_of(self, model: ServedModel, ids: list[int], field: str) -> str:
+        """What token ids spell.
+
+        Raises:
+            InvalidRequest: one is not the model's.
+        """
+        return _text(model, list(_in_vocabulary(ids, model.tokenizer.size, field)))
+
+    def model(self, name: str | None) -> ServedModel:
+        """See `find_model`; where no name is given, the first that writes text.
 
         Raises:
             UnknownModel, ModelAway: as there.
             InvalidRequest: it is an encoder.
         """
+        if name is None and (models := self._inference.models()):
+            return models[0]
+        name = name or ""
         try:
             return find_model(name, self._inference, self._aliases)
         except UnknownModel as error:
