@@ -23,7 +23,7 @@ from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines
 from paceline.server.fields import ignored_header
 from paceline.server.inference import Inference
 from paceline.server.metrics import Meter
-from paceline.server.reading import ChoiceReader, PlainReader
+from paceline.server.reading import Reader
 from paceline.server.shapes import shape_of
 from paceline.server.streams import Events, open_call
 
@@ -78,7 +78,7 @@ class Tally:
                 case _:
                     self.open -= 1
 
-    def usage(self, readers: Sequence[ChoiceReader | PlainReader]) -> Usage:
+    def usage(self, readers: Sequence[Reader]) -> Usage:
         """Tokens so far."""
         reasoning = sum(reader.reasoning_tokens for reader in readers)
         whole_s = self._clock.monotonic() - self._arrived_s

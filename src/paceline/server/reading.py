@@ -35,6 +35,11 @@ class Reading:
 class Reader(Protocol):
     """Reads one answer."""
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens with which the model reasoned."""
+        ...
+
     def read(self, chunk: GenerationChunk) -> list[Part]:
         """What the answer gained."""
         ...

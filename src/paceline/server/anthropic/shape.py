@@ -49,6 +49,10 @@ class StopReader:
         """The stop sequence; None: none ended it."""
         return self._text.stopped_by
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._reader.reasoning_tokens
+
     def read(self, chunk: GenerationChunk) -> list[Part]:
         """What the answer gained."""
         for token in chunk.token_ids:
