@@ -47,7 +47,7 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "moderation": Unserved("Nothing is moderated here"),
     "verbosity": Unserved("Only verbosity medium is served", ("medium",)),
     "best_of": Unserved("Only best_of 1 is served", (1,)),
-    "suffix": Unserved("Text after the answer is not served", ("",)),
+    "suffix": Unserved("Texts are filled in by /v1/completions", ("",)),
     "echo": Unserved("Prompts are repeated by /v1/completions", (False,)),
     # Of those who serve embeddings.
     "input_type": Unserved("Write the prefix that the model wants into the text"),

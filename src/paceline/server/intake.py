@@ -24,6 +24,7 @@ from paceline.server.faults import Refusal, of_validation
 from paceline.server.fields import check_fields, ignored_fields
 from paceline.server.forms import answer_grammar, grammar_of
 from paceline.server.inference import Inference, ServedModel
+from paceline.server.infill import infill_ids
 from paceline.server.reading import Reading
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
 from paceline.server.tools import ModelFormats, Tools, write_chat
@@ -141,6 +142,11 @@ class Intake:
                 raise InvalidRequest("prompt: empty, and this model starts no text by itself", field="prompt")
             if max(ids) >= model.tokenizer.size:
                 raise InvalidRequest(f"prompt: token {max(ids)} is not one of the model's {model.tokenizer.size}", field="prompt")
+        if asked.suffix:
+            if asked.echo:
+                raise InvalidRequest("echo: a text that is filled in is not repeated", "Send echo or suffix.", field="echo")
+            self._check_length(model, [asked.suffix], "suffix")
+            prompts = [infill_ids(model.tokenizer, ids, asked.suffix) for ids in prompts]
         most = 0 if asked.echo and asked.max_tokens == 0 else _most(asked.max_tokens, "max_tokens")
         call = self._call(Endpoint.COMPLETION, asked, model, prompts, most, asked.logprobs, "prompt")
         if asked.echo:

@@ -253,6 +253,7 @@ class CompletionRequest(Sampling):
         default=None,
         description="The answer begins with the prompt, with `logprobs` for its tokens too; `max_tokens` may then be 0: nothing follows.",
     )
+    suffix: str | None = Field(default=None, description="The text behind the answer, for models that fill in the middle.")
     add_special_tokens: bool | None = Field(
         default=None, description="A text gets the tokens that the model wants before it; default true."
     )
