@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from paceline.server import embedding_routes, replies
+from paceline.server.anthropic.replies import AnsweredMessage
 from paceline.server.app import create_app
 from paceline.server.ollama import replies as ollama
 from paceline.server.responses.replies import ResponseReply
@@ -29,7 +30,7 @@ def live() -> Generator[Served[ScriptedInference], None, None]:
     try:
         yield served
         answered = served.app.state.service.meter.answers
-        for path in (paths := ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")):
+        for path in (paths := ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")):
             assert answered[path, 200] > 0
         assert sum(answered[path, 400] for path in paths) > 0  # or the requests made said little
     finally:
@@ -65,6 +66,8 @@ def test_whole_answers_fit_their_models(live: Served[ScriptedInference]) -> None
     TypeAdapter(replies.Completion).validate_json(answer.content, strict=True, extra="forbid")
     answer = live.http.post("/v1/responses", json={"model": "echo", "input": "hi", "max_output_tokens": 2, "top_logprobs": 1})
     TypeAdapter(ResponseReply).validate_json(answer.content, strict=True, extra="forbid")
+    answer = live.http.post("/v1/messages", json={"model": "echo", "messages": chat["messages"], "max_tokens": 2})
+    TypeAdapter(AnsweredMessage).validate_json(answer.content, strict=True, extra="forbid")
     asked = {"model": "echo", "stream": False, "logprobs": True, "top_logprobs": 1, "options": {"num_predict": 2}}
     answer = live.http.post("/api/chat", json={**asked, "messages": chat["messages"]})
     TypeAdapter(ollama.OllamaChat).validate_json(answer.content, strict=True, extra="forbid")

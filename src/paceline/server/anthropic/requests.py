@@ -221,7 +221,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
     temperature: float | None = Field(
-        default=None, ge=TEMPERATURE.least, le=TEMPERATURE.most, allow_inf_nan=False, description="0 is greedy; default 1."
+        default=None, ge=TEMPERATURE.least, le=TEMPERATURE.most, allow_inf_nan=False, description="0 is greedy."
     )
     top_p: float | None = Field(default=None, ge=TOP_P.least, le=TOP_P.most, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31, description="0 or -1 keeps all.")
