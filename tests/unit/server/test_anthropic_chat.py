@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.errors import InvalidRequest
 from paceline.server.anthropic.chat import chat_of
 from paceline.server.anthropic.requests import MessagesRequest
 from paceline.server.anthropic.shape import input_of
@@ -99,6 +100,15 @@ def test_choices_of_tools(choice: dict[str, Any], expected: str, parallel: bool)
     assert asked.tools is not None
     function = asked.tools[0].function
     assert (function.name, function.description, function.parameters, function.strict) == ("a", "d", {"type": "object"}, True)
+
+
+def test_an_answer_that_is_begun_is_gone_on_with() -> None:
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [text("Hel")]}]
+    asked = chat(begun)
+    assert (asked.continue_final_message, asked.messages[-1].text) == (True, "Hel")
+    assert chat(begun[:1]).continue_final_message is None
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]: the last message is the assistant's"):
+        chat([begun[0], {"role": "assistant", "content": USES}])
 
 
 def test_sampling_thinking_and_forms() -> None:

@@ -43,6 +43,8 @@ def chat_of(asked: CountTokensRequest) -> ChatCompletionRequest:
         InvalidRequest: parts of the request don't belong together.
     """
     fields: dict[str, Any] = {"model": asked.model, "messages": _messages(asked), "now": asked.now}
+    if fields["messages"][-1].role == "assistant":
+        fields["continue_final_message"] = True
     if asked.tools:
         fields["tools"] = [_tool(tool) for tool in asked.tools]
     if asked.tool_choice is not None:
@@ -98,10 +100,10 @@ def _messages(asked: CountTokensRequest) -> list[Message]:
         messages += _assistant(together, known) if role == "assistant" else _user(together, known)
     if not messages or messages[-1].role == "system":
         raise InvalidRequest("messages: there is nothing to answer", "Send a message of the user's.", field="messages")
-    if messages[-1].role == "assistant":
+    if messages[-1].role == "assistant" and (messages[-1].tool_calls or not messages[-1].text):
         raise InvalidRequest(
-            f"messages[{len(asked.messages) - 1}]: the last message is the assistant's, and answers that are begun are not continued here",
-            "End with a message of the user's.",
+            f"messages[{len(asked.messages) - 1}]: the last message is the assistant's, and no text that the answer could go on with",
+            "End with a message of the user's, or with text of the assistant's.",
             field="messages",
         )
     return messages
