@@ -13,20 +13,19 @@ from paceline.core.ids import RequestId
 from paceline.engine.executor import StepBatch
 from paceline.testing.engines import EngineBench
 
+ID, SHORT = RequestId("r"), RequestId("short")
 SAMPLING = SamplingParams(temperature=0.9, seed=5, logprobs=3)
 START = tuple(1 + (i * i) % 31 for i in range(6))
 
 
 def drawn() -> tuple[tuple[int, ...], list[TokenLogprob]]:
     """A text that was drawn behind `START`, and how likely each of its tokens was."""
-    answer = EngineBench(one_path=True, prefix_cache=False).run(request(START, 40, scores_prompt=False))["r", 0]
+    answer = EngineBench(one_path=True, prefix_cache=False).run(request(START, 40, scores_prompt=False))[ID, 0]
     return START + tuple(answer.token_ids), answer.logprobs
 
 
-def request(prompt: tuple[int, ...], max_tokens: int | None, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(
-        RequestId("r"), prompt, max_tokens, **{"sampling": SAMPLING, "ignore_eos": True, "scores_prompt": True, **fields}
-    )
+def request(prompt: tuple[int, ...], max_tokens: int | None, *, scores_prompt: bool = True) -> GenerationRequest:
+    return GenerationRequest(ID, prompt, max_tokens, SAMPLING, ignore_eos=True, scores_prompt=scores_prompt)
 
 
 class ScoreBench(EngineBench):
@@ -72,23 +71,23 @@ def test_scores_are_the_log_probabilities_of_the_draws(bounds: dict[str, Any]) -
     bench.answers.clear()
     others = [
         replace(request(prompt[:20], 30), request_id=RequestId("other"), sampling=SamplingParams(temperature=0), scores_prompt=False),
-        replace(request(prompt[:9], 0), request_id=RequestId("short"), n=2),
+        replace(request(prompt[:9], 0), request_id=SHORT, n=2),
     ]
     bench.run(request(prompt, 4), *others)
-    scores = bench.scores["r", 0]
+    scores = bench.scores[ID, 0]
     assert [one.token_id for one in scores] == list(prompt[1:])
     assert scores[len(START) - 1 :] == logprobs
-    assert bench.scores["short", 0] == bench.scores["short", 1] == scores[:8]
-    short, answer = bench.answers["short", 1], bench.answers["r", 0]
+    assert bench.scores[SHORT, 0] == bench.scores[SHORT, 1] == scores[:8]
+    short, answer = bench.answers[SHORT, 1], bench.answers[ID, 0]
     assert (short.finish, short.token_ids) == (FinishReason.LENGTH, [])
-    assert answer.token_ids == ScoreBench().run(replace(request(prompt, 4), scores_prompt=False))["r", 0].token_ids
+    assert answer.token_ids == ScoreBench().run(replace(request(prompt, 4), scores_prompt=False))[ID, 0].token_ids
     assert bench.most_logits <= bench.config.max_logits_rows
     assert ("other", 0) not in bench.scores
 
 
 def test_a_prompt_of_one_token_has_no_scores_and_ends() -> None:
     bench = ScoreBench()
-    answer = bench.run(request((3,), 0))["r", 0]
+    answer = bench.run(request((3,), 0))[ID, 0]
     assert (answer.finish, answer.token_ids, bench.scores) == (FinishReason.LENGTH, [], {})
 
 
