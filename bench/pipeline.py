@@ -111,7 +111,7 @@ class TwoProcesses:
         raise SystemExit(f"the pipeline broke: {fault.message}")
 
     def fault(self, wait_s: float = 0.0) -> None:
-        return None
+        del wait_s
 
     def suspect(self, received: int) -> Fault:
         return Fault(None, "pipeline_stalled", f"nothing came after batch {received}")
@@ -136,7 +136,9 @@ def connect(cut: int, n_layers: int, core: int, block_size: int) -> tuple[TwoPro
     ours.send((port, expected.ticket))
     sink = StreamSink(dial([f"127.0.0.1:{their_port}"], b.member, ticket, a, never, time.perf_counter() + PATIENCE_S))
     source = Acknowledged(expected.wait(time.perf_counter() + PATIENCE_S))
-    stage = RouteStage(NodeId("b"), LayerRange(cut, n_layers), f"{MODEL}:{cut}-{n_layers - 1}", "", holds_identity=True, kv_tokens=BLOCKS * block_size)
+    stage = RouteStage(
+        NodeId("b"), LayerRange(cut, n_layers), f"{MODEL}:{cut}-{n_layers - 1}", "", holds_identity=True, kv_tokens=BLOCKS * block_size
+    )
     return TwoProcesses((stage,), sink, source, block_size), process
 
 

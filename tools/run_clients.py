@@ -36,7 +36,9 @@ def run(name: str, requirements: list[str]) -> int:
     Path(own.stdout.strip(), "paceline-tests.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
     environment = {**os.environ, "PYTHONPATH": ""}
     return subprocess.call(
-        [python, "-m", "pytest", "-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "tests/clients", "-k", f"test_{name}"], cwd=ROOT, env=environment
+        [python, "-m", "pytest", "-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "tests/clients", "-k", f"test_{name}"],
+        cwd=ROOT,
+        env=environment,
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from enum import Enum, auto
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -154,6 +154,7 @@ class ModelTokenizer:
         ends = {i for i, token in self._added.items() if token.special and token.content in END_TOKENS}
         self._eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self._size)
         self._kind: Final = _kind_of(path, encoder)
+        self._special: Final = {token.content: i for i, token in self._added.items() if token.special and i < self._size}
         self._bytes: dict[int, bytes] = {}
         self._chats = ChatPrefixes(self._added, lambda text: self._ids(text, add_special=False))
         self._chats_lock = threading.Lock()
@@ -189,9 +190,9 @@ class ModelTokenizer:
             found = self._bytes[token_id] = self._spell(token_id)
         return found
 
-    @cached_property
+    @property
     def special_tokens(self) -> Mapping[str, int]:
-        return {token.content: i for i, token in self._added.items() if token.special and i < self._size}
+        return self._special
 
     @property
     def chat_template(self) -> str | None:
