@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
 from pydantic import ValidationError
 
 from paceline.core.errors import InvalidRequest
@@ -144,7 +144,7 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 made += 1
                 call_id = call.id or f"call{made:05}"
                 waiting.append((call_id, call.function.name))
-                arguments = orjson.dumps(call.function.arguments).decode()
+                arguments = json.dumps(call.function.arguments)  # whole numbers of any size
                 calls.append({"id": call_id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
         if message.role == "tool":
             name, given = message.tool_name, message.tool_call_id
