@@ -18,9 +18,10 @@ _REF: Final = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?
 INDEX: Final = "model.safetensors.index.json"
 BESIDE: Final = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
-    INDEX,
+    INDEX, "modules.json",
 )  # fmt: skip
-"""What lies beside safetensors and is part of the model."""
+"""What lies beside safetensors and is part of the model. An encoder's modules.json says how it pools; what that names in folders is not fetched, and
+missed when the encoder is opened: without modules.json it would be pooled by the mean, whatever it was trained for."""
 
 
 @dataclass(frozen=True, slots=True)
