@@ -70,3 +70,29 @@ def test_one_call_alone_where_several_are_not_wanted(served: Served[ScriptedInfe
 
 def test_each_choice_has_its_own_calls(served: Served[ScriptedInference]) -> None:
     assert [len(choice.message.tool_calls) for choice in ask(served, CALL, n=2).choices] == [1, 1]
+
+
+HUGE = 10**30
+SCHEMA = {"type": "object", "properties": {"count": {"type": "integer", "maximum": HUGE}}}
+PATHS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "count", "parameters": SCHEMA}}]}),
+    ("/v1/responses", {"tools": [{"type": "function", "name": "count", "parameters": SCHEMA}]}),
+    ("/v1/messages", {"tools": [{"name": "count", "input_schema": SCHEMA}], "max_tokens": 100}),
+    ("/api/chat", {"tools": [{"type": "function", "function": {"name": "count", "parameters": SCHEMA}}], "stream": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), PATHS, ids=[path for path, _ in PATHS])
+def test_whole_numbers_of_any_size_are_taken_and_given(shared: Served[ScriptedInference], path: str, fields: dict[str, Any]) -> None:
+    said = f'<tool_call>\n{{"name": "count", "arguments": {{"count": {HUGE}}}}}\n</tool_call>'
+    asked = {"input": said} if path == "/v1/responses" else {"messages": [{"role": "user", "content": said}]}
+    limit = (
+        {"max_output_tokens": len(said)}
+        if path == "/v1/responses"
+        else {"options": {"num_predict": len(said)}}
+        if "api" in path
+        else {"max_tokens": len(said)}
+    )
+    answer = shared.http.post(path, json={"model": "echo", **asked, **fields, **limit})
+    assert answer.status_code == 200, answer.text
+    assert str(HUGE) in answer.text

@@ -10,6 +10,7 @@ import orjson
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.server.formats.grammar import Choice, calls_grammar, content_grammar
+from paceline.server.json_bytes import json_bytes
 from paceline.server.reading import Reading
 from paceline.server.requests import ChatCompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 from paceline.server.tools import Tools
@@ -32,7 +33,7 @@ def grammar_of(asked: Sampling) -> Grammar | None:
         case JsonObjectFormat():
             forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
         case JsonSchemaFormat(json_schema=described):
-            schema = ANY_OBJECT if described.schema_ is None else orjson.dumps(described.schema_).decode()
+            schema = ANY_OBJECT if described.schema_ is None else json_bytes(described.schema_).decode()
             forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, schema)
         case _:
             pass

@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import TypeVar
 from uuid import uuid4
 
-import orjson
 from pydantic import BaseModel, ValidationError
 
 from paceline.core.clock import Clock
@@ -25,6 +24,7 @@ from paceline.server.fields import check_fields, ignored_fields
 from paceline.server.forms import answer_grammar, grammar_of
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.infill import infill_ids
+from paceline.server.json_bytes import json_bytes
 from paceline.server.reading import Reading
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
 from paceline.server.tools import ModelFormats, Tools, write_chat
@@ -93,7 +93,7 @@ class Intake:
         if not self._keep_client_headers:
             asked = asked.model_copy(update={"messages": without_headers(asked.messages)})
         self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")
-        self._check_length(model, [orjson.dumps(tool).decode() for tool in tools.shown], "tools")
+        self._check_length(model, [json_bytes(tool).decode() for tool in tools.shown], "tools")
         form = self.formats.of(model)
         written = write_chat(asked, tools, model.tokenizer.chat_template or "", knows_tools=form.described.knows_tools)
         try:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from paceline.server.json_bytes import json_bytes, json_object
 
 MAX_TOOLS = 512
 """In one request. Raising it: a template may write more before it is refused for its length."""
@@ -200,7 +202,7 @@ def messages_without_tools(messages: Sequence[Message], tools: Sequence[Mapping[
         role = {"developer": "system", "tool": "user"}.get(message.role, message.role)
         written.append({"role": role, "content": text})
     if tools:
-        told = _TEXT_TOOLS % "\n".join(orjson.dumps(tool).decode() for tool in tools)
+        told = _TEXT_TOOLS % "\n".join(json_bytes(tool).decode() for tool in tools)
         if written and written[0]["role"] == "system":
             written[0]["content"] += "\n\n" + told
         else:
@@ -231,10 +233,7 @@ def short_id(call_id: str, template: str) -> str:
 
 
 def _call_for_template(call: ToolCall, template: str) -> dict[str, Any]:
-    try:
-        arguments = orjson.loads(call.function.arguments or "{}")
-    except orjson.JSONDecodeError:
-        arguments = None
+    arguments = json_object(call.function.arguments or "{}")
     # What is no object stays the text that the model wrote.
-    function = {"name": call.function.name, "arguments": cast("Any", arguments) if isinstance(arguments, dict) else call.function.arguments}
+    function = {"name": call.function.name, "arguments": call.function.arguments if arguments is None else arguments}
     return {"id": short_id(call.id, template), "type": "function", "function": function}

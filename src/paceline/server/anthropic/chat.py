@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from paceline.core.errors import InvalidRequest
 from paceline.server.anthropic.requests import (
     Choice,
@@ -25,6 +23,7 @@ from paceline.server.anthropic.requests import (
     ToolUseBlock,
     Turn,
 )
+from paceline.server.json_bytes import json_bytes
 from paceline.server.messages import MAX_CALLS, CalledFunction, Function, Message, NamedFunction, NamedTool, Tool, ToolCall
 from paceline.server.requests import ChatCompletionRequest
 
@@ -149,7 +148,7 @@ def _assistant(turns: Sequence[tuple[int, Turn]], known: set[str]) -> list[Messa
                     pass
                 case ToolUseBlock(id=call, name=name, input=arguments):
                     known.add(call)
-                    calls.append(ToolCall(id=call, function=CalledFunction(name=name, arguments=orjson.dumps(arguments).decode())))
+                    calls.append(ToolCall(id=call, function=CalledFunction(name=name, arguments=json_bytes(arguments).decode())))
                 case ToolResultBlock():
                     raise _misplaced(at, place, block.type, "the user's")
     if len(calls) > MAX_CALLS:

@@ -17,6 +17,7 @@ from paceline.engine.stops import TextStream
 from paceline.server.call import Call, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.json_bytes import json_bytes
 from paceline.server.reading import Reader
 from paceline.server.shapes import Collected, Shape, new_call_id
 
@@ -126,7 +127,7 @@ class MessageShape(Shape):
         assert isinstance(collected, InOrder), "made above"
         content = _blocks(collected.parts)
         self._finish, self._has_called = collected.finish, any(block["type"] == "tool_use" for block in content)
-        return orjson.dumps(self._message(content, usage, ended=True))
+        return json_bytes(self._message(content, usage, ended=True))
 
     def fault_event(self, fault: Fault) -> bytes:
         return b"event: error\ndata: " + fault.body(Api.ANTHROPIC) + b"\n\n"
@@ -218,4 +219,4 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 def _event(name: str, body: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **body}) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + json_bytes({"type": name, **body}) + b"\n\n"

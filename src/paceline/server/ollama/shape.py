@@ -17,6 +17,7 @@ from paceline.server.call import Call, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.inference import ServedModel
+from paceline.server.json_bytes import json_bytes, json_object
 from paceline.server.shapes import CalledTool, Collected, Shape, finite, token_text
 
 Fields = dict[str, object]
@@ -110,7 +111,7 @@ class OllamaShape(Shape):
         return [self.gained(calls=[written])]
 
     def _line(self, fields: Fields, *, done: bool = False) -> bytes:
-        return orjson.dumps({**self._head, **fields, "done": done}) + b"\n"
+        return json_bytes({**self._head, **fields, "done": done}) + b"\n"
 
     def _figures(self, finish: FinishReason | None, usage: Usage) -> Fields:
         """How the answer ended, and what it took, in ns. Before the first token the prompt was run, and everything waited for."""
@@ -161,10 +162,7 @@ class OllamaTextShape(OllamaShape):
 def _written(called: CalledTool, index: int) -> Fields | str:
     """A call as Ollama has it; as text where its arguments are no whole object."""
     text = "".join(called.arguments)
-    try:
-        arguments = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
+    arguments = json_object(text or "{}")
+    if arguments is None:
         return f'{{"name": {orjson.dumps(called.name).decode()}, "arguments": {text}'
     return {"id": f"call_{called.id}", "function": {"index": index, "name": called.name, "arguments": arguments}}

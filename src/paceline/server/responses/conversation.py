@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
-import orjson
-
 from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.server.json_bytes import json_bytes
 from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
 from paceline.server.requests import ChatCompletionRequest
 from paceline.server.responses.kept import KeptItem
@@ -63,7 +62,7 @@ def opened(content: str) -> str:
 def keep(item: AnyItem) -> KeptItem:
     """An item to be kept, under an id of its own where it brings none."""
     shown = shown_item(item)
-    return KeptItem(str(shown["id"]), item, shown, ITEM_OVERHEAD + 2 * len(orjson.dumps(shown)))
+    return KeptItem(str(shown["id"]), item, shown, ITEM_OVERHEAD + 2 * len(json_bytes(shown)))
 
 
 def shown_item(item: AnyItem) -> dict[str, object]:

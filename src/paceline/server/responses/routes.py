@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 
 from paceline.core.clock import Clock
@@ -15,6 +14,7 @@ from paceline.server.call import Call
 from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import ignored_fields
 from paceline.server.intake import Intake
+from paceline.server.json_bytes import json_bytes
 from paceline.server.responses import replies
 from paceline.server.responses.conversation import as_chat, keep, new_id, translated, write_messages
 from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
@@ -136,4 +136,4 @@ def add_routes(app: FastAPI, responses: Responses, answer: Answering, documented
 
 
 def _json(body: object) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
+    return Response(json_bytes(body), media_type="application/json")

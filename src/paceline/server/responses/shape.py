@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-import orjson
 from pydantic import TypeAdapter
 
 from paceline.core.clock import Clock
@@ -14,6 +13,7 @@ from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.server.call import Call, Usage
 from paceline.server.faults import Fault
 from paceline.server.formats.parts import Part
+from paceline.server.json_bytes import json_bytes
 from paceline.server.responses.conversation import keep
 from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
 from paceline.server.responses.output import Event, Output
@@ -79,7 +79,7 @@ class ResponsesShape(Shape):
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         del choices  # `collected` made the one there is
-        return orjson.dumps(self._final(usage))
+        return json_bytes(self._final(usage))
 
     def fault_event(self, fault: Fault) -> bytes:
         """The error, on which most clients raise, and the failed response, which others wait for."""
@@ -114,7 +114,7 @@ class ResponsesShape(Shape):
         turn = self._turn
         if turn.kept is not None:
             output = [keep(_ITEM.validate_python(_without_logprobs(item))) for item in self._output.items]
-            turn.kept.put(Kept(self._call.id, orjson.dumps(response), turn.before, turn.input, output))
+            turn.kept.put(Kept(self._call.id, json_bytes(response), turn.before, turn.input, output))
         return response
 
     def _response(self, status: str, output: Sequence[object]) -> dict[str, object]:
@@ -163,7 +163,7 @@ class ResponsesShape(Shape):
 
 
 def _written(event: Event, number: int) -> bytes:
-    return b"event: " + cast("str", event["type"]).encode() + b"\ndata: " + orjson.dumps({**event, "sequence_number": number}) + b"\n\n"
+    return b"event: " + cast("str", event["type"]).encode() + b"\ndata: " + json_bytes({**event, "sequence_number": number}) + b"\n\n"
 
 
 def _dumped(value: object) -> object:
