@@ -21,4 +21,6 @@ def without_headers(messages: Sequence[Message]) -> list[Message]:
     if found is None:
         return list(messages)
     rest = first.text[found.end() :]
-    return [*([first.model_copy(update={"content": rest})] if rest else []), *messages[1:]]
+    if rest:
+        return [first.model_copy(update={"content": rest}), *messages[1:]]
+    return list(messages[1:] or messages)

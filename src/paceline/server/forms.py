@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.server.formats.grammar import Choice, calls_grammar, content_grammar
-from paceline.server.json_bytes import json_bytes
+from paceline.server.json_bytes import json_bytes, json_object
 from paceline.server.reading import Reading
 from paceline.server.requests import ChatCompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 from paceline.server.tools import Tools
@@ -61,25 +59,34 @@ def answer_grammar(asked: ChatCompletionRequest, tools: Tools, reading: Reading 
         return form
     if reading is None or (form is None and not binding):
         return form
-    content: Mapping[str, Any] = {} if form is None else orjson.loads(form.text)
+    content: Mapping[str, Any] = {} if form is None else json_object(form.text) or {}
     if not tools.callable:
         thinking = reading.format.thinking
         if form is None or thinking is None:
             return form
         return content_grammar(thinking, content, token_id=special.get, in_reasoning=reading.in_reasoning)
     choice = Choice.REQUIRED if tools.required else Choice.AUTO if form is None else Choice.OR_CONTENT
-    made = calls_grammar(
-        reading.format,
-        {
-            name: tool.function.parameters or {} if tool.function.strict or choice is not Choice.AUTO else {}
-            for name, tool in tools.callable.items()
-        },
-        choice,
-        parallel=tools.parallel,
-        token_id=special.get,
-        in_reasoning=reading.in_reasoning,
-        content=content,
-    )
+    try:
+        made = calls_grammar(
+            reading.format,
+            {
+                name: tool.function.parameters or {} if tool.function.strict or choice is not Choice.AUTO else {}
+                for name, tool in tools.callable.items()
+            },
+            choice,
+            parallel=tools.parallel,
+            token_id=special.get,
+            in_reasoning=reading.in_reasoning,
+            content=content,
+        )
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+    ) as error:  # a schema is a client's: anything may stand anywhere in it
+        raise InvalidRequest(f"tools: a schema can't be read ({error})", "Send JSON schemas.", field="tools") from error
     if made is None:
         raise InvalidRequest("tools: calls in this model's format can't be forced", "Send tool_choice auto, without strict.", field="tools")
     return made

@@ -30,7 +30,8 @@ def decoded(text: str) -> str | None:
         value = json.loads(text)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    # Half a surrogate pair is no character, and nothing that is written from here on could hold it.
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else None
 
 
 def json_string(cursor: Cursor, say: Callable[[str], None]) -> Generator[None, None, bool]:

@@ -10,12 +10,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
+from paceline.core.errors import InvalidRequest
 from paceline.server.formats.lark import ANY, Lark, in_regex
 from paceline.server.formats.schema_types import referred
 
 EMPTY = '""'
 _DEEP = 12
 """Values within values that are described one by one; deeper ones may be anything."""
+_MOST = 4000
+"""Values that are described in all. Raising it: a schema whose parts refer to each other takes longer to write out, 10 us each."""
 
 
 def lax_value(lark: Lark, schema: Mapping[str, Any], delimiter: str) -> str:
@@ -26,9 +29,13 @@ def lax_value(lark: Lark, schema: Mapping[str, Any], delimiter: str) -> str:
 class _Lax:
     def __init__(self, lark: Lark, root: Mapping[str, Any], delimiter: str) -> None:
         self._lark, self._root, self._delimiter = lark, root, delimiter
+        self._left = _MOST
 
     def value(self, schema: object, deep: int) -> str:
         fields = cast("Mapping[str, Any]", schema) if isinstance(schema, Mapping) else {}
+        self._left -= 1
+        if self._left < 0:
+            raise InvalidRequest("tools: a schema has too many values within values to be followed", "Send a smaller one.", field="tools")
         if deep == 0:
             return self._any(0)
         match fields:

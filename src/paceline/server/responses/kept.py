@@ -6,6 +6,7 @@ held, and counted, once. A response that is gone takes no other with it: each ha
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.server.responses.requests import AnyItem
+
+_MADE_HERE = re.compile(r"[a-z]+_[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +95,8 @@ class KeptResponses:
                 held = self._held.get(item)
                 if held is None:
                     held = self._held[item] = _Held(item)
-                    self._by_id[item.id] = item
+                    if _MADE_HERE.fullmatch(item.id):  # what clients call their own items says nothing to others
+                        self._by_id.setdefault(item.id, item)
                     self._size += item.size
                 held.times += 1
             self._drop_old()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
 
 from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest
@@ -47,7 +49,10 @@ class Responses:
         is_list = not isinstance(asked.input, str)
         given = asked.input if not isinstance(asked.input, str) else [MessageItem(role="user", content=asked.input)]
         items = [self._resolved(item.id, place) if isinstance(item, ReferenceItem) else keep(item) for place, item in enumerate(given)]
-        written = write_messages(asked.instructions, [one.item for one in before], [one.item for one in items], is_list=is_list)
+        try:
+            written = write_messages(asked.instructions, [one.item for one in before], [one.item for one in items], is_list=is_list)
+        except ValidationError as error:  # several items are one message, which may be more than a message can be
+            raise InvalidRequest(f"input: {error.errors()[0]['msg']}", "Send fewer items of one turn.", field="input") from error
         if not written.messages:
             raise InvalidRequest("input: has nothing for the model to read", "Send a message.", field="input")
         try:
@@ -126,7 +131,7 @@ def add_routes(app: FastAPI, responses: Responses, answer: Answering, documented
         if query.get("order") != "asc":
             items.reverse()
         limit = query.get("limit", "20")
-        if not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+        if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_LISTED:
             raise InvalidRequest(f"limit: should be from 1 to {MAX_LISTED}", field="limit")
         ids = [item["id"] for item in items]
         start = ids.index(after) + 1 if (after := query.get("after")) in ids else 0

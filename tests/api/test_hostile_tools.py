@@ -1,0 +1,72 @@
+"""Requests that were made to break what reads tools, histories and ids: each is refused with 400, or answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.server.formats.test_families import FORMATS
+
+from paceline.core.errors import InvalidRequest
+from paceline.server.formats.grammar import Choice, calls_grammar
+from paceline.testing.scripted_inference import ScriptedInference
+from paceline.testing.served import Served
+
+ITSELF = {"type": "object", "properties": {f"k{place}": {"$ref": "#"} for place in range(12)}}
+
+
+def test_a_schema_that_refers_to_itself_again_and_again_is_too_large() -> None:
+    with pytest.raises(InvalidRequest, match="too many values"):
+        calls_grammar(FORMATS["gemma4"], {"f": ITSELF}, Choice.REQUIRED, parallel=True, token_id=lambda _: None)
+
+
+def test_half_a_surrogate_pair_in_arguments_is_no_error(shared: Served[ScriptedInference]) -> None:
+    said = '<tool_call>{"name": "f", "arguments": "{\\"x\\": \\"\\ud83d\\"}"}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": said}], "tools": tools, "max_tokens": len(said)}
+    for stream in (False, True):
+        answer = shared.http.post("/v1/chat/completions", json=body | {"stream": stream})
+        assert answer.status_code == 200
+        assert '"error"' not in answer.text
+        assert "arguments" in answer.text
+
+
+def test_a_chat_of_nothing_but_a_clients_header(shared: Served[ScriptedInference]) -> None:
+    messages = [{"role": "system", "content": "x-anthropic-billing-header: a"}]
+    answer = shared.http.post("/v1/chat/completions", json={"model": "echo", "messages": messages, "continue_final_message": True})
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"a": {}}, "required": [["a"]]}, {"properties": {"a": {"type": "array", "minItems": "x"}}}]
+)
+def test_a_schema_that_is_none(schema: dict[str, Any]) -> None:
+    from paceline.server.forms import answer_grammar
+    from paceline.server.reading import Reading
+    from paceline.server.requests import ChatCompletionRequest
+    from paceline.server.tools import Tools
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
+    asked = ChatCompletionRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": "required"}
+    )
+    tools = Tools.of(asked)
+    reading = Reading(FORMATS["gemma4"], tools.schemas, in_reasoning=False, parallel=True, spelled={})
+    with pytest.raises(InvalidRequest, match="tools: a schema can't be read"):
+        answer_grammar(asked, tools, reading, {})
+
+
+def test_many_calls_in_one_turn_of_a_conversation(shared: Served[ScriptedInference]) -> None:
+    calls = [{"type": "function_call", "call_id": f"c{place}", "name": "f", "arguments": "{}"} for place in range(600)]
+    answer = shared.http.post("/v1/responses", json={"model": "echo", "input": [*calls, {"role": "user", "content": "x"}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+def test_what_a_client_calls_its_items_is_found_by_no_other(shared: Served[ScriptedInference]) -> None:
+    item = {"type": "message", "id": "msg_1", "role": "user", "content": "mine"}
+    kept = shared.http.post("/v1/responses", json={"model": "echo", "input": [item], "max_output_tokens": 2})
+    assert kept.status_code == 200
+    asked = {"model": "echo", "input": [{"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "x"}]}
+    assert shared.http.post("/v1/responses", json=asked).status_code == 400
+    for limit in ("%C2%B2", "000000001000", "0", "101"):
+        assert shared.http.get(f"/v1/responses/{kept.json()['id']}/input_items?limit={limit}").status_code == 400
