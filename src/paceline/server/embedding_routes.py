@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import numpy as np
 import orjson
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.server.embeddings import Embedded, Embedder, TextEncoder
-from paceline.server.faults import Refusal, of_validation
-from paceline.server.fields import check_fields, ignored_fields, ignored_header
+from paceline.server.fields import ignored_fields, ignored_header, read_body
 from paceline.server.intake import COMMAS_PER_TOKEN, SMALL_BODY_BYTES, Intake, find_model
 from paceline.server.messages import Strict
 from paceline.server.requests import check_texts, texts_schema
@@ -89,12 +88,7 @@ def parse(embedder: Embedder, _: Intake, body: bytes) -> EmbeddingRequest:
     commas = body.count(b",") if len(body) > SMALL_BODY_BYTES else 0
     if commas > max(MOST_INPUTS * (longest + 1), COMMAS_PER_TOKEN * longest) + SMALL_BODY_BYTES:
         raise ContextOverflow(f"The body has {commas} commas, more than {MOST_INPUTS} texts of {longest} tokens can need", "Send less.")
-    try:
-        asked = EmbeddingRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise Refusal(of_validation(error)) from error
-    check_fields(asked)
-    return asked
+    return read_body(EmbeddingRequest, body)
 
 
 def encoder_of(asked: EmbeddingRequest, service: Service) -> TextEncoder:
@@ -132,13 +126,13 @@ def write(asked: EmbeddingRequest, encoder: TextEncoder, embedded: Embedded) -> 
     is_text = asked.encoding_format == "base64"
     parts: list[bytes] = []
     for index, vector in enumerate(embedded.vectors):
-        written = b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes()) if is_text else _numbers(vector)
+        written = b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes()) if is_text else numbers(vector)
         parts.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (index, written))
     tokens = sum(embedded.tokens)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return b'{"object":"list","data":[%s],"model":%s,"usage":%s}' % (b",".join(parts), orjson.dumps(encoder.name), orjson.dumps(usage))
 
 
-def _numbers(vector: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+def numbers(vector: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
     """The shortest decimals that are read as the same float32."""
     return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from paceline.server.faults import Fault, Refusal
+from paceline.server.faults import Fault, Refusal, of_validation
 
 HEADER: Final = "x-paceline-ignored"
 MAX_NAMES: Final = 40
@@ -113,6 +113,35 @@ UNSERVED: Final[Mapping[str, Unserved]] = {
     "safe_prompt": Unserved(PART_OF_MODEL, (False,)),
 }
 """By name. A body whose model has a field of that name serves it."""
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def read_body(kind: type[Body], body: bytes) -> Body:
+    """A body, checked against its model.
+
+    Raises:
+        Refusal: it does not fit it, or a field would change the answer that is not served.
+    """
+    try:
+        asked = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise Refusal(of_validation(error)) from error
+    check_fields(asked)
+    return asked
+
+
+def inner_request(kind: type[Body], fields: Mapping[str, Any]) -> Body:
+    """The request that another API's comes to. What passed the checks of its own body should pass these; what does not is a client's error all the same.
+
+    Raises:
+        Refusal: it does not pass.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise Refusal(of_validation(error)) from error
 
 
 def check_fields(asked: BaseModel, at: str = "") -> None:

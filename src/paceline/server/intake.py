@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TypeVar
 from uuid import uuid4
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, UnknownModel
@@ -19,8 +19,7 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.server.call import Call, Endpoint
 from paceline.server.client_headers import without_headers
-from paceline.server.faults import Refusal, of_validation
-from paceline.server.fields import check_fields, ignored_fields
+from paceline.server.fields import ignored_fields, read_body
 from paceline.server.forms import answer_grammar, grammar_of
 from paceline.server.inference import Inference, ServedModel
 from paceline.server.infill import infill_ids
@@ -46,6 +45,7 @@ class ChatPrompt:
 
     model: ServedModel
     ids: list[int]
+    tools: Tools
     reading: Reading | None
     """How its answer is read."""
 
@@ -80,9 +80,9 @@ class Intake:
         asked = self.parse(ChatCompletionRequest, body)
         return replace(self.chat_of(asked), ignored=ignored_fields(asked))
 
-    def chat_of(self, asked: ChatCompletionRequest, endpoint: Endpoint = Endpoint.CHAT) -> Call:
+    def chat_of(self, asked: ChatCompletionRequest) -> Call:
         """A chat, whichever API it was asked for through; raises as `chat` does, but for Refusal."""
-        return self.call_of(asked, self.prompt_of(asked), endpoint)
+        return self.call_of(asked, self.prompt_of(asked))
 
     def prompt_of(self, asked: ChatCompletionRequest) -> ChatPrompt:
         """A chat's prompt, however long; raises as `chat_of` does, for a context that is too small only where that is plain before tokenizing."""
@@ -101,16 +101,16 @@ class Intake:
             ids = model.tokenizer.render_chat(written.messages, now, written.given)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
-        return ChatPrompt(model, ids, form.reading(model, tools, ids))
+        return ChatPrompt(model, ids, tools, form.reading(model, tools, ids))
 
-    def call_of(self, asked: ChatCompletionRequest, prompt: ChatPrompt, endpoint: Endpoint) -> Call:
+    def call_of(self, asked: ChatCompletionRequest, prompt: ChatPrompt) -> Call:
         """The call of a chat whose prompt is written; raises as `chat_of` does."""
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
         if most is not None and replacing not in (None, most):
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
-        call = self._call(endpoint, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
-        grammar = answer_grammar(asked, Tools.of(asked), prompt.reading, prompt.model.tokenizer.special_tokens)
+        call = self._call(Endpoint.CHAT, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
+        grammar = answer_grammar(asked, prompt.tools, prompt.reading, prompt.model.tokenizer.special_tokens)
         return replace(call, reading=prompt.reading, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
 
     def completion(self, body: bytes) -> Call:
@@ -149,6 +149,8 @@ class Intake:
             prompts = [infill_ids(model.tokenizer, ids, asked.suffix) for ids in prompts]
         most = 0 if asked.echo and asked.max_tokens == 0 else _most(asked.max_tokens, "max_tokens")
         call = self._call(Endpoint.COMPLETION, asked, model, prompts, most, asked.logprobs, "prompt")
+        grammar = grammar_of(asked)
+        call = replace(call, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
         if asked.echo:
             texts = [prompt] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, str)]
             scores = asked.logprobs is not None or most == 0
@@ -167,12 +169,7 @@ class Intake:
             longest = max((model.max_context for model in self._inference.models()), default=0)
             if commas > COMMAS_PER_TOKEN * longest + SMALL_BODY_BYTES:
                 raise ContextOverflow(f"The body has {commas} commas, more than a context of {longest} tokens can need", "Send less.")
-        try:
-            asked = kind.model_validate_json(body)
-        except ValidationError as error:
-            raise Refusal(of_validation(error)) from error
-        check_fields(asked)
-        return asked
+        return read_body(kind, body)
 
     def ids_of(self, model: ServedModel, text: str, *, add_special: bool) -> list[int]:
         """A text's token ids.
@@ -272,7 +269,6 @@ class Intake:
                     ignore_eos=bool(asked.ignore_eos),
                     draft=asked.draft,
                     cache_salt=asked.cache_salt or "",
-                    grammar=grammar_of(asked),
                 )
                 for place, ids in enumerate(prompts)
             ),

@@ -77,15 +77,17 @@ def _kind_of_format(value: object) -> str | None:
     return f"as-{kind}" if kind in ("text", "json_object", "json_schema") else None  # a tuple: it may be of any type
 
 
+BY_KIND_OF_FORMAT = Discriminator(
+    _kind_of_format,
+    custom_error_type="response_format",
+    custom_error_message="Input should be an object whose type is text, json_object or json_schema",
+)
+"""Tells formats apart that are tagged `as-text`, `as-json_object` and `as-json_schema`."""
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("as-text")]
     | Annotated[JsonObjectFormat, Tag("as-json_object")]
     | Annotated[JsonSchemaFormat, Tag("as-json_schema")],
-    Discriminator(
-        _kind_of_format,
-        custom_error_type="response_format",
-        custom_error_message="Input should be an object whose type is text, json_object or json_schema",
-    ),
+    BY_KIND_OF_FORMAT,
 ]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LETTERS)]
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from paceline.core.errors import InvalidRequest
-from paceline.server.fields import ignored_fields, ignored_header
+from paceline.server.fields import ignored_fields, ignored_header, inner_request
 from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool
 from paceline.server.requests import ChatCompletionRequest, TokenId
 
@@ -55,7 +55,7 @@ def tokenize(intake: Intake, body: bytes) -> Response:
         case None, None, list():
             shared = {"messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"}
             chat = asked.model_dump(include=shared, exclude_none=True) | {"model": model.name}
-            ids = intake.prompt_of(ChatCompletionRequest.model_validate(chat)).ids
+            ids = intake.prompt_of(inner_request(ChatCompletionRequest, chat)).ids
         case _:
             raise InvalidRequest("prompt: send one of prompt, content and messages", field="prompt")
     return _answer({"tokens": list(ids), "count": len(ids), "max_model_len": model.max_context}, asked)

@@ -23,6 +23,7 @@ from paceline.server.anthropic.requests import (
     ToolUseBlock,
     Turn,
 )
+from paceline.server.fields import inner_request
 from paceline.server.json_bytes import json_bytes
 from paceline.server.messages import MAX_CALLS, CalledFunction, Function, Message, NamedFunction, NamedTool, Tool, ToolCall
 from paceline.server.requests import ChatCompletionRequest
@@ -62,7 +63,7 @@ def chat_of(asked: CountTokensRequest) -> ChatCompletionRequest:
     if isinstance(asked, MessagesRequest):
         fields |= {name: getattr(asked, name) for name in SAMPLING}
         fields["stop"] = asked.stop_sequences or None
-    return ChatCompletionRequest(**fields)
+    return inner_request(ChatCompletionRequest, fields)
 
 
 def _tool(tool: ClientTool) -> Tool:

@@ -9,7 +9,7 @@ from paceline.core.errors import ContextOverflow
 from paceline.server.anthropic.chat import chat_of
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.anthropic.shape import MessageShape
-from paceline.server.call import Call, Endpoint
+from paceline.server.call import Call
 from paceline.server.fields import ignored_fields
 from paceline.server.intake import ChatPrompt, Intake
 from paceline.server.requests import ChatCompletionRequest
@@ -31,7 +31,7 @@ def answered(intake: Intake, body: bytes) -> Call:
     size, most = len(prompt.ids), prompt.model.max_context
     if size >= most:
         raise ContextOverflow(f"{TOO_LONG}{size} tokens > {most - 1} maximum", "Send less, or compact the conversation.", field="messages")
-    call = intake.call_of(chat, prompt, Endpoint.CHAT)
+    call = intake.call_of(chat, prompt)
     room = None if asked.max_tokens > most - size else asked.max_tokens
     requests = tuple(replace(request, max_tokens=room) for request in call.requests)
     return replace(call, id=f"msg_{uuid4().hex}", requests=requests, ignored=ignored_fields(asked), shape=MessageShape)

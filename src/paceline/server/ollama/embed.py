@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
-from paceline.server.embedding_routes import EmbeddingRequest, Input, encoder_of, inputs_of
+from paceline.server.embedding_routes import EmbeddingRequest, Input, encoder_of, inputs_of, numbers
 from paceline.server.fields import ignored_fields, ignored_header
 from paceline.server.inference import ModelFacts, ServedModel
 from paceline.server.intake import Intake
@@ -76,7 +75,7 @@ def add_routes(app: FastAPI, service: Service, refused: dict[int | str, dict[str
             "load_duration": 0,
             "prompt_eval_count": sum(made.tokens),
         }
-        written = await asyncio.to_thread(lambda: b",".join([_numbers(vector) for vector in made.vectors]))
+        written = await asyncio.to_thread(lambda: b",".join([numbers(vector) for vector in made.vectors]))
         body = orjson.dumps(answer)[:-1] + b',"embeddings":[' + written + b"]}"
         return Response(body, headers=ignored_header(ignored_fields(asked)), media_type="application/json")
 
@@ -84,7 +83,7 @@ def add_routes(app: FastAPI, service: Service, refused: dict[int | str, dict[str
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         asked = await service.read(request, _embeddings, declared=False)
         _, made = await embedded(EmbeddingRequest(model=asked.model, input=asked.prompt), request, "prompt")
-        body = b'{"embedding":' + _numbers(made.vectors[0]) + b"}"
+        body = b'{"embedding":' + numbers(made.vectors[0]) + b"}"
         return Response(body, headers=ignored_header(ignored_fields(asked)), media_type="application/json")
 
 
@@ -100,7 +99,3 @@ def _embed(intake: Intake, body: bytes) -> OllamaEmbedRequest:
 
 def _embeddings(intake: Intake, body: bytes) -> OllamaEmbeddingsRequest:
     return intake.parse(OllamaEmbeddingsRequest, body)
-
-
-def _numbers(vector: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
-    return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)

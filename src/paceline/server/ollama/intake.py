@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from paceline.core.errors import InvalidRequest
 from paceline.server.call import Call
-from paceline.server.faults import Refusal, of_validation
-from paceline.server.fields import check_fields, ignored_fields
+from paceline.server.fields import check_fields, ignored_fields, inner_request
 from paceline.server.inference import ServedModel
 from paceline.server.intake import Intake
 from paceline.server.ollama.requests import Message, OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest, Options, Request
@@ -40,7 +37,7 @@ def chat(intake: Intake, body: bytes) -> Call | Loaded:
     fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
     if asked.tools:
         fields["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
-    return _completed(intake.chat_of(_inner(ChatCompletionRequest, fields)), asked, OllamaChatShape)
+    return _completed(intake.chat_of(inner_request(ChatCompletionRequest, fields)), asked, OllamaChatShape)
 
 
 def generate(intake: Intake, body: bytes) -> Call | Loaded:
@@ -54,11 +51,11 @@ def generate(intake: Intake, body: bytes) -> Call | Loaded:
             raise InvalidRequest("system: a raw prompt has no system message", "Write it into the prompt.", field="system")
         fields["prompt"] = asked.prompt
         fields["logprobs"] = (asked.top_logprobs or 0) if asked.logprobs else None
-        return _completed(intake.completion_of(_inner(CompletionRequest, fields)), asked, OllamaTextShape)
+        return _completed(intake.completion_of(inner_request(CompletionRequest, fields)), asked, OllamaTextShape)
     system = [{"role": "system", "content": asked.system}] if asked.system else []
     fields |= {**_thinking(asked), "messages": [*system, {"role": "user", "content": asked.prompt}], "logprobs": asked.logprobs}
     fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
-    return _completed(intake.chat_of(_inner(ChatCompletionRequest, fields)), asked, OllamaTextShape)
+    return _completed(intake.chat_of(inner_request(ChatCompletionRequest, fields)), asked, OllamaTextShape)
 
 
 def name_to_show(intake: Intake, body: bytes) -> str:
@@ -77,14 +74,6 @@ def _completed(call: Call, asked: Request, shape: type[OllamaShape]) -> Call:
     if most is not None and most > 0:
         requests = tuple(replace(one, max_tokens=min(most, call.model.max_context - len(one.prompt_ids))) for one in requests)
     return replace(call, requests=requests, shape=shape, ignored=ignored_fields(asked))
-
-
-def _inner(kind: type[Any], fields: dict[str, Any]) -> Any:
-    """What passed the checks of the outer body should pass these; what does not is a client's error all the same."""
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise Refusal(of_validation(error)) from error
 
 
 def _shared(asked: Request) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.server.fields import inner_request
 from paceline.server.json_bytes import json_bytes
 from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
 from paceline.server.requests import ChatCompletionRequest
@@ -196,7 +197,7 @@ def as_chat(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatComplet
             }
         case choice:
             given["tool_choice"] = choice
-    return ChatCompletionRequest(**given)
+    return inner_request(ChatCompletionRequest, given)
 
 
 def _named(name: str) -> dict[str, object]:

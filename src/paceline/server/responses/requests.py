@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.core.generation import LOGPROBS
 from paceline.server.messages import MAX_TOOLS, NAME, Strict, string_or_list
-from paceline.server.requests import JsonObjectFormat, JsonSchema, ResponseFormat, Sampling, TextFormat
+from paceline.server.requests import BY_KIND_OF_FORMAT, JsonObjectFormat, JsonSchema, ResponseFormat, Sampling, TextFormat
 
 NOT_SERVED = "not_served"
 """The type of a validation error about something that OpenAI serves and Paceline does not."""
@@ -210,22 +210,13 @@ class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
-def _kind_of_format(value: object) -> str | None:
-    kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
-    return f"as-{kind}" if kind in ("text", "json_object", "json_schema") else None
-
-
 class Text(Strict):
     format: (
         Annotated[
             Annotated[TextFormat, Tag("as-text")]
             | Annotated[JsonObjectFormat, Tag("as-json_object")]
             | Annotated[SchemaFormat, Tag("as-json_schema")],
-            Discriminator(
-                _kind_of_format,
-                custom_error_type="response_format",
-                custom_error_message="Input should be an object whose type is text, json_object or json_schema",
-            ),
+            BY_KIND_OF_FORMAT,
         ]
         | None
     ) = None
