@@ -1,17 +1,18 @@
 """Reads the answers of a call: chunks of text in, parts out (`formats.parts`).
 
-Where a format's markers are special tokens, which spell nothing in a chunk's text, the text is spelled here again from the chunk's tokens, with them.
+A chunk's text says where the answer ends. Special tokens spell nothing in it: those that are markers of the format are put where their tokens stand.
 """
 
 from __future__ import annotations
 
+import codecs
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.text import Vocabulary
-from paceline.engine.stops import TextStream
 from paceline.server.formats.format import Format
 from paceline.server.formats.parts import CallArguments, Content, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
@@ -55,38 +56,58 @@ class PlainReader:
 
 
 class ChoiceReader:
-    """Reads one answer."""
+    """Reads one answer, token by token: how many of them are reasoning does not depend on how they were cut into chunks."""
 
     def __init__(self, reading: Reading, vocabulary: Vocabulary, request: GenerationRequest) -> None:
         self._reader = AnswerReader(reading.format, reading.tools, in_reasoning=reading.in_reasoning, parallel=reading.parallel)
         self._ends = request.stop_ids if request.ignore_eos else request.stop_ids | vocabulary.eos_ids
-        respelled = reading.spelled or reading.format.thinking is not None
-        self._text = TextStream(_Spelling(vocabulary, reading.spelled), request.stop) if respelled else None
+        self._spelled = {token: spelled.decode() for token, spelled in reading.spelled.items()}
+        self._token_bytes = vocabulary.token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._waiting: deque[tuple[int, str]] = deque()
+        """Tokens whose text did not come yet: how many characters are to come, and the marker that the token spells."""
         self._reasons = reading.in_reasoning
+        self._told: bool | None = None
+        """What came of the token that waits first is reasoning. None: nothing came."""
         self.reasoning_tokens = 0
         """With which the model reasoned."""
 
     def read(self, chunk: GenerationChunk) -> list[Part]:
         """What the answer gained."""
-        parts = self._reader.feed(chunk.text) if self._text is None else self._by_token(self._text, chunk)
-        return parts if chunk.finish_reason is None else parts + self._reader.end()
-
-    def _by_token(self, stream: TextStream, chunk: GenerationChunk) -> list[Part]:
-        """Read token by token: how many of them are reasoning does not depend on how they were cut into chunks."""
-        tokens = chunk.token_ids
+        tokens, text = chunk.token_ids, chunk.text
         if chunk.finish_reason is FinishReason.STOP and tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]  # it ended the answer, and is no part of it
+        self._waiting.extend(self._expected(token) for token in tokens)
         parts: list[Part] = []
-        for token in tokens:
-            gained = self._reader.feed(stream.push(token))
-            if any(isinstance(part, Reasoning) for part in gained) if gained else self._reasons:
-                self.reasoning_tokens += 1
-            if gained:
-                self._reasons = isinstance(gained[-1], Reasoning)
-                _join(parts, gained)
+        while self._waiting:
+            missing, mark = self._waiting.popleft()
+            piece, text = text[:missing], text[missing:]
+            self._feed(mark or piece, parts)
+            if len(piece) < missing:  # the rest may belong to a stop string
+                self._waiting.appendleft((missing - len(piece), mark))
+                break
+            self._count()
         if chunk.finish_reason is not None:
-            _join(parts, self._reader.feed(stream.flush()))
+            self._feed(text, parts)
+            for _ in self._waiting:  # a stop string took their text
+                self._count()
+            _join(parts, self._reader.end())
         return parts
+
+    def _expected(self, token: int) -> tuple[int, str]:
+        length = len(self._decode(self._token_bytes(token)))
+        return length, "" if length else self._spelled.get(token, "")
+
+    def _feed(self, text: str, parts: list[Part]) -> None:
+        if gained := self._reader.feed(text):
+            self._told = bool(self._told) or any(isinstance(part, Reasoning) for part in gained)
+            self._reasons = isinstance(gained[-1], Reasoning)
+            _join(parts, gained)
+
+    def _count(self) -> None:
+        """Count a token whose text came."""
+        self.reasoning_tokens += self._reasons if self._told is None else self._told
+        self._told = None
 
 
 def _join(parts: list[Part], more: Sequence[Part]) -> None:
@@ -101,14 +122,3 @@ def _join(parts: list[Part], more: Sequence[Part]) -> None:
                 parts[-1] = CallArguments(index, before + text)
             case _:
                 parts.append(part)
-
-
-class _Spelling:
-    """A vocabulary in which some special tokens spell their names."""
-
-    def __init__(self, vocabulary: Vocabulary, spelled: Mapping[int, bytes]) -> None:
-        self._vocabulary, self._spelled = vocabulary, spelled
-        self.size, self.eos_ids = vocabulary.size, vocabulary.eos_ids
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._spelled.get(token_id) or self._vocabulary.token_bytes(token_id)

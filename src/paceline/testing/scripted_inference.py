@@ -1,7 +1,7 @@
 """An `Inference` without a model, for tests of the server: a byte tokenizer, and answers that repeat the prompt.
 
 Honest in what the server relies on: a bounded queue, blocks held by live requests and freed when an iterator is closed,
-stop ids, lengths, `n`, logprobs, progress. Deterministic: token `k` of an answer is byte `k` of the prompt, cyclically.
+stop ids and strings, lengths, `n`, logprobs, progress. Deterministic: token `k` of an answer is byte `k` of the prompt, cyclically.
 `hold_after` makes every sequence wait at that many tokens until `release`, so that tests meet a request in mid-stream.
 """
 
@@ -20,6 +20,7 @@ from paceline.core.model import BLOCK_TOKENS
 from paceline.core.stats import EngineStats
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.engine.intake import check_draft
+from paceline.engine.stops import TextStream
 from paceline.server.inference import Progress, ServedModel
 
 EOS = 256
@@ -154,7 +155,7 @@ class ScriptedInference:
         self._counts.prompt += len(request.prompt_ids)
         ending = FinishReason.ABORT
         try:
-            done = 0
+            done, text = 0, TextStream(self._model.tokenizer, request.stop)
             if request.scores_prompt:
                 scores = tuple(_logprob(token, request.sampling.logprobs or 0) for token in request.prompt_ids[1:])
                 for part in (scores[:2], scores[2:]):
@@ -175,7 +176,7 @@ class ScriptedInference:
                     yield [GenerationChunk(request.request_id, 0, (), "", finish_reason=ending, error=error, code=code)]
                     return
                 count = min(self._tokens_per_item, most - done)
-                item = self._step(request, done, count, most)
+                item = self._step(request, text, done, count, most)
                 done += count
                 self._counts.steps += 1
                 self._counts.generated += request.n * count
@@ -189,13 +190,16 @@ class ScriptedInference:
             self._changed.set()
             self._counts.finished[ending] = self._counts.finished.get(ending, 0) + request.n
 
-    def _step(self, request: GenerationRequest, done: int, count: int, most: int) -> list[GenerationChunk]:
+    def _step(self, request: GenerationRequest, stream: TextStream, done: int, count: int, most: int) -> list[GenerationChunk]:
         chunks: list[GenerationChunk] = []
         for place in range(done, done + count):
             token = request.prompt_ids[place % len(request.prompt_ids)]
-            stopped = token in request.stop_ids or (token == EOS and not request.ignore_eos)
+            ended = token in request.stop_ids or (token == EOS and not request.ignore_eos)
+            text = "" if ended else stream.push(token)
+            stopped = ended or stream.stopped
             finish = FinishReason.STOP if stopped else FinishReason.LENGTH if place + 1 == most else None
-            text = "" if stopped else chr(token) if token < 128 else "?"
+            if finish is not None:
+                text += stream.flush()
             logprobs = () if request.sampling.logprobs is None else (_logprob(token, request.sampling.logprobs),)
             chunks.extend(
                 GenerationChunk(request.request_id, index, (token,), text, logprobs, finish, cached_tokens=0 if place else 1)
