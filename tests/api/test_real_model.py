@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import json
 import re
+import threading
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -15,6 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 from paceline.core.model import BLOCK_TOKENS
+from paceline.engine import grammar
 from paceline.node.build import build_node
 from paceline.node.host import EngineHost
 from paceline.node.settings import NodeSettings
@@ -401,3 +404,58 @@ def test_a_tool_that_can_not_be_followed_is_refused_as_a_tool(real: Real) -> Non
     body = ANSWER | {"model": model_of(real), "tools": [tool], "tool_choice": "required"}
     error = real.http.post("/v1/chat/completions", json=body)
     assert (error.status_code, error.json()["error"]["param"]) == (400, "tools")
+
+
+def test_no_form_is_compiled_or_followed_on_the_event_loop_nor_compiled_beside_answers(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: dict[str, set[str]] = {}
+    """Functions of the library, and the threads that called them."""
+    compiles, goes_on = threading.Event(), threading.Event()
+
+    class Watched:
+        """The library's matcher, which says who calls it, and compiles when it is told to."""
+
+        grammar_from_json_schema = grammar.LLMatcher.grammar_from_json_schema
+        grammar_from_regex = grammar.LLMatcher.grammar_from_regex
+        grammar_from_lark = grammar.LLMatcher.grammar_from_lark
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.matcher: Any = None
+            if given:
+                note("compile")
+                compiles.set()
+                assert goes_on.wait(BOUND_S)
+                self.matcher = real_matcher(*given, **options)
+
+        def deep_copy(self) -> Watched:
+            copy = Watched()
+            copy.matcher = self.matcher.deep_copy()
+            return copy
+
+        def __getattr__(self, name: str) -> Any:
+            note(name)
+            return getattr(self.matcher, name)
+
+    def note(name: str) -> None:
+        called.setdefault(name, set()).add(threading.current_thread().name)
+
+    real_matcher = grammar.LLMatcher
+    monkeypatch.setattr(grammar, "LLMatcher", Watched)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["never asked before", "nor this"]}}}
+    forms: list[dict[str, Any]] = [
+        {"response_format": schema},
+        {"extra_body": {"regex": "never asked (before|again)"}},
+        {"extra_body": {"grammar": 'start: "never" | "asked"'}},
+        {"tools": [{"type": "function", "function": {"name": "never_asked", "parameters": {"enum": [{}]}}}], "tool_choice": "required"},
+    ]
+    with client_of(real) as client, ThreadPoolExecutor(len(forms)) as together:
+        asked = [together.submit(client.chat.completions.create, model=model_of(real), **ANSWER, **form) for form in forms]
+        assert compiles.wait(BOUND_S)
+        # Neither the loop nor the engine waits for what is being compiled.
+        assert client.chat.completions.create(model=model_of(real), **ANSWER).choices[0].message.content
+        goes_on.set()
+        assert all(answer.result().choices for answer in asked)
+    assert called["compile"] == {"grammars_0"}
+    assert {"unsafe_compute_mask_ptr", "consume_token", "compute_ff_tokens"} <= called.keys()
+    compiler = {name for name, threads in called.items() if "grammars_0" in threads}
+    assert compiler == {"compile", "is_error"}
+    assert set().union(*called.values()) == {"grammars_0", "paceline-engine"}

@@ -130,9 +130,7 @@ def build_engine(
     grammars = Grammars(setup.opened.tokenizer)
 
     def make() -> Engine:
-        return Engine(
-            executor, setup.opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=Grammars(setup.opened.tokenizer)
-        )
+        return Engine(executor, setup.opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=grammars)
 
     def rebuild() -> Engine:
         executor.reset()

@@ -245,9 +245,7 @@ def build_engine_over(
         grammars = Grammars(opened.tokenizer)
 
         def make() -> Engine:
-            return Engine(
-                executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=Grammars(opened.tokenizer)
-            )
+            return Engine(executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=grammars)
 
         def rebuild() -> Engine:
             executor.reset()
