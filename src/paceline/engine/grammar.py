@@ -7,10 +7,13 @@ Where the grammar leaves only one text, a mask leaves only its canonical tokens,
 
 from __future__ import annotations
 
+import json
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
 
@@ -29,7 +32,7 @@ Mask = npt.NDArray[np.uint8]
 
 _SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The only blanks in JSON outside strings: no answer runs to its end in blanks, and most of a document's frame is forced."""
-VERSION = f"llguidance {version('llguidance')}, 3"
+VERSION = f"llguidance {version('llguidance')}, 4"
 """What decides a mask beside grammar, tokens and vocabulary. Raise the number with `_SEPARATORS`, `_LIMITS` or `_Vocabulary`."""
 
 _CEILINGS = np.where(
@@ -39,7 +42,14 @@ _CEILINGS = np.where(
 
 KEPT = 64
 """Compiled grammars. Raising it: more memory, and agents with many schemas wait less."""
-_LIMITS = LLParserLimits(max_grammar_size=200_000, initial_lexer_fuel=500_000, step_lexer_fuel=100_000, max_lexer_states=100_000)
+REFUSALS = 1024
+"""Grammars whose refusal is remembered, some 700 bytes each: what ends a compiler takes seconds of one each time."""
+_LIMITS = LLParserLimits(
+    max_grammar_size=10_000, step_max_items=20_000, initial_lexer_fuel=500_000, step_lexer_fuel=100_000, max_lexer_states=100_000
+)
+"""A mask is made on the engine's thread, and its time grows with the square of what may come next; that is at most all of a grammar."""
+_WALKS, _WALK = 2, 12
+"""Ways into a grammar that are followed before an answer is, and how many tokens far."""
 _FIELDS = {
     GrammarKind.JSON_SCHEMA: "response_format",
     GrammarKind.REGEX: "regex",
@@ -62,24 +72,48 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         """Made when a grammar is first asked for: some 6 us a token."""
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+        """Why grammars are refused, by their digests."""
         self._lock = threading.Lock()
-        """Of the grammars that are compiled. Never held for long."""
+        """Of what is compiled and refused. Never held for long."""
         self._compiling = threading.Lock()
 
     def prepare(self, grammar: Grammar) -> None:
-        """Compile a grammar, so that `matcher` finds it: milliseconds most times, a second for the largest. One at a time.
+        """Compile a grammar, so that `matcher` finds it: milliseconds most times, a second for the largest. Several may be tried at once.
 
         Raises:
             InvalidRequest: the grammar is not one, allows nothing, uses what is not supported, or is too large.
         """
-        with self._compiling:
-            if self._find(grammar) is not None:
-                return
-            compiled = self._compile(grammar)
+        field = _FIELDS[grammar.kind]
+        if len(grammar.text) > MAX_GRAMMAR_LETTERS:
+            raise InvalidRequest(
+                f"{field}: {len(grammar.text)} letters, and {MAX_GRAMMAR_LETTERS} are taken", "Send a smaller one.", field=field
+            )
+        if self._find(grammar) is not None:
+            return
+        digest = sha256(json.dumps([grammar.kind, grammar.text]).encode()).digest()
+        with self._lock:
+            why = self._refusals.get(digest)
+        try:
+            if why is not None:
+                raise _Refused(why)
+            if not self._tried and not trial(grammar):
+                raise _Refused(f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
+            with self._compiling:
+                if self._find(grammar) is not None:
+                    return
+                compiled = self._compile(grammar)
+        except _Refused as refused:
             with self._lock:
-                self._compiled[grammar] = compiled
-                if len(self._compiled) > KEPT:
-                    self._compiled.popitem(last=False)
+                self._refusals[digest] = refused.why
+                self._refusals.move_to_end(digest)
+                if len(self._refusals) > REFUSALS:
+                    self._refusals.popitem(last=False)
+            raise InvalidRequest(f"{field}: {refused.why}", "Send a form that can be followed.", field=field) from None
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of an answer. Raises as `prepare` does."""
@@ -89,8 +123,8 @@ class Grammars:
 
     def attempt(self, grammar: Grammar) -> None:
         """Compile a grammar and follow it a little, and keep nothing."""
-        with suppress(InvalidRequest):
-            Matcher(self._compile(grammar).deep_copy(), self._vocabulary.size).mask()
+        with suppress(_Refused):
+            self._compile(grammar)
 
     def _find(self, grammar: Grammar) -> LLMatcher | None:
         with self._lock:
@@ -99,18 +133,11 @@ class Grammars:
             return self._compiled.get(grammar)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        field = _FIELDS[grammar.kind]
-        if len(grammar.text) > MAX_GRAMMAR_LETTERS:
-            raise InvalidRequest(
-                f"{field}: {len(grammar.text)} letters, and {MAX_GRAMMAR_LETTERS} are taken", "Send a smaller one.", field=field
-            )
         if not self._vocabulary.eos_ids:
-            raise _refused(field, "this model has no token that ends an answer")
+            raise _Refused("this model has no token that ends an answer")
         if self._tokenizer is None:
             vocabulary = _Vocabulary(self._vocabulary)
             self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_ids)
-        if not self._tried and not trial().survives(grammar):
-            raise _refused(field, f"it takes more than {SECONDS:g} seconds to compile, or more memory than there is for that")
         try:
             match grammar.kind:
                 case GrammarKind.JSON_SCHEMA:
@@ -120,11 +147,39 @@ class Grammars:
                 case GrammarKind.LARK | GrammarKind.TOOLS | GrammarKind.FORM:
                     text = LLMatcher.grammar_from_lark(grammar.text)
         except ValueError as error:
-            raise _refused(field, str(error)) from error
+            raise _Refused(str(error)) from error
         compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if compiled.is_error():
-            raise _refused(field, compiled.get_error())
+            raise _Refused(compiled.get_error())
+        for number in range(_WALKS):
+            self._walk(Matcher(compiled.deep_copy(), self._vocabulary.size), random.Random(number))
         return compiled
+
+    def _walk(self, matcher: Matcher, draw: random.Random) -> None:
+        """Follow a grammar for some tokens, the same ones each time, and refuse it if that is too much: answers would end in the middle."""
+        written = b""
+        for _ in range(_WALK):
+            mask = matcher.mask()
+            if matcher.error is not None:
+                behind = printable(written.decode(errors="replace"), 100)
+                raise _Refused(f"what may come behind '{behind}' is too much to follow: {matcher.error}")
+            assert mask is not None, "nothing was guessed"
+            allowed = np.unpackbits(mask, bitorder="little")
+            allowed[sorted(self._vocabulary.eos_ids)] = 0
+            tokens = np.flatnonzero(allowed)
+            if not len(tokens):
+                return
+            token = int(tokens[draw.randrange(len(tokens))])
+            written += self._vocabulary.token_bytes(token)
+            matcher.take(token)
+
+
+class _Refused(Exception):
+    """A grammar can't be followed. `why` is one line."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = _line(why)
 
 
 class Matcher:
@@ -187,10 +242,6 @@ def restrict(logits_V: npt.NDArray[np.float32], mask: Mask) -> None:
 def _line(text: str) -> str:
     """What the library says, in one line: it draws what it was given below each other."""
     return printable(" ".join(text.split()), 500)
-
-
-def _refused(field: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{field}: {_line(why)}", "Send a form that can be followed.", field=field)
 
 
 class _Vocabulary:

@@ -7,6 +7,7 @@ of a few letters take it minutes or all of a stack.
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import subprocess
 import sys
@@ -62,10 +63,26 @@ class GrammarTrial:
         return child
 
 
+AT_ONCE = 3
+"""Children of this process. Raising it: more forms that take seconds hold up none of the others, and take that many cores."""
+
+
 @cache
-def trial() -> GrammarTrial:
-    """The one of this process, whatever it serves."""
-    return GrammarTrial()
+def _trials() -> queue.LifoQueue[GrammarTrial]:
+    waiting: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
+    for _ in range(AT_ONCE):
+        waiting.put(GrammarTrial())
+    return waiting
+
+
+def trial(grammar: Grammar) -> bool:
+    """Whether a grammar's compiler outlives it, in the first child that is free, whatever this process serves."""
+    waiting = _trials()
+    one = waiting.get()
+    try:
+        return one.survives(grammar)
+    finally:
+        waiting.put(one)
 
 
 def _nothing() -> None:

@@ -32,6 +32,8 @@ COMES_BACK = "Another takes its place: ask again"
 STAYS_DOWN = "It stays down: restart paceline"
 REBUILDS, WITHIN_S = 3, 600.0
 """How often an engine is built anew in so many seconds. Raising it: one that fails at every request goes on failing them for longer."""
+OF_CLIENTS = 2
+"""Grammars of this node's own clients that are compiled at once: one that takes seconds holds up no other. Raising it: more cores are taken."""
 CLOSE_TIMEOUT_S = 1.0
 """How long a step in progress may hold up a stop. Raising it delays Ctrl-C; lowering it abandons more steps."""
 
@@ -75,9 +77,9 @@ class EngineHost:
         self._closed = self._draining = False
         self._rebuild = rebuild
         self._grammars = grammars
-        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._compiler = ThreadPoolExecutor(OF_CLIENTS + 1, "grammars")
         """Of its own: a flood of grammars, seconds each, would hold all threads that others' work waits for."""
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By the node that asks."""
         self._rebuilt_at: deque[float] = deque(maxlen=REBUILDS)
         self._on_change: list[Callable[[], None]] = []
@@ -180,8 +182,8 @@ class EngineHost:
         """
         request = stream.request
         if request.grammar is not None and self._grammars is not None:
-            # A node's one after the other: however many it sends, others' wait for one of them.
-            async with self._turns.setdefault(request.caller, asyncio.Lock()):
+            # A node's one after the other, and a thread is left by this one's clients: however many one sends, others' wait for one of them.
+            async with self._turns.setdefault(request.caller, asyncio.Semaphore(1 if request.caller else OF_CLIENTS)):
                 if stream.is_running:
                     await asyncio.get_running_loop().run_in_executor(self._compiler, self._grammars.prepare, request.grammar)
         if stream.is_running:  # the engine may have failed, or the host been closed, meanwhile

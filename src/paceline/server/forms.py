@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
+from paceline.server.formats.dialect import as_followed
 from paceline.server.formats.grammar import Choice, calls_grammar, content_grammar
 from paceline.server.json_bytes import json_bytes, json_object
 from paceline.server.reading import Reading
@@ -31,13 +32,22 @@ def grammar_of(asked: Sampling) -> Grammar | None:
         case JsonObjectFormat():
             forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
         case JsonSchemaFormat(json_schema=described):
-            schema = ANY_OBJECT if described.schema_ is None else json_bytes(described.schema_).decode()
+            schema = ANY_OBJECT if described.schema_ is None else json_bytes(_followed(described.schema_)).decode()
             forms["response_format"] = Grammar(GrammarKind.JSON_SCHEMA, schema)
         case _:
             pass
     if len(forms) > 1:
         raise InvalidRequest(f"{' and '.join(forms)}: an answer has one form", "Send one of them.", field=next(iter(forms)))
     return next(iter(forms.values()), None)
+
+
+def _followed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return as_followed(schema)
+    except RecursionError as error:
+        raise InvalidRequest(
+            "response_format: the schema is nested too deep", "Send a form that can be followed.", field="response_format"
+        ) from error
 
 
 def answer_grammar(asked: ChatCompletionRequest, tools: Tools, reading: Reading | None, special: Mapping[str, int]) -> Grammar | None:

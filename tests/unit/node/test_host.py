@@ -443,15 +443,13 @@ def test_a_node_that_floods_with_grammars_holds_up_neither_other_work_nor_others
             assert host.live == 20, "it has its share of places, and the rest are refused before anything is compiled"
             refused, _ = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
             assert all(isinstance(task.exception(), Overloaded) for task in refused)
-            own = asyncio.create_task(drain(host.generate("echo", formed("own", ""))))
-            await until(lambda: host.live == 21)
-            slow.goes_on.release()
-            await until(lambda: len(slow.asked) == 2)
-            assert slow.asked == ["b0", "own"]
+            own = [asyncio.create_task(drain(host.generate("echo", formed(f"own{number}", "")))) for number in range(3)]
+            await until(lambda: host.live == 23 and len(slow.asked) == 3)
+            assert slow.asked == ["b0", "own0", "own1"], "two of this machine's clients beside one of each other's"
             slow.goes_on.release(100)
-            await own
+            await asyncio.gather(*own)
             await asyncio.gather(*flood, return_exceptions=True)
-            assert len(slow.asked) == 21
+            assert len(slow.asked) == 23
             assert host.live == 0
 
         run(work())

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from paceline.server.formats.dialect import as_followed
+
 ANY = "/(.|\\n)*/"
 """Any text. Special tokens are none."""
 _BLANKS: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,7 +41,7 @@ class Lark:
         return name.removesuffix("[lazy]")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": _BLANKS}))
+        return self.rule("%json " + json.dumps({**as_followed(schema), "x-guidance": _BLANKS}))
 
     def literal(self, text: str) -> str:
         """This text, with the special tokens that it names."""

@@ -1,0 +1,36 @@
+"""Schemas of OpenAPI documents: what they say in words of their own, and what is data and stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.server.formats.dialect import as_followed
+
+
+@pytest.mark.parametrize(
+    ("schema", "followed"),
+    [
+        ({"type": "string", "format": "int64"}, {"type": "string"}),
+        ({"type": "string", "format": "date"}, {"type": "string", "format": "date"}),
+        ({"type": "string", "nullable": True}, {"type": ["string", "null"], "nullable": True}),
+        ({"type": "null", "nullable": True}, {"type": "null", "nullable": True}),
+        (
+            {"oneOf": [{"format": "x"}], "discriminator": {"propertyName": "kind"}},
+            {"anyOf": [{}], "discriminator": {"propertyName": "kind"}},
+        ),
+        ({"oneOf": [{"type": "string"}]}, {"oneOf": [{"type": "string"}]}),
+        ({"const": {"format": "x", "nullable": True, "type": "a"}}, {"const": {"format": "x", "nullable": True, "type": "a"}}),
+        ({"default": {"format": "x"}, "enum": [{"format": "x"}]}, {"default": {"format": "x"}, "enum": [{"format": "x"}]}),
+        (
+            {"properties": {"format": {"format": "x"}, "enum": {"format": "x"}, "nullable": True}},
+            {"properties": {"format": {}, "enum": {}, "nullable": True}},
+        ),
+        ({"components": {"schemas": {"const": {"format": "x"}}}}, {"components": {"schemas": {"const": {}}}}),
+        ({"items": [{"format": "x"}, True], "format": 7}, {"items": [{}, True], "format": 7}),
+    ],
+)
+def test_a_schema_as_it_is_followed(schema: dict[str, Any], followed: dict[str, Any]) -> None:
+    assert as_followed(schema) == followed
+    assert as_followed(followed) == followed
