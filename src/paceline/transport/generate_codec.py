@@ -50,7 +50,7 @@ def write_request(model: str, digest: str, weights: str, numerics_id: str, reque
         model_id=model,
         digest=digest,
         quantization=weights,
-        numerics_id=numerics_id,
+        numerics_id=numerics_asked(numerics_id, None if request.grammar is None else VERSION),
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
         max_tokens=request.max_tokens or 0,
@@ -77,6 +77,13 @@ def write_request(model: str, digest: str, weights: str, numerics_id: str, reque
         scores_only=request.scores_prompt and request.max_tokens == 0,
         grammar=None if request.grammar is None else wire.Grammar(kind=request.grammar.kind, text=request.grammar.text, version=VERSION),
     )
+
+
+def numerics_asked(numerics_id: str, grammars: str | None) -> str:
+    """What decides bytes beside the model and the request, as a request names it: for one of a given form, who follows grammars too. A node that knows
+    no grammars, and would leave out what it does not know, finds another id than its own there, and refuses.
+    """
+    return numerics_id if grammars is None else f"{numerics_id}, {grammars}"
 
 
 def read_request(message: wire.GenerateRequest, request_id: RequestId, caller: str = "") -> GenerationRequest:

@@ -19,7 +19,7 @@ from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.shown import printable
 from paceline.engine.grammar import VERSION
-from paceline.transport.generate_codec import read_request, write_chunks
+from paceline.transport.generate_codec import numerics_asked, read_request, write_chunks
 from paceline.transport.rpc_faults import abort
 from paceline.transport.trust.handlers import caller_of
 from paceline.transport.wire import generate_pb2 as wire
@@ -120,10 +120,12 @@ class GenerateServicer(GenerateServiceServicer):
         loaded = self._models.find(request.model_id)
         if loaded is None:
             raise _not_here(request.model_id)
-        if (loaded.digest, loaded.weights, loaded.numerics_id) != (request.digest, request.quantization, request.numerics_id):
-            raise UnknownModel(f"Another {request.model_id[:200]} is loaded here than the one asked for")
-        if request.HasField("grammar") and request.grammar.version != VERSION:
+        formed = request.HasField("grammar")
+        if formed and request.grammar.version != VERSION:
             raise UnknownModel(f"Grammars are followed by {VERSION} here, and {printable(request.grammar.version, 100)} is asked for")
+        numerics = numerics_asked(loaded.numerics_id, VERSION if formed else None)
+        if (loaded.digest, loaded.weights, numerics) != (request.digest, request.quantization, request.numerics_id):
+            raise UnknownModel(f"Another {request.model_id[:200]} is loaded here than the one asked for")
         longest = max((len(one.token_ids) for one in request.so_far), default=0)
         if len(request.prompt_ids) + longest > loaded.max_context:  # before as many numbers are made of them
             raise ContextOverflow(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc.aio
 import pytest
 from tests.unit.node.fleet.nodes import in_loop, until
 from tests.unit.transport.test_silence import stand_still
 
-from paceline.core.errors import NodeStopping, NodeUnreachable
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
-from paceline.core.ids import RequestId
+from paceline.core.clock import SystemClock
+from paceline.core.errors import NodeStopping, NodeUnreachable, PacelineError, UnknownModel
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Grammar, GrammarKind
+from paceline.core.ids import NodeId, RequestId
+from paceline.node.fleet_routes import Stop
+from paceline.node.forwarded import Forwarded, Leg
 from paceline.transport import generate_client, generate_service
 from paceline.transport.generate_client import PARTS, RemoteStream, Silence
 from paceline.transport.generate_service import GenerateServicer, LoadedModel
+from paceline.transport.wire import generate_pb2 as wire
 from paceline.transport.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 
 LOADED = LoadedModel("m", "d", "int4", "n", 0, 512)
@@ -143,3 +148,86 @@ async def test_time_lost_here_is_no_silence_there() -> None:
         await stand_still(monkeypatch)
         assert ended == [True]
         assert silence.is_too_long
+
+
+class Saying(Slow):
+    """Says some tokens, and is gone behind them unless they end the answer."""
+
+    def __init__(self, *tokens: int, ends: bool = False) -> None:
+        super().__init__()
+        self._tokens, self._ends = tokens, ends
+
+    async def generate(self, model: str, request: GenerationRequest) -> AsyncGenerator[Sequence[GenerationChunk], None]:
+        del model
+        self.asked.append(request)
+        yield [GenerationChunk(request.request_id, 0, self._tokens, "", finish_reason=FinishReason.STOP if self._ends else None)]
+
+
+class OtherGrammars(GenerateServicer):
+    """A node whose library is of another version."""
+
+    def _check(self, request: wire.GenerateRequest) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(generate_service, "VERSION", "llguidance 0.0.1, 1")
+            super()._check(request)
+
+
+class NoGrammars(GenerateServicer):
+    """A node of a version that knows no grammars, and reads past them."""
+
+    def _check(self, request: wire.GenerateRequest) -> None:
+        request.ClearField("grammar")
+        super()._check(request)
+
+
+class Served:
+    """`Nodes` over real connections: the first that was not left is asked."""
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self._channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}") for port in ports]
+        self.told: list[str] = []
+
+    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        for place, channel in enumerate(self._channels):
+            name = NodeId(str(place))
+            if name not in left:
+                return Leg(Stop(name, b"", "n", ()), RemoteStream(lambda channel=channel: channel, name, LOADED, request))
+        return None
+
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        self.told += [] if error is None else [f"{leg.node_id}: {error.message}"]
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+@in_loop
+async def test_an_answer_of_a_form_goes_on_only_where_the_same_library_follows_it() -> None:
+    models = [Saying(7), Saying(8, ends=True), Saying(8, ends=True), Saying(9, ends=True)]
+    servicers = [GenerateServicer(models[0]), OtherGrammars(models[1]), NoGrammars(models[2]), GenerateServicer(models[3])]
+    servers, ports = [grpc.aio.server() for _ in servicers], list[int]()
+    for servicer, server in zip(servicers, servers, strict=True):
+        add_GenerateServiceServicer_to_server(servicer, server)
+        ports.append(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+    nodes = Served(ports)
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    try:
+        for request, expected in ((replace(REQUEST, so_far={}, grammar=grammar), (7, 9)), (replace(REQUEST, so_far={}), (7, 8))):
+            nodes.told.clear()
+            chunks = [chunk async for item in Forwarded(request, nodes, SystemClock()) for chunk in item]
+            assert sum((chunk.token_ids for chunk in chunks), ()) == expected
+        # One without a form goes on at any of them.
+        assert len(nodes.told) == 1
+        assert (models[3].asked[0].grammar, models[3].asked[0].so_far) == (grammar, {0: (7,)})
+        assert len(models[1].asked) == 1
+        assert not models[2].asked
+        others = Served(ports[1:3])
+        with pytest.raises(UnknownModel, match="Grammars are followed by llguidance 0"):
+            await anext(Forwarded(replace(REQUEST, so_far={}, grammar=grammar), others, SystemClock()))
+        await others.close()
+    finally:
+        await nodes.close()
+        for server in servers:
+            await server.stop(None)

@@ -143,7 +143,9 @@ class GenerateRequest(_message.Message):
     SCORES_ONLY_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     digest: _builtins.str
-    """What must be loaded under that name: FAILED_PRECONDITION where it is something else."""
+    """What must be loaded under that name: FAILED_PRECONDITION where it is something else. Where a grammar is followed, ", " and its version stand behind
+    the numerics id: a node that knows no grammars refuses, too.
+    """
     quantization: _builtins.str
     numerics_id: _builtins.str
     request_id: _builtins.str
