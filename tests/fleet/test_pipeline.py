@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -44,6 +45,27 @@ search_seconds = {SEARCH_S}
 spot_check_every = 1
 keep_spares = false
 """
+THINGS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 6,
+    "maxItems": 8,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "state": {"enum": ["brand new", "very old"]}},
+        "required": ["name", "state"],
+        "additionalProperties": False,
+    },
+}
+FORMS: tuple[dict[str, Any], ...] = (
+    {"extra_body": {"response_format": {"type": "json_schema", "json_schema": {"name": "things", "schema": THINGS}}}, "temperature": 1},
+    {"extra_body": {"regex": "([a-z]{1,9} = [0-9]{1,9};\n){12}", "draft": "off"}},
+    {"extra_body": {"grammar": 'start: line{9}\nline: "The number is " /[0-9]{1,9}/ ".\\n"'}, "temperature": 0.8},
+    {
+        "tools": [{"type": "function", "function": {"name": "sell", "parameters": {"type": "object", "properties": {"things": THINGS}}}}],
+        "tool_choice": "required",
+    },
+)
+"""What requests add, the last one a chat."""
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 48}
 
 
@@ -55,6 +77,8 @@ class Fleet:
     peer: str
     alone: str
     """The answer of one machine."""
+    alone_formed: list[str]
+    """Of one machine: to `FORMS`, one after the other."""
 
     def tell(self, order: str) -> str:
         """Have `bad` or `good` do something; returns once they did, with what they answer."""
@@ -131,20 +155,34 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         with twins:
             try:
                 reference = together.submit(answer_of, alone)
-                fleet = Fleet(o, h, twins, peer, "")
+                fleet = Fleet(o, h, twins, peer, "", [])
                 fleet.start_h()
                 o.up("--pipeline", "--own-layers", "12", "--fleet-port", str(port), *SMALL)
-                fleet.alone = reference.result()
+                fleet.alone, fleet.alone_formed = reference.result()
                 yield fleet
             finally:
                 twins.kill()
 
 
-def answer_of(machine: Machine) -> str:
+def answer_of(machine: Machine) -> tuple[str, list[str]]:
     machine.up("--fleet-port", "0", *SMALL)
     text = client_of(machine).completions.create(**ASK).choices[0].text
+    formed = ["".join(formed_pieces(machine, form)) for form in FORMS]
     machine.node.stop()
-    return text
+    return text, formed
+
+
+def formed_pieces(machine: Machine, form: dict[str, Any]) -> Iterator[str]:
+    """Pieces of an answer of one of `FORMS`: all that its client gets."""
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "seed": 5, "max_tokens": 160, "stream": True, **form}
+    if "tools" in form:
+        for chunk in client_of(machine).chat.completions.create(messages=[{"role": "user", "content": "Sell all things."}], **asked):
+            for called in chunk.choices[0].delta.tool_calls or ():
+                assert called.function is not None
+                yield (called.function.name or "") + (called.function.arguments or "")
+    else:
+        for chunk in client_of(machine).completions.create(prompt="A list of things:", **asked):
+            yield chunk.choices[0].text
 
 
 def found_fleet(*members: Machine) -> None:
@@ -175,6 +213,20 @@ def test_stages_die_and_come_back_and_the_answer_is_the_same(fleet: Fleet) -> No
     fleet.tell("stop good")
     assert text + "".join(chunks) == fleet.alone
     assert fleet.route == {"bad"}
+
+
+def test_answers_of_a_form_go_on_over_what_replaces_a_killed_stage(fleet: Fleet) -> None:
+    fleet.over("h")
+    fleet.tell("start good")
+    fleet.sees("h", "good")
+    answers = [formed_pieces(fleet.o, form) for form in FORMS]
+    texts = ["".join(next(pieces) for _ in range(5)) for pieces in answers]
+    assert metric(fleet.o, "paceline_requests_running") == len(FORMS)
+    fleet.h.node.kill()
+    assert [text + "".join(pieces) for text, pieces in zip(texts, answers, strict=True)] == fleet.alone_formed
+    assert fleet.route == {"good"}
+    things = json.loads(fleet.alone_formed[0])
+    assert len(things) >= 6
 
 
 def test_an_orchestrator_that_slept_blames_no_stage(fleet: Fleet) -> None:
