@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from tests.fleet.machines import BOUND_S, EMPTY, Machine, free_port, machines, token_in, until
-from tests.fleet.test_forwarding import ASK, MODEL, client_of, metric
+from tests.fleet.test_forwarding import ASK as PLAIN
+from tests.fleet.test_forwarding import client_of, metric
 
+from paceline.store.catalog import BUNDLED, open_model
 from paceline.store.home import Home
 
 SMALL = ("--fleet-port", "0", "--context", "2048", "--kv-tokens", "4096", "--threads", "1", "--drain-s", "1")
+MODEL = "thinker"
+"""The bundled model, whose template can begin an answer's reasoning."""
+THINKS = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}"
+ASK: dict[str, Any] = {**PLAIN, "model": MODEL}
 LONG: dict[str, Any] = {**ASK, "max_tokens": 160, "extra_body": {"ignore_eos": True}}
 
 
 class Trio:
     """`door` has no model; the others have."""
 
-    def __init__(self, door: Machine, *runs: Machine) -> None:
-        self.door, self.runs = door, runs
+    def __init__(self, model: Path, door: Machine, *runs: Machine) -> None:
+        self.model, self.door, self.runs = model, door, runs
 
     @property
     def client(self) -> openai.OpenAI:
@@ -37,7 +47,7 @@ class Trio:
         """Have both run, and the door see them."""
         for machine in self.runs:
             if not machine.is_up:
-                machine.up(*SMALL)
+                machine.up("--model", str(self.model), *SMALL)
         until(lambda: all(self.offers(machine) for machine in self.runs))
 
     def offers(self, machine: Machine) -> bool:
@@ -48,12 +58,16 @@ class Trio:
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
-    with machines(tmp_path_factory.mktemp("trio"), Home.from_environment().kernels, "door", "b", "c") as (door, b, c):
+    root = tmp_path_factory.mktemp("trio")
+    opened, model = open_model(BUNDLED), root / f"{MODEL}.gguf"
+    changed = [str(opened.path), str(model), "--chat-template", f"{opened.tokenizer.chat_template}{THINKS}"]
+    subprocess.run([sys.executable, "-m", "gguf.scripts.gguf_new_metadata", *changed], check=True, capture_output=True)
+    with machines(root, Home.from_environment().kernels, "door", "b", "c") as (door, b, c):
         door.init("--join-port", str(free_port()), "--address", "127.0.0.1")
         door.up(*EMPTY)
         for machine in (b, c):
             machine.run("join", token_in(door.run("token", "--address", "127.0.0.1")), "--name", machine.name)
-        yield Trio(door, b, c)
+        yield Trio(model, door, b, c)
 
 
 @pytest.fixture
@@ -89,6 +103,67 @@ def test_a_machine_killed_in_mid_answer_costs_no_byte(trio: Trio, extra: dict[st
     assert collect(trio.client.chat.completions.create(**asked), {25: lambda: trio.serving().node.kill()}) == whole
     assert metric(trio.door, "paceline_fleet_retried_total") == moved + 1
     assert all(metric(machine, "paceline_kv_blocks_used") == 0 for machine in trio.runs if machine.is_up)
+
+
+STEPS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "answer": {"type": "string", "maxLength": 60},
+        "steps": {"type": "array", "minItems": 9, "maxItems": 9, "items": {"type": "string", "maxLength": 60}},
+    },
+    "required": ["answer", "steps"],
+    "additionalProperties": False,
+}
+THOUGHTS = (
+    ("What do bees make?", "Bees visit flowers and take nectar home. So the answer is honey.", "Bees make honey."),
+    ("What do cows give?", "Cows eat grass all day, and farmers milk them. So the answer is milk.", "Cows give milk."),
+)
+FORMED: dict[str, dict[str, Any]] = {
+    "content": {"response_format": {"type": "json_schema", "json_schema": {"name": "steps", "schema": STEPS}}, "temperature": 0.7},
+    "arguments": {"tools": [{"type": "function", "function": {"name": "reply", "parameters": STEPS}}], "tool_choice": "required"},
+}
+
+
+def thinking_chat(kind: str) -> list[dict[str, str]]:
+    """A chat that shows how to think first, and what to write behind that."""
+    said = {"content": "{}", "arguments": '<tool_call>\n{{"name": "reply", "arguments": {}}}\n</tool_call>'}[kind]
+    turns: list[dict[str, str]] = []
+    for question, thought, answer in THOUGHTS:
+        written = said.format(json.dumps({"answer": answer, "steps": [answer] * 3}))
+        turns += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{written}"},
+        ]
+    return [*turns, {"role": "user", "content": "What do hens lay?"}]
+
+
+@pytest.mark.parametrize(("kind", "in_mid"), [("content", "content"), ("arguments", "reasoning_content")])
+def test_a_form_behind_reasoning_goes_on_where_its_machine_is_killed(trio: Trio, kind: str, in_mid: str) -> None:
+    asked: dict[str, Any] = {**ASK, "messages": thinking_chat(kind), "seed": 11, "max_tokens": 400, "stream": True, **FORMED[kind]}
+    asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": True}}
+    parts: list[dict[str, str]] = []
+    moved = metric(trio.door, "paceline_fleet_retried_total")
+    for kills in (False, True):
+        seen = {"reasoning_content": "", "content": "", "name": "", "arguments": "", "ends": ""}
+        for chunk in trio.client.chat.completions.create(**asked):
+            for choice in chunk.choices:
+                assert not seen["ends"], "something followed the end"
+                said = choice.delta.to_dict()
+                calls: Any = said.get("tool_calls") or []
+                for part in (said, *(call["function"] for call in calls)):
+                    for name in seen.keys() & part.keys():
+                        seen[name] += part[name] or ""
+                seen["ends"] += choice.finish_reason or ""
+            if kills and seen[in_mid].count(" ") > 3:
+                kills = False  # noqa: PLW2901  (once)
+                trio.serving().node.kill()
+        parts.append(seen)
+    assert metric(trio.door, "paceline_fleet_retried_total") == moved + 1
+    assert parts[1] == parts[0]
+    assert parts[0]["reasoning_content"].endswith(".")
+    assert (parts[0]["name"], parts[0]["ends"]) == (("", "stop") if kind == "content" else ("reply", "tool_calls"))
+    assert len(json.loads(parts[0][kind])["steps"]) == 9
+    assert not parts[0]["arguments" if kind == "content" else "content"]
 
 
 def test_one_answer_moves_as_often_as_machines_are_lost(trio: Trio) -> None:
