@@ -176,6 +176,40 @@ def test_tools_are_called_and_their_results_read(client: OpenAI) -> None:
     assert (caught.value.param, "no message before it calls a tool" in str(caught.value)) == ("input[0].call_id", True)
 
 
+def test_functions_of_a_namespace_are_called_under_it(client: OpenAI) -> None:
+    """As Codex has its own tools and those of MCP servers."""
+    find = WEATHER | {"name": "find"}
+    tools: Any = [find, {"type": "namespace", "name": "crm", "description": "Of customers.", "tools": [find, WEATHER]}]
+    wanted = written(CALL.replace("weather", "crm__find") + CALL.replace("weather", "find"))
+    call, plain = client.responses.create(**wanted, tools=tools).output
+    assert call.type == plain.type == "function_call"
+    assert [(one.name, one.namespace, json.loads(one.arguments)) for one in (call, plain)] == [
+        ("find", "crm", {"city": "Oslo"}),
+        ("find", None, {"city": "Oslo"}),
+    ]
+    with client.responses.stream(**wanted, tools=tools) as stream:
+        assert without_ids([item.model_dump() for item in stream.get_final_response().output]) == without_ids(
+            [item.model_dump() for item in (call, plain)]
+        )
+    results: Any = [{"type": "function_call_output", "call_id": one.call_id, "output": "Ann"} for one in (call, plain)]
+    after: Any = [call, plain, *results, {"role": "user", "content": "And now?"}]
+    second = client.responses.create(model="echo", input=after, tools=tools)
+    assert second.output_text == "And now?"
+    (*_, kept) = client.responses.input_items.list(second.id).data
+    assert kept.type == "function_call"
+    assert (kept.name, kept.namespace) == ("find", "crm")
+    for wrong in (
+        {"name": "n" * 128},
+        {"name": "a b"},
+        {"tools": [{"type": "custom", "name": "a"}]},
+        {"tools": [find, find]},
+        {"tools": 3},
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="echo", input="hi", tools=[tools[1] | wrong])
+        assert (caught.value.param or "").startswith("tools"), wrong
+
+
 class Person(BaseModel):
     name: str
     age: int

@@ -28,6 +28,7 @@ from paceline.server.responses.requests import (
     OutputItem,
     ReasoningItem,
     ResponsesRequest,
+    shown_name,
     text_of,
 )
 
@@ -74,8 +75,10 @@ def shown_item(item: AnyItem) -> dict[str, object]:
             kind = "output_text" if role == "assistant" else "input_text"
             extra: dict[str, object] = {"annotations": [], "logprobs": []} if role == "assistant" else {}
             shown |= {"role": role, "status": "completed", "content": [{"type": kind, "text": text_of(content), **extra}]}
-        case CallItem(call_id=call_id, name=name, arguments=arguments):
+        case CallItem(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
             shown |= {"call_id": call_id, "name": name, "arguments": arguments, "status": "completed"}
+            if namespace is not None:
+                shown["namespace"] = namespace
         case OutputItem(call_id=call_id, output=output):
             shown |= {"call_id": call_id, "output": text_of(output), "status": "completed"}
         case ReasoningItem(summary=summary, content=content):
@@ -155,8 +158,8 @@ def write_messages(instructions: str | None, before: Sequence[AnyItem], items: S
                 turn.content = (turn.content or "") + text_of(content)
             case ReasoningItem(summary=summary, content=content):
                 turn.reasoning += text_of(content or summary or []) or opened(item.encrypted_content or "")
-            case CallItem(call_id=call_id, name=name, arguments=arguments):
-                turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments)))
+            case CallItem(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
+                turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=shown_name(namespace, name), arguments=arguments)))
     # Reasoning that is followed by nothing, and whose text is hidden, says nothing.
     turns = [turn for turn in turns if turn.role != "assistant" or turn.content is not None or turn.calls or turn.reasoning]
     return Written([turn.message() for turn in turns], [turn.origin for turn in turns])
@@ -183,9 +186,11 @@ def as_chat(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatComplet
         given["tools"] = [
             Tool(
                 type="function",
-                function=Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict),
+                function=Function(
+                    name=shown_name(namespace, tool.name), description=tool.description, parameters=tool.parameters, strict=tool.strict
+                ),
             )
-            for tool in asked.tools
+            for namespace, tool in asked.functions
         ]
     match asked.tool_choice:
         case NamedChoice(name=name):

@@ -21,7 +21,9 @@ TEXT_PART: Mapping[str, object] = {"type": "output_text", "annotations": [], "lo
 class Output:
     """The items of an answer."""
 
-    def __init__(self, vocabulary: Vocabulary, *, logprobs: bool, summarised: bool, carried: bool) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, logprobs: bool, summarised: bool, carried: bool, namespaced: Mapping[str, Mapping[str, str]]
+    ) -> None:
         """Begin an answer without items.
 
         Args:
@@ -29,9 +31,10 @@ class Output:
             logprobs: the text comes with them.
             summarised: reasoning comes as a summary, not as content.
             carried: reasoning comes as `encrypted_content`, too.
+            namespaced: the `name` and `namespace` of functions that have one, by the name that the model sees.
         """
         self._vocabulary, self._logprobs = vocabulary, logprobs
-        self._summarised, self._carried = summarised, carried
+        self._summarised, self._carried, self._namespaced = summarised, carried, namespaced
         self.items: list[dict[str, Any]] = []
         self.finish: FinishReason | None = None
         self._open = False
@@ -105,7 +108,8 @@ class Output:
 
     def _begin_call(self, name: str) -> list[Event]:
         begun = {"id": new_id("function_call"), "type": "function_call", "status": "in_progress"}
-        return [self._begin({**begun, "call_id": new_call_id(), "name": name, "arguments": ""})]
+        named = self._namespaced.get(name, {"name": name})
+        return [self._begin({**begun, "call_id": new_call_id(), **named, "arguments": ""})]
 
     def _text(self, text: str) -> Event:
         self._texts.append(text)

@@ -51,6 +51,7 @@ class OutputCall(BaseModel):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 

@@ -6,9 +6,10 @@ given, from this server or another one of the same API: what they carry beside t
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.core.generation import LOGPROBS
@@ -90,7 +91,7 @@ class CallItem(Item):
     call_id: ItemId
     name: Annotated[str, Field(pattern=NAME)]
     arguments: str = Field(description="JSON text.")
-    namespace: str | None = Field(default=None, description="Ignored.")
+    namespace: str | None = Field(default=None, description="Of the function.")
     caller: Any = Field(default=None, description="Ignored.")
 
 
@@ -179,6 +180,36 @@ def _check_tool(value: object) -> object:
     return value
 
 
+def shown_name(namespace: str | None, name: str) -> str:
+    """The name by which a model sees a function."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+
+
+class NamespaceTool(Strict):
+    """Functions under a name in common. A model sees each as `NAMESPACE__NAME`."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = Field(default=None, description="Shown in front of the first function's.")
+    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(max_length=MAX_TOOLS)]
+
+    @model_validator(mode="after")
+    def _short(self) -> NamespaceTool:
+        if any(re.fullmatch(NAME, shown_name(self.name, tool.name)) is None for tool in self.tools):
+            raise PydanticCustomError("name", "The name of a namespace and of a function in it should have at most 126 letters together")
+        return self
+
+
+def _kind_of_tool(value: object) -> str:
+    return "as-namespace" if isinstance(value, dict) and cast("dict[str, object]", value).get("type") == "namespace" else "as-function"
+
+
+AnyTool = Annotated[
+    Annotated[Annotated[FunctionTool, BeforeValidator(_check_tool)], Tag("as-function")] | Annotated[NamespaceTool, Tag("as-namespace")],
+    Discriminator(_kind_of_tool),
+]
+
+
 class NamedChoice(Strict):
     type: Literal["function"]
     name: str
@@ -249,7 +280,7 @@ class ResponsesRequest(Sampling):
     input: Input
     instructions: str | None = Field(default=None, description="A system message in front. Of this response alone.")
     previous_response_id: ItemId | None = Field(default=None, description="A kept response that this one goes on from.")
-    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = Field(default=None, description="Where missing: `auto`.")
     parallel_tool_calls: bool | None = Field(default=None, description="An answer may call several tools; default true.")
     text: Text | None = None
@@ -299,6 +330,19 @@ class ResponsesRequest(Sampling):
         if metadata and (len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values())):
             raise PydanticCustomError("metadata", "Input should be at most {most} texts by name", {"most": MAX_METADATA})
         return metadata
+
+    @property
+    def functions(self) -> list[tuple[str | None, FunctionTool]]:
+        """The functions among the tools, each with its namespace; the first of one is described with it."""
+        found: list[tuple[str | None, FunctionTool]] = []
+        for tool in self.tools or ():
+            if isinstance(tool, FunctionTool):
+                found.append((None, tool))
+                continue
+            for place, inner in enumerate(tool.tools):
+                parts = [tool.description if not place else None, inner.description]
+                found.append((tool.name, inner.model_copy(update={"description": "\n".join(part for part in parts if part) or None})))
+        return found
 
     @property
     def wants_logprobs(self) -> bool:

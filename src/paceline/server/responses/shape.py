@@ -17,7 +17,7 @@ from paceline.server.json_bytes import json_bytes
 from paceline.server.responses.conversation import keep
 from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
 from paceline.server.responses.output import Event, Output
-from paceline.server.responses.requests import AnyItem, ResponsesRequest
+from paceline.server.responses.requests import AnyItem, ResponsesRequest, shown_name
 from paceline.server.shapes import Collected, Shape
 
 _ITEM: TypeAdapter[AnyItem] = TypeAdapter(AnyItem)
@@ -57,7 +57,10 @@ class ResponsesShape(Shape):
         asked = turn.asked
         summarised = asked.reasoning is not None and asked.reasoning.summarised
         carried = "reasoning.encrypted_content" in (asked.include or ())
-        self._output = Output(call.model.tokenizer, logprobs=asked.wants_logprobs, summarised=summarised, carried=carried)
+        named = {
+            shown_name(space, tool.name): {"name": tool.name, "namespace": space} for space, tool in asked.functions if space is not None
+        }
+        self._output = Output(call.model.tokenizer, logprobs=asked.wants_logprobs, summarised=summarised, carried=carried, namespaced=named)
         self._next = 2
         """The number of the next event; the first two open the stream."""
 
