@@ -16,7 +16,11 @@ from paceline.backends import cpu
 from paceline.backends import torch as portable
 from paceline.core.model import WeightsFormat
 from paceline.engine.executor import Path as KernelPath
+from paceline.node.build import build_node
+from paceline.node.host import EngineHost
+from paceline.node.settings import NodeSettings
 from paceline.store.catalog import OpenedModel, open_model
+from paceline.testing.served import Served
 
 PROMPTS = (
     "The three primary colours are red, blue and yellow. Mixing blue and yellow gives green, and mixing red and blue gives",
@@ -113,3 +117,59 @@ def test_the_answer_reads(runner: Any, bundled: OpenedModel) -> None:
     prompt = bundled.tokenizer.render_chat([{"role": "user", "content": QUESTION}])
     answer = hf.our_greedy(runner, prompt, 12)
     assert "Paris" in b"".join(map(bundled.tokenizer.token_bytes, answer)).decode()
+
+
+CONTINUATIONS = (
+    ("The capital of France is", " Paris"),
+    ("The capital of France is", " a small green apple"),
+    ("def add(a, b):\n    return", " a + b\n"),
+    ("One, two, three, four,", " five, six, seven"),
+    ("Água ferve a 100", " graus Celsius \U0001f321"),
+)
+LIKELIHOOD_ERROR = 0.5
+"""Of a token's log probability, at most, where activations have eight bits; a fifth of it in the mean."""
+
+
+@pytest.fixture(scope="module")
+def api(paceline_home: Path) -> Iterator[Served[EngineHost]]:
+    node = build_node(NodeSettings(kv_tokens=4096, context=1024, max_running=8, max_waiting=8))
+    served = Served(node.host)
+    yield served
+    served.close()
+    assert node.close()
+
+
+@pytest.mark.parametrize("most", [1, 0])
+def test_the_likelihoods_of_texts_are_transformers(api: Served[EngineHost], bundled: OpenedModel, exact: Any, most: int) -> None:
+    """As lm-eval's `local-completions` asks, and as it reads what comes: it adds up what stands behind the context, without the token drawn."""
+    before = [bundled.tokenizer.encode(context) for context, _ in CONTINUATIONS]
+    whole = [bundled.tokenizer.encode(context + text) for context, text in CONTINUATIONS]
+    assert all(ids[: len(context)] == context for ids, context in zip(whole, before, strict=True))
+    asked = {"model": bundled.name, "prompt": whole, "temperature": 0, "max_tokens": most, "logprobs": 3, "seed": 1234, "echo": True}
+    choices = api.http.post("/v1/completions", json=asked).json()["choices"]
+    errors: list[float] = []
+    compared = 0
+    for choice, ids, context in zip(sorted(choices, key=lambda one: one["index"]), whole, before, strict=True):
+        theirs = torch.log_softmax(torch.from_numpy(hf.logits_of(exact, ids)), dim=-1).numpy()
+        expected = [float(theirs[place - 1, token]) for place, token in enumerate(ids) if place]
+        shown = choice["logprobs"]
+        found, tops = shown["token_logprobs"], shown["top_logprobs"]
+        assert len(found) == len(tops) == len(shown["tokens"]) == len(shown["text_offset"]) == len(ids) + most
+        assert (found[0], tops[0]) == (None, None)
+        errors += [abs(one - other) for one, other in zip(found[1 : len(ids)], expected, strict=True)]
+        end = len(found) - most
+        likelihood = sum(found[len(context) : end])
+        assert likelihood == pytest.approx(sum(expected[len(context) - 1 :]), abs=LIKELIHOOD_ERROR * (len(ids) - len(context)))
+        # Whether the model would have written it, as lm-eval sees that, but where the reference hesitates.
+        for place in range(len(context), end):
+            row = theirs[place - 1]
+            second, first = np.partition(row, -2)[-2:]
+            best = max(tops[place].values())
+            assert best == pytest.approx(float(first), abs=LIKELIHOOD_ERROR)
+            assert 1 <= len(tops[place]) <= 3, "ids that read the same are one"
+            if first - second > NEAR_TIE:
+                assert (found[place] == best) == (int(row.argmax()) == ids[place])
+                compared += 1
+    assert compared >= 8
+    assert max(errors) < LIKELIHOOD_ERROR
+    assert sum(errors) / len(errors) < LIKELIHOOD_ERROR / 5
