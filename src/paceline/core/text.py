@@ -64,6 +64,11 @@ class Tokenizer(Vocabulary, Protocol):
         ...
 
     @property
+    def infill_tokens(self) -> tuple[int, int, int] | None:
+        """What stands before the text before a gap, before the text behind it, and before what fills it, where the model's files name these tokens."""
+        ...
+
+    @property
     def response_template(self) -> Mapping[str, Any] | None:
         """How answers are to be read, where the model brings it: transformers' `response_template`."""
         ...

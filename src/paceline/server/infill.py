@@ -10,12 +10,15 @@ from paceline.core.text import Tokenizer
 
 MARKS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Refact, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("[PREFIX]", "[SUFFIX]", None),  # Codestral
 )
-"""What stands before the text before, before the text behind, and before the answer."""
+"""What stands before the text before, before the text behind, and before the answer. None: the text behind comes first, and the answer goes on with
+the text before."""
 
 
 def infill_ids(tokenizer: Tokenizer, before: Sequence[int], behind: str) -> list[int]:
@@ -27,13 +30,26 @@ def infill_ids(tokenizer: Tokenizer, before: Sequence[int], behind: str) -> list
     Raises:
         InvalidRequest: the model has no tokens for it.
     """
+    prefix, suffix, middle = tokenizer.infill_tokens or _named(tokenizer)
+    first = tokenizer.encode("")  # what the model wants before a text stands before the mark, too
+    start = len(first) if list(before[: len(first)]) == first else 0
+    begun, rest = before[:start], tokenizer.encode(behind, add_special=False)
+    if middle is None:
+        return [*begun, suffix, *rest, prefix, *before[start:]]
+    return [*begun, prefix, *before[start:], suffix, *rest, middle]
+
+
+def _named(tokenizer: Tokenizer) -> tuple[int, int, int | None]:
+    """The marks by what they spell."""
+
+    def one(name: str) -> int | None:
+        ids = tokenizer.encode(name, add_special=False)
+        return ids[0] if len(ids) == 1 else None
+
     for names in MARKS:
-        ids = [tokenizer.encode(name, add_special=False) for name in names]
-        if all(len(one) == 1 for one in ids):
-            (prefix,), (suffix,), (middle,) = ids
-            first = tokenizer.encode("")  # what the model wants before a text stands before the mark, too
-            start = len(first) if list(before[: len(first)]) == first else 0
-            return [*before[:start], prefix, *before[start:], suffix, *tokenizer.encode(behind, add_special=False), middle]
+        prefix, suffix, middle = (None if name is None else one(name) for name in names)
+        if prefix is not None and suffix is not None and (middle is not None or names[2] is None):
+            return prefix, suffix, middle
     raise InvalidRequest(
         "suffix: this model has no tokens to fill in the middle with", "Leave it out, or ask a model made for code.", field="suffix"
     )

@@ -83,6 +83,10 @@ class BoundedTokenizer:
         return self.model.sampling_defaults
 
     @property
+    def infill_tokens(self) -> tuple[int, int, int] | None:
+        return self.model.infill_tokens
+
+    @property
     def response_template(self) -> Mapping[str, Any] | None:
         return self.model.response_template
 

@@ -36,7 +36,8 @@ _LLAMA3: Final = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm
 _QWEN2: Final = ("qwen2", "deepseek-r1-qwen", "kormo", "megrez")
 CUTS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "a.x-4.0", "mellum"), (_GPT2_CUT,)),
-    "smollm": (r"\p{N}", _GPT2_CUT),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2_CUT)),
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
     **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), (_LLAMA3_CUT,)),
     **dict.fromkeys(_QWEN2, (_QWEN2_CUT,)),
     "tekken": (_TEKKEN_CUT,),
@@ -50,6 +51,8 @@ _NORMALIZED: Final = _QWEN2
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SAMPLING: Final = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 """Where llama.cpp writes them, behind `general.sampling.`."""
+_INFILL: Final = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
+"""What llama.cpp calls the tokens to fill a gap with, and called them before."""
 _NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -72,7 +75,8 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
     template = None if source is None else ChatTemplate(header.path, source, special)
     ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     drawn = {name: header.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
-    return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows, drawn)
+    marks = [next((i for key in keys if (i := header.integer(f"tokenizer.ggml.{key}_token_id")) is not None), None) for keys in _INFILL]
+    return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows, drawn, marks)
 
 
 def build_encoder(header: GgufHeader) -> Encoder:

@@ -128,6 +128,7 @@ class ModelTokenizer:
         template: ChatTemplate | None,
         rows: int | None = None,
         sampling_defaults: Mapping[str, object] | None = None,
+        infill_tokens: Sequence[object] = (),
     ) -> None:
         """Wrap an encoder.
 
@@ -138,6 +139,7 @@ class ModelTokenizer:
             template: None for a model without one.
             rows: of the model's embedding; tokens beyond them (some files add a padding token that was never trained) can't be run.
             sampling_defaults: what the model's files say of how its tokens are drawn.
+            infill_tokens: those before the text before a gap, behind it and within it, as the model's files name them; no three tokens: they name none.
 
         Raises:
             UnsupportedModel: the vocabulary is of a kind whose bytes are not known.
@@ -154,6 +156,8 @@ class ModelTokenizer:
         ends = {i for i, token in self._added.items() if token.special and token.content in END_TOKENS}
         self._eos_ids: Final = frozenset(i for i in eos_ids | ends if 0 <= i < self._size)
         self._kind: Final = _kind_of(path, encoder)
+        marks = [i for i in infill_tokens if isinstance(i, int) and 0 <= i < self._size]
+        self.infill_tokens: Final = (marks[0], marks[1], marks[2]) if len(infill_tokens) == len(set(marks)) == 3 else None
         self._special: Final = {token.content: i for i, token in self._added.items() if token.special and i < self._size}
         self._bytes: dict[int, bytes] = {}
         self._chats = ChatPrefixes(self._added, lambda text: self._ids(text, add_special=False))
@@ -327,6 +331,8 @@ def pack_tokenizer(tokenizer: ModelTokenizer) -> bytes:
         parts["response_template"] = template.response
     if tokenizer.sampling_defaults:
         parts["sampling_defaults"] = dict(tokenizer.sampling_defaults)
+    if tokenizer.infill_tokens:
+        parts["infill_tokens"] = tokenizer.infill_tokens
     return json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -358,8 +364,15 @@ def unpack_tokenizer(data: bytes, origin: Path) -> ModelTokenizer:
         template = None if source is None else ChatTemplate(origin, str(source), special, response if isinstance(response, dict) else None)
         encoder.no_truncation()
         encoder.no_padding()
-        defaults = parts.get("sampling_defaults")
-        return ModelTokenizer(origin, encoder, ends, template, sampling_defaults=defaults if isinstance(defaults, dict) else None)
+        defaults, marks = parts.get("sampling_defaults"), parts.get("infill_tokens")
+        return ModelTokenizer(
+            origin,
+            encoder,
+            ends,
+            template,
+            sampling_defaults=defaults if isinstance(defaults, dict) else None,
+            infill_tokens=marks if isinstance(marks, list) else (),
+        )
     except (ModelFileError, UnsupportedModel):
         raise
     except BaseException as error:

@@ -62,6 +62,10 @@ class ByteTokenizer:
         return self.defaults
 
     @property
+    def infill_tokens(self) -> None:
+        return None
+
+    @property
     def response_template(self) -> None:
         return None
 
