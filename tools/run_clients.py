@@ -20,6 +20,8 @@ CLIENTS = {
     "instructor": ["instructor==1.17.0"],
     "litellm": ["litellm==1.106.2", "mcp==2.3.0"],
     "llm": ["llm==0.36"],
+    "openai_agents": ["openai-agents==0.24.0"],
+    "aider": ["aider-chat==0.86.2"],
 }
 """What is installed for each. The name stands in its tests' names."""
 

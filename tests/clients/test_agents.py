@@ -122,3 +122,68 @@ def test_llm(url: str, tmp_path: Path) -> None:
 
     assert json.loads(said("--schema", "name, age int", "'Ann' is 33")) == {"name": "Ann", "age": 33}
     assert "sunny in Paris" in said("--functions", str(tmp_path / "functions.py"), "weather for 'Paris'")
+
+
+@pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents(url: str, model: str) -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed: make clients")
+    import openai
+
+    def weather(city: str) -> str:
+        """How it is there."""
+        return f"sunny in {city}"
+
+    async def session() -> None:
+        client = openai.AsyncOpenAI(base_url=url, api_key=KEY)
+        served = getattr(agents, model)(model="agent", openai_client=client)
+        agent = agents.Agent(name="a", model=served, tools=[agents.function_tool(weather)])
+        typed = agents.Agent(name="b", model=served, output_type=Person)
+        first = await agents.Runner.run(agent, "Use weather for 'Paris'")
+        assert first.final_output == "The results: sunny in Paris"
+        streamed = agents.Runner.run_streamed(agent, [*first.to_input_list(), {"role": "user", "content": "Use weather for 'Oslo'"}])
+        deltas = [event.data.delta async for event in streamed.stream_events() if getattr(event, "data", None) and is_text(event.data)]
+        assert "".join(deltas) == streamed.final_output == "The results: sunny in Paris; sunny in Oslo"
+        assert (await agents.Runner.run(typed, "'Ann' is 33")).final_output == Person(name="Ann", age=33)
+        await client.close()
+
+    def is_text(event: Any) -> bool:
+        return event.type == "response.output_text.delta"
+
+    agents.set_tracing_disabled(True)
+    asyncio.run(session())
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_aider(url: str, stream: str, tmp_path: Path) -> None:
+    """A file in a repository is edited and committed. The model repeats the edit that it is told."""
+    pytest.importorskip("aider", reason="aider is not installed: make clients")
+    file = tmp_path / "greet.py"
+    file.write_text('print("hello")\n')
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(tmp_path)]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "Greet"]):
+        subprocess.run([*git, *arguments], check=True)
+    message = 'Edit:\n\ngreet.py\n```python\n<<<<<<< SEARCH\nprint("hello")\n=======\nprint("bye")\n>>>>>>> REPLACE\n```\n'
+    switches = (
+        "--yes-always --no-check-update --analytics-disable --no-show-model-warnings --no-show-release-notes --no-gitignore --map-tokens 0"
+    )
+    asked = [
+        "--edit-format",
+        "diff",
+        stream,
+        "--openai-api-base",
+        url,
+        "--openai-api-key",
+        KEY,
+        "--model",
+        "openai/agent",
+        "--message",
+        message,
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-m", "aider", *switches.split(), *asked, file.name],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "HOME": str(tmp_path), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    )  # fmt: skip
+    assert file.read_text() == 'print("bye")\n', ended.stdout + ended.stderr
+    commits = subprocess.run([*git, "log", "--oneline"], capture_output=True, text=True, check=True).stdout
+    assert len(commits.splitlines()) == 2
