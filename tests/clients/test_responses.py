@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, get_type_hints
@@ -204,10 +205,15 @@ def test_functions_of_a_namespace_are_called_under_it(client: OpenAI) -> None:
         {"tools": [{"type": "custom", "name": "a"}]},
         {"tools": [find, find]},
         {"tools": 3},
+        {"name": 3},
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             client.responses.create(model="echo", input="hi", tools=[tools[1] | wrong])
-        assert (caught.value.param or "").startswith("tools"), wrong
+        assert re.fullmatch(r"tools(\[0\](\.\w+(\[0\])?)?)?", caught.value.param or ""), wrong
+    many = [{"type": "namespace", "name": f"n{place}", "tools": [find] * 257} for place in range(2)]
+    with pytest.raises(openai.BadRequestError, match="at most 512") as caught:
+        client.responses.create(model="echo", input="hi", tools=many)
+    assert caught.value.param == "tools"
 
 
 class Person(BaseModel):

@@ -33,7 +33,7 @@ UNION_TAGS = frozenset(
     for kind in (
         *("string", "list", "text", "json_object", "json_schema", "named", "allowed"),
         *("thinking", "redacted_thinking", "tool_use", "tool_result"),
-        *("message", "function_call", "function_call_output", "reasoning", "item_reference"),
+        *("message", "function_call", "function_call_output", "reasoning", "item_reference", "function", "namespace"),
     )
 )
 """Parts of a pydantic error location that are ours, not the client's."""

@@ -191,7 +191,7 @@ class NamespaceTool(Strict):
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = Field(default=None, description="Shown in front of the first function's.")
-    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(max_length=MAX_TOOLS)]
+    tools: list[Annotated[FunctionTool, BeforeValidator(_check_tool)]]
 
     @model_validator(mode="after")
     def _short(self) -> NamespaceTool:
@@ -208,6 +208,17 @@ AnyTool = Annotated[
     Annotated[Annotated[FunctionTool, BeforeValidator(_check_tool)], Tag("as-function")] | Annotated[NamespaceTool, Tag("as-namespace")],
     Discriminator(_kind_of_tool),
 ]
+
+
+def _check_count(value: object) -> object:
+    """Refuse more tools than a chat takes before each is looked at."""
+    if isinstance(value, list):
+        tools = [cast("dict[str, object]", tool).get("tools") if isinstance(tool, dict) else None for tool in cast("list[object]", value)]
+        if sum(len(cast("list[object]", inner)) if isinstance(inner, list) else 1 for inner in tools) > MAX_TOOLS:
+            raise PydanticCustomError(
+                "tools", "There should be at most {most} functions, those of namespaces included", {"most": MAX_TOOLS}
+            )
+    return value
 
 
 class NamedChoice(Strict):
@@ -280,7 +291,7 @@ class ResponsesRequest(Sampling):
     input: Input
     instructions: str | None = Field(default=None, description="A system message in front. Of this response alone.")
     previous_response_id: ItemId | None = Field(default=None, description="A kept response that this one goes on from.")
-    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool] | None, Field(max_length=MAX_TOOLS), BeforeValidator(_check_count)] = None
     tool_choice: Choice | None = Field(default=None, description="Where missing: `auto`.")
     parallel_tool_calls: bool | None = Field(default=None, description="An answer may call several tools; default true.")
     text: Text | None = None
