@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,9 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from paceline.backends import kernel_cache
 from paceline.store.home import Home
 
 Start = Callable[..., "subprocess.Popen[str]"]
+
+# Test modules import kernels, which are compiled then and in each run, unless a folder was chosen before. It is one of the tests' own: what they
+# compile besides is not what the person's kernels are sealed with.
+_kernels = Home.from_environment().kernels.with_name("kernels-of-tests")
+for _seal in _kernels.glob("*/complete"):
+    _seal.unlink(missing_ok=True)  # what other tests compiled since would be taken for damage
+kernel_cache.use(_kernels)
+
+gc.disable()  # until the tests are collected
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +33,14 @@ def interrupts() -> None:
     """A shell starts what it runs in the background with SIGINT ignored, and a child would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def young() -> None:
+    """What stays from before a file's tests, a million objects, is not looked at again when garbage is collected: layers that end ask for that."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

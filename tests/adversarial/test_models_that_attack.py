@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -211,26 +211,29 @@ def text(value: bytes) -> bytes:
     return struct.pack("<Q", len(value)) + value
 
 
-def heads() -> dict[str, bytes]:
-    """Files whose heads are as large as any may be, by the reader that reads them."""
-    tensor = lambda name: text(name) + struct.pack("<IQIQ", 1, 32, 0, 0)  # noqa: E731
-    table = b"{" + b",".join(b'"%d":[]' % i for i in range(MAX_HEAD_BYTES // 11)) + b"}"
-    nested = b'{"a":[' + b"[]," * (MAX_HEAD_BYTES // 3 - 8) + b"[]]}"
-    return {
-        "gguf tensors": gguf_head(MAX_TENSORS, 0) + b"".join(tensor(b"t%d" % i) for i in range(MAX_TENSORS)),
-        "gguf keys": gguf_head(0, MAX_KEYS) + b"".join(text(b"k%d" % i) + struct.pack("<IB", 0, 1) for i in range(MAX_KEYS)),
-        "gguf too many tensors": gguf_head(10_000_000, 0) + bytes(MAX_HEADER_BYTES * 8),
-        "gguf too many keys": gguf_head(0, 10_000_000) + bytes(MAX_HEADER_BYTES * 8),
-        "gguf same tensor": gguf_head(MAX_TENSORS, 0) + tensor(b"t") * MAX_TENSORS,
-        "gguf strings": gguf_head(0, 1)
-        + text(b"tokenizer.ggml.tokens")
-        + struct.pack("<IIQ", 9, 8, MAX_STRINGS)
-        + text(b"ab") * MAX_STRINGS,
-        "gguf too many strings": gguf_head(0, 1) + text(b"x") + struct.pack("<IIQ", 9, 8, 4 << 20) + bytes(MAX_HEADER_BYTES * 2),
-        "safetensors table": len(table).to_bytes(8, "little") + table,
-        "safetensors nested": len(nested).to_bytes(8, "little") + nested,
-        "safetensors too long": (MAX_HEAD_BYTES + 1).to_bytes(8, "little") + bytes(MAX_HEAD_BYTES + 1),
-    }
+def tensor(name: bytes) -> bytes:
+    return text(name) + struct.pack("<IQIQ", 1, 32, 0, 0)
+
+
+def safetensors_head(table: bytes) -> bytes:
+    return len(table).to_bytes(8, "little") + table
+
+
+HEADS: dict[str, Callable[[], bytes]] = {
+    "gguf tensors": lambda: gguf_head(MAX_TENSORS, 0) + b"".join(tensor(b"t%d" % i) for i in range(MAX_TENSORS)),
+    "gguf keys": lambda: gguf_head(0, MAX_KEYS) + b"".join(text(b"k%d" % i) + struct.pack("<IB", 0, 1) for i in range(MAX_KEYS)),
+    "gguf too many tensors": lambda: gguf_head(10_000_000, 0) + bytes(MAX_HEADER_BYTES * 8),
+    "gguf too many keys": lambda: gguf_head(0, 10_000_000) + bytes(MAX_HEADER_BYTES * 8),
+    "gguf same tensor": lambda: gguf_head(MAX_TENSORS, 0) + tensor(b"t") * MAX_TENSORS,
+    "gguf strings": lambda: (
+        gguf_head(0, 1) + text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, MAX_STRINGS) + text(b"ab") * MAX_STRINGS
+    ),
+    "gguf too many strings": lambda: gguf_head(0, 1) + text(b"x") + struct.pack("<IIQ", 9, 8, 4 << 20) + bytes(MAX_HEADER_BYTES * 2),
+    "safetensors table": lambda: safetensors_head(b"{" + b",".join(b'"%d":[]' % i for i in range(MAX_HEAD_BYTES // 11)) + b"}"),
+    "safetensors nested": lambda: safetensors_head(b'{"a":[' + b"[]," * (MAX_HEAD_BYTES // 3 - 8) + b"[]]}"),
+    "safetensors too long": lambda: (MAX_HEAD_BYTES + 1).to_bytes(8, "little") + bytes(MAX_HEAD_BYTES + 1),
+}
+"""Files whose heads are as large as any may be, by the reader that reads them."""
 
 
 READ = """
@@ -257,10 +260,10 @@ except PacelineError as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system counts no address space")
-@pytest.mark.parametrize("name", heads())
+@pytest.mark.parametrize("name", HEADS)
 def test_row_50_heads_at_their_bounds_are_read_or_refused_within_256_mib(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"m.{name.split(maxsplit=1)[0]}"
-    path.write_bytes(heads()[name])
+    path.write_bytes(HEADS[name]())
     done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 

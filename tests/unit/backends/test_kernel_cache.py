@@ -16,7 +16,6 @@ from paceline.backends import cpu, kernel_cache
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.model import BLOCK_TOKENS, ModelSpec, RopeSpec, WeightsFormat
-from paceline.store.home import Home
 
 SPEC = ModelSpec("llama", 1, 512, 8, 2, 64, 768, 1000, 256, 1e-5, RopeSpec(10000.0), tied_head=False)
 
@@ -36,6 +35,11 @@ def compile_layers() -> None:
     index = Path(os.environ["NUMBA_CACHE_DIR"]) / "cpu" / "conduct.enter-36.py312.nbi"
     index.parent.mkdir(exist_ok=True)
     index.write_bytes(b"index")
+
+
+def options(folder: Path) -> LoadOptions:
+    """Of all layers, with kernels of nobody else: others may compile at any time."""
+    return LoadOptions(SPEC.all_layers, WeightsFormat.BF16, 2, BLOCK_TOKENS, 1, kernel_cache=folder)
 
 
 def is_locked() -> bool:
@@ -90,7 +94,7 @@ class Packing(Exception):
 
 
 @pytest.mark.skipif(not cpu.runs_here(), reason="this processor lacks AVX512-BF16 or AVX512-VNNI")
-def test_what_threads_pack_with_is_compiled_before_while_no_other_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_threads_pack_with_is_compiled_before_while_no_other_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.backends.cpu import pack, probe, weights
 
     assert probe.pack_model is weights.pack_model, "what imports it has the real one"
@@ -102,25 +106,23 @@ def test_what_threads_pack_with_is_compiled_before_while_no_other_process_compil
     monkeypatch.setattr(pack, "packer", lambda form: packers.append((form.name, is_locked())))
     monkeypatch.setattr(weights, "pack_model", pack_model)
     with pytest.raises(Packing):
-        cpu.load(SeededWeights(SPEC), options())
+        cpu.load(SeededWeights(SPEC), options(tmp_path))
     assert packers == [("BF16", True)]
     assert not is_locked()
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_first_load_into_torch_compiles_while_no_other_process_does(monkeypatch: pytest.MonkeyPatch, *, there: bool) -> None:
+def test_the_first_load_into_torch_compiles_while_no_other_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, there: bool
+) -> None:
     from paceline.backends.torch import load, loading
 
     loads: list[bool] = []
+    kernel_cache.use(tmp_path)
     monkeypatch.setattr(kernel_cache, "use", lambda _: there)
     monkeypatch.setattr(loading, "load_cpu", lambda *_: loads.append(is_locked()))
-    load(SeededWeights(SPEC), options())
+    load(SeededWeights(SPEC), options(tmp_path))
     assert loads == [not there]
-
-
-def options() -> LoadOptions:
-    """Of all layers, with kernels that all tests share."""
-    return LoadOptions(SPEC.all_layers, WeightsFormat.BF16, 2, BLOCK_TOKENS, 1, kernel_cache=Home.from_environment().kernels)
 
 
 def test_old_versions_are_removed_but_for_the_latest(tmp_path: Path) -> None:
