@@ -1,6 +1,8 @@
-"""A plugin of pytest that ends a run with what each test file took: time by the clock, and of the processor, of this process and those it waited for.
+"""A plugin of pytest that ends a run with what each test file took: time by the clock, and of the processor, its children's too.
 
 python -m pytest -p tools.file_times
+
+Where xdist runs the tests in several processes, each tells the first one at its end.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -36,6 +39,18 @@ class FileTimes:
         finally:
             self._clock_s[item.location[0]] += time.perf_counter() - clock_s
             self._processor_s[item.location[0]] += sum(os.times()[:4]) - processor_s
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Tell the first process."""
+        if (told := getattr(session.config, "workeroutput", None)) is not None:
+            told["file_times"] = (dict(self._clock_s), dict(self._processor_s))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Hear from another; one that crashed tells nothing."""
+        clock_s, processor_s = getattr(node, "workeroutput", {}).get("file_times", ({}, {}))
+        self._clock_s.update(clock_s)
+        self._processor_s.update(processor_s)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line a file, the slowest first."""

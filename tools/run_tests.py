@@ -1,37 +1,31 @@
-"""Run the tests in two groups side by side, each a pytest of its own: those that keep a core busy with kernels, and the rest.
+"""Run the tests, file by file, in a few processes side by side; end with what the files took.
 
     python tools/run_tests.py [pytest's options and paths]
 
-With options there is one group: what they say. What the second group prints is shown as it comes, what the first one does at its end. Each ends
-with what its test files took.
+With options there is one process: what they say. One process more than there are cores, as many a test waits for others; and no more than eight, as
+many compute in several threads.
 """
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
-import tempfile
 from pathlib import Path
 
-KERNELS = ["tests/api", "tests/conformance", "tests/golden", "tests/identity"]
-PYTEST = [sys.executable, "-m", "pytest", "-p", "tools.file_times"]
+LONGEST = ["soak", "identity", "fleet", "conformance", "golden", "adversarial"]
+"""Folders to begin with, so that no core is idle while the last of their files ends."""
 
 
-def main(options: list[str]) -> int:
-    if options:
-        return subprocess.call([*PYTEST, *options])
-    others = [option for path in KERNELS for option in ("--ignore", path)]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "kernels.log")
-        with log.open("wb") as out, subprocess.Popen([*PYTEST, *KERNELS, "-p", "no:cacheprovider"], stdout=out, stderr=out) as kernels:
-            try:
-                codes = [subprocess.call([*PYTEST, *others]), kernels.wait()]
-            except BaseException:
-                kernels.kill()
-                raise
-        sys.stdout.write(log.read_text(errors="replace"))
-    return next((code for code in codes if code), 0)
+def main(options: list[str]) -> None:
+    if not options:
+        folders = sorted(path.name for path in Path("tests").iterdir() if path.is_dir() and any(path.rglob("test_*.py")))
+        in_order = sorted(folders, key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
+        workers = min((os.cpu_count() or 1) + 1, 8)
+        options = ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder", *(f"tests/{name}" for name in in_order)]
+    # Hundreds of processes import the same sources.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", "-p", "tools.file_times", *options])  # noqa: S606 - as Ctrl-C then goes to pytest alone
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
