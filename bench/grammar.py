@@ -1,32 +1,43 @@
-"""What answers of a given form cost: masks beside a step, and the compiling of schemas.
+"""What answers of a given form cost and gain: masks beside the steps they are part of, and JSON with drafts and without.
 
-    python bench/grammar.py masks [--step-ms 3.2,14] [--step-ms-large 12,40]     # milliseconds of an unconstrained step of 1 and 16 rows
-    python bench/grammar.py schemas FOLDER ... [--listed schemas.txt]
+    python bench/grammar.py masks [--model /tmp/1b.gguf] [--steps 30]
+    python bench/grammar.py drafts [--model /tmp/1b.gguf] [--rounds 3]
 
-`masks`: processor time of a mask and of applying it, medians over the tokens of a seeded document, at 49k tokens (the bundled model's own) and at 152k (seeded words).
-`schemas`: FOLDER holds JSON Schema's test suite (jsonschema's source archive has it: json/tests/draft*) or OpenAPI documents (openapi*.json, whose component schemas
-are taken). Prints percentiles of compile times, and what is refused and why; the list written has every schema's file, place, milliseconds and answer.
+One thread, in its processor time: a shared machine stretches the wall. `masks`: steps of 1 and of 16 answers without a form, and after each what as many rows of a form add
+(mask, its use on logits, the token taken), in turns. `drafts`: the same answers of a form with what it forces drafted and not, in turns. A 1B with 152k tokens:
+`bench/make_model.py /tmp/1b.gguf --preset llama-1b --vocab 151936`; its weights are random, so the values it writes are noise, and the form gives the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import InvalidRequest
-from paceline.core.generation import Grammar, GrammarKind
+from paceline.backends.options import LoadOptions
+from paceline.backends.table import choose
+from paceline.core.clock import SystemClock
+from paceline.core.generation import GenerationRequest, Grammar, GrammarKind, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.core.model import WeightsFormat
+from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import DraftingConfig
+from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars, Matcher, restrict
+from paceline.engine.local import LocalExecutor
+from paceline.node.setup import load_runner
 from paceline.store.catalog import open_model
+from paceline.store.home import Home
 
 DOCUMENT = {
     "type": "object",
@@ -68,106 +79,134 @@ class Seeded:
         return ids
 
 
+FORM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "colour": {"enum": ["red", "green", "blue"]},
+        "in_stock": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["new", "old"]}, "maxItems": 2},
+    },
+    "required": ["name", "colour", "in_stock", "tags"],
+    "additionalProperties": False,
+}
+LONGEST = 256
+
+
+class Bench:
+    """A model on one thread."""
+
+    def __init__(self, name: str) -> None:
+        self.opened = open_model(name)
+        spec = self.opened.spec
+        weights = WeightsFormat.INT4
+        options = LoadOptions(spec.all_layers, weights, LONGEST, threads=1, edges=True, kernel_cache=Home.from_environment().kernels)
+        self.executor = LocalExecutor(load_runner(choose(spec, weights), self.opened.weights, options))
+        tokenizer = self.opened.tokenizer
+        self.vocabulary: Any = tokenizer if tokenizer.eos_ids and tokenizer.size == spec.vocab else Seeded(spec.vocab)
+        self.grammars = Grammars(self.vocabulary)
+
+    def engine(self) -> Engine:
+        config = EngineConfig(max_context=LONGEST, max_running=16, step_timeout_s=1e9, step_budget_s=1e9)
+        return Engine(self.executor, self.vocabulary, config, SystemClock(), drafting=DraftingConfig(), grammars=self.grammars)
+
+
 def timed(do: Callable[[], object]) -> float:
+    """Milliseconds of this thread."""
     began = time.thread_time_ns()
     do()
     return (time.thread_time_ns() - began) / 1e6
 
 
-def mask_times(vocabulary: Any) -> tuple[list[float], list[float], list[float]]:
-    """Milliseconds of each token's mask, of applying it, and of taking the token."""
-    grammars = Grammars(vocabulary)
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(DOCUMENT))
-    masks, applied, taken = list[float](), list[float](), list[float]()
-    logits = np.zeros(vocabulary.size, np.float32)
-    for _ in range(5):
-        matcher: Matcher = grammars.matcher(grammar)
-        for token in vocabulary.encode(TEXT, add_special=False):
-            found: list[Any] = []
-            masks.append(timed(lambda matcher=matcher, found=found: found.append(matcher.mask())))
+def masked(matchers: Sequence[Matcher], logits: Any, token: int) -> None:
+    for matcher in matchers:
+        mask = matcher.mask()
+        assert mask is not None, "nothing was guessed"
+        restrict(logits, mask)
+        matcher.take(token)
+
+
+def masks(bench: Bench, arguments: argparse.Namespace) -> None:
+    text = bench.vocabulary.encode(TEXT, add_special=False)
+    form = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(DOCUMENT))
+    logits = np.zeros(bench.vocabulary.size, np.float32)
+    for rows in (1, 16):
+        engine = bench.engine()
+        prompts = [tuple(range(100 + n, 124 + n)) for n in range(rows)]
+        for n, prompt in enumerate(prompts):
+            engine.add(GenerationRequest(RequestId(f"{n}"), prompt, LONGEST - 40, SamplingParams(seed=n), ignore_eos=True, draft="off"))
+        for _ in range(6):
+            engine.step()
+        bench.grammars.prepare(form)
+        matchers = [bench.grammars.matcher(form) for _ in range(rows)]
+        steps, added = list[float](), list[float]()
+
+        for place in range(arguments.steps):
+            steps.append(timed(engine.step))
+            if place % len(text) == 0:
+                matchers[:] = [bench.grammars.matcher(form) for _ in range(rows)]
             logits[:] = 1.0
-            applied.append(timed(lambda found=found: restrict(logits, found[0])))
-            taken.append(timed(lambda matcher=matcher, token=token: matcher.take(token)))
-    return masks, applied, taken
-
-
-def masks(arguments: argparse.Namespace) -> None:
-    for name, vocabulary, steps in (
-        ("the bundled model", open_model("smollm2-135m").tokenizer, arguments.step_ms),
-        ("seeded words", Seeded(151_936), arguments.step_ms_large),
-    ):
-        parts = mask_times(vocabulary)
-        row = sum(median(part) for part in parts)
+            added.append(timed(partial(masked, matchers, logits, text[place % len(text)])))
+        for n in range(rows):
+            engine.abort(RequestId(f"{n}"))
+        while engine.has_work:
+            engine.step()
         print(
-            f"{name}, {vocabulary.size} tokens: mask {median(parts[0]):.3f} ms (p99 {sorted(parts[0])[int(0.99 * len(parts[0]))]:.3f}), applied in "
-            f"{median(parts[1]):.3f}, a token taken in {median(parts[2]):.3f}; a row {row:.3f} ms"
+            f"  {rows} rows: a step {median(steps):.2f} ms (least {min(steps):.2f}), masks {median(added):.3f} ms (least {min(added):.3f}, "
+            f"p90 {quantiles(added, n=10)[-1]:.3f}): {100 * median(added) / median(steps):.2f} % by medians, {100 * min(added) / min(steps):.2f} % by least"
         )
-        if steps:
-            for rows, step in zip((1, 16), map(float, steps.split(",")), strict=True):
-                print(f"  {rows} rows: {rows * row:.3f} ms beside a step of {step} ms, {100 * rows * row / step:.1f} %")
 
 
-def schemas_of(folder: Path) -> Iterator[tuple[str, dict[str, Any] | bool]]:
-    """(file and place, schema) of a folder's test suites and OpenAPI documents."""
-    for file in sorted(folder.rglob("*.json")):
-        try:
-            document = json.loads(file.read_text())
-        except (ValueError, OSError):
-            continue
-        if isinstance(document, dict) and ("openapi" in document or "swagger" in document):
-            parts = document.get("components", {}).get("schemas") or document.get("definitions") or {}
-            for name in parts:
-                key = "components" if "components" in document else "definitions"
-                yield (
-                    f"{file.name} {name}",
-                    {"$ref": f"#/{'components/schemas' if key == 'components' else key}/{name}", key: document[key]},
-                )
-        elif isinstance(document, list) and document and all(isinstance(case, dict) and "schema" in case for case in document):
-            for case in document:
-                yield f"{file.parent.name}/{file.name} {case.get('description', '')}", case["schema"]
-
-
-def schemas(arguments: argparse.Namespace) -> None:
-    grammars = Grammars(open_model("smollm2-135m").tokenizer)
-    grammars.prepare(Grammar(GrammarKind.REGEX, "a"))  # the vocabulary's tree is made once
-    lines: list[str] = []
-    times: dict[str, list[float]] = {"taken": [], "refused": []}
-    reasons: Counter[str] = Counter()
-    for folder in arguments.folders:
-        for name, schema in schemas_of(folder):
-            text = json.dumps(schema)
-            began = time.thread_time_ns()
-            try:
-                grammars.prepare(Grammar(GrammarKind.JSON_SCHEMA, text))
-                answer = "taken"
-            except InvalidRequest as error:
-                answer = error.message
-                reasons[re.sub(r"(\"[^\"]*\"|'[^']*'|\d+)", "..", answer)[:90]] += 1
-            took = (time.thread_time_ns() - began) / 1e6
-            times["taken" if answer == "taken" else "refused"].append(took)
-            lines.append(f"{name}\t{took:.2f} ms\t{answer}")
-    arguments.listed.write_text("\n".join(lines) + "\n")
-    for kind, found in times.items():
-        found.sort()
-        if found:
-            print(f"{len(found)} {kind}: p50 {median(found):.2f} ms, p99 {found[int(0.99 * len(found))]:.2f}, max {found[-1]:.2f}")
-    for reason, count in reasons.most_common(25):
-        print(f"  {count:4} {reason}")
+def drafts(bench: Bench, arguments: argparse.Namespace) -> None:
+    form = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(FORM))
+    requests = [
+        GenerationRequest(
+            RequestId(f"{n}"), tuple(bench.vocabulary.encode(f"Thing number {n} in JSON: ", add_special=False)), 80,
+            SamplingParams(temperature=0.8 * (n % 2), seed=n), grammar=form,
+        )
+        for n in range(8)
+    ]  # fmt: skip
+    found: dict[str | None, list[tuple[float, int, int]]] = {"off": [], None: []}
+    told: dict[str | None, list[tuple[int, ...]]] = {}
+    for _ in range(arguments.rounds):
+        for draft, times in found.items():
+            engine, tokens, spent = bench.engine(), dict[str, tuple[int, ...]](), 0.0
+            for request in requests:
+                engine.add(replace(request, draft=draft))
+                while engine.has_work:
+                    began = time.thread_time()
+                    chunks = engine.step()
+                    spent += time.thread_time() - began
+                    for chunk in chunks:
+                        tokens[chunk.request_id] = tokens.get(chunk.request_id, ()) + tuple(chunk.token_ids)
+            told[draft] = list(tokens.values())
+            times.append((spent, sum(map(len, tokens.values())), engine.stats().steps))
+    assert told["off"] == told[None], "drafts never change an answer"
+    ratios = [off[0] / on[0] for off, on in zip(found["off"], found[None], strict=True)]
+    (_, tokens, steps), (_, _, fewer) = found["off"][0], found[None][0]
+    best = max(tokens / spent for spent, _, _ in found[None])
+    print(
+        f"  {tokens} tokens in {steps} steps, drafted in {fewer}; drafted / not, in turns: "
+        f"{', '.join(f'{ratio:.2f}x' for ratio in ratios)}; at best {best:.0f} tokens/s"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(required=True)
-    of_masks = parts.add_parser("masks")
-    of_masks.add_argument("--step-ms")
-    of_masks.add_argument("--step-ms-large")
-    of_masks.set_defaults(run=masks)
-    of_schemas = parts.add_parser("schemas")
-    of_schemas.add_argument("folders", nargs="+", type=Path)
-    of_schemas.add_argument("--listed", type=Path, default=Path("schemas.txt"))
-    of_schemas.set_defaults(run=schemas)
+    for name, run in ("masks", masks), ("drafts", drafts):
+        part = parts.add_parser(name)
+        part.add_argument("--model", default="smollm2-135m")
+        part.add_argument("--steps", type=int, default=60)
+        part.add_argument("--rounds", type=int, default=3)
+        part.set_defaults(run=run)
     arguments = parser.parse_args()
-    arguments.run(arguments)
+    bench = Bench(arguments.model)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    print(f"{arguments.model}, {bench.vocabulary.size} tokens; {processor}, load {os.getloadavg()[0]:.1f}")
+    arguments.run(bench, arguments)
+    bench.executor.close()
 
 
 if __name__ == "__main__":

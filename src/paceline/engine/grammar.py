@@ -59,6 +59,10 @@ _FIELDS = {
 }
 
 
+_NO_OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Its branches are not told apart: write anyOf"
+"""What the library says of its options, and what a client can do."""
+
+
 class Grammars:
     """Compiles grammars for one vocabulary. Safe to call from several threads."""
 
@@ -147,10 +151,10 @@ class Grammars:
                 case GrammarKind.LARK | GrammarKind.TOOLS | GrammarKind.FORM:
                     text = LLMatcher.grammar_from_lark(grammar.text)
         except ValueError as error:
-            raise _Refused(str(error)) from error
+            raise _Refused(str(error).replace(*_NO_OPTION)) from error
         compiled = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if compiled.is_error():
-            raise _Refused(compiled.get_error())
+            raise _Refused(compiled.get_error().replace(*_NO_OPTION))
         for number in range(_WALKS):
             self._walk(Matcher(compiled.deep_copy(), self._vocabulary.size), random.Random(number))
         return compiled

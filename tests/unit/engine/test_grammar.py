@@ -166,6 +166,7 @@ def test_regular_expressions_and_grammars() -> None:
         (GrammarKind.JSON_SCHEMA, "{", "response_format: "),
         (GrammarKind.JSON_SCHEMA, '{"type": "nonsense"}', "response_format: Invalid type: nonsense"),
         (GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": false}, "required": ["a"]}', "'a' is unsatisfiable"),
+        (GrammarKind.JSON_SCHEMA, '{"oneOf": [{"type": "object"}, {"type": "object", "minProperties": 1}]}', "write anyOf"),
         (GrammarKind.JSON_SCHEMA, '{"$ref": "https://example.org/schema.json"}', "response_format: "),
         (GrammarKind.REGEX, "(", "unclosed group"),
         (GrammarKind.LARK, "start: other", "unknown name"),

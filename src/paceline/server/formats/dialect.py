@@ -12,6 +12,11 @@ from typing import Any, cast
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Those that are followed. All others say something to the reader, and allow every string."""
 _DATA = frozenset({"enum", "const", "default", "example", "examples"})
+_OPENAPI = frozenset({"nullable", "discriminator", "example", "xml", "externalDocs"})
+"""No keywords of JSON Schema: the compiler takes a schema with them for one that says two things."""
+_SAID = _DATA - {"enum", "const"} | {"title", "description", "deprecated", "readOnly", "writeOnly"}
+"""What says nothing of the text: beside a `$ref` the compiler would not take it where the reference is circular."""
+_NULL = {"type": "null"}
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "schemas"})
 
 
@@ -21,13 +26,21 @@ def as_followed(schema: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RecursionError: it is nested too deep.
     """
-    found = {key: value if key in _DATA else _inside(key, value) for key, value in schema.items()}
+    found = {key: value if key in _DATA else _inside(key, value) for key, value in schema.items() if key not in _OPENAPI}
+    if "$ref" in found:
+        found = {key: value for key, value in found.items() if key not in _SAID}
     if isinstance(form := found.get("format"), str) and form not in _FORMATS:
         del found["format"]
-    if "discriminator" in found and "oneOf" in found and "anyOf" not in found:
+    if "discriminator" in schema and "oneOf" in found and "anyOf" not in found:
         found["anyOf"] = found.pop("oneOf")
-    if found.get("nullable") is True and isinstance(kind := found.get("type"), str) and kind != "null":
-        found["type"] = [kind, "null"]
+    if schema.get("nullable") is True:
+        match found:
+            case {"type": str(kind)} if kind != "null":
+                found["type"] = [kind, "null"]
+            case {"anyOf": list(branches)} | {"oneOf": list(branches)} if _NULL not in branches and "type" not in found:
+                found["anyOf" if "anyOf" in found else "oneOf"] = [*cast("list[object]", branches), _NULL]
+            case _:
+                pass
     return found
 
 

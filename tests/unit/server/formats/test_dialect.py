@@ -14,12 +14,15 @@ from paceline.server.formats.dialect import as_followed
     [
         ({"type": "string", "format": "int64"}, {"type": "string"}),
         ({"type": "string", "format": "date"}, {"type": "string", "format": "date"}),
-        ({"type": "string", "nullable": True}, {"type": ["string", "null"], "nullable": True}),
-        ({"type": "null", "nullable": True}, {"type": "null", "nullable": True}),
+        ({"type": "string", "nullable": True}, {"type": ["string", "null"]}),
+        ({"type": "null", "nullable": True}, {"type": "null"}),
         (
             {"oneOf": [{"format": "x"}], "discriminator": {"propertyName": "kind"}},
-            {"anyOf": [{}], "discriminator": {"propertyName": "kind"}},
+            {"anyOf": [{}]},
         ),
+        ({"$ref": "#/$defs/a", "description": "b", "nullable": True, "minLength": 1}, {"$ref": "#/$defs/a", "minLength": 1}),
+        ({"oneOf": [{"type": "string"}], "nullable": True, "example": 1}, {"oneOf": [{"type": "string"}, {"type": "null"}]}),
+        ({"anyOf": [{"type": "null"}], "nullable": True}, {"anyOf": [{"type": "null"}]}),
         ({"oneOf": [{"type": "string"}]}, {"oneOf": [{"type": "string"}]}),
         ({"const": {"format": "x", "nullable": True, "type": "a"}}, {"const": {"format": "x", "nullable": True, "type": "a"}}),
         ({"default": {"format": "x"}, "enum": [{"format": "x"}]}, {"default": {"format": "x"}, "enum": [{"format": "x"}]}),
