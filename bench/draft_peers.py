@@ -22,23 +22,23 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.local_fleet import found_fleet
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.engine.drafts import BlockProposal
 from paceline.fleet.card import Link, NodeCard
-from paceline.node.drafts.drafter import Drafter, Key, Line, OnEnd
-from paceline.node.drafts.meter import DraftMeter
-from paceline.node.drafts.remote import RemoteDrafts
-from paceline.node.fleet import FleetNode
-from paceline.node.fleet_settings import FleetSettings, parse_preset
-from paceline.node.local_fleet import found_fleet
-from paceline.node.loop_thread import LoopThread
+from paceline.machine.loop_thread import LoopThread
+from paceline.net.channels import Purpose
+from paceline.net.member.node import FleetNode
+from paceline.net.member.settings import FleetSettings, parse_preset
+from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
-from paceline.transport.channels import Purpose
-from paceline.transport.draft_blocks import OnBlock
-from paceline.transport.draft_line import RemoteLine
-from paceline.transport.trust.folder import FleetFolder
+from paceline.ways.draft.blocks import OnBlock
+from paceline.ways.draft.drafter import Drafter, Key, Line, OnEnd
+from paceline.ways.draft.line import RemoteLine
+from paceline.ways.draft.meter import DraftMeter
+from paceline.ways.draft.remote import RemoteDrafts
 
 PRESET = "desk,exchange_s=0.2,restamp_s=1,ttl_s=20"
 SEEN_S = 30.0

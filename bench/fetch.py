@@ -29,18 +29,18 @@ from paceline.core.manifest import pieces_needed
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.core.weights import tensor_shapes
 from paceline.fleet.sources import WeightsSource
+from paceline.net.trust.certificates import NODE_NAME
+from paceline.net.trust.credentials import channel_credentials, server_credentials
+from paceline.net.trust.identity import Identity
+from paceline.net.weights_client import WeightsClient
+from paceline.net.weights_servicer import WeightsServicer
+from paceline.net.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 from paceline.store.catalog import MANIFEST, open_weights
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.library import Library
 from paceline.store.staging import staged
 from paceline.testing.fleets import TestFleet
-from paceline.transport.trust.certificates import NODE_NAME
-from paceline.transport.trust.credentials import channel_credentials, server_credentials
-from paceline.transport.trust.identity import Identity
-from paceline.transport.weights_client import WeightsClient
-from paceline.transport.weights_servicer import WeightsServicer
-from paceline.transport.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 
 MIB = 1 << 20
 

@@ -22,12 +22,12 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
 from paceline.fleet.effects import Call
 from paceline.fleet.messages import Request
-from paceline.node.fleet import FleetNode
-from paceline.node.fleet_settings import FleetSettings, parse_preset
+from paceline.net.channels import Purpose
+from paceline.net.exchange import Exchanger
+from paceline.net.member.node import FleetNode
+from paceline.net.member.settings import FleetSettings, parse_preset
+from paceline.net.trust.folder import FleetFolder
 from paceline.testing.fleets import TestFleet
-from paceline.transport.channels import Purpose
-from paceline.transport.exchange import Exchanger
-from paceline.transport.trust.folder import FleetFolder
 
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
 OFFER = ModelOffer("smollm2-135m", Role.VERIFIER, "int4", 200.0, 3300.0, "d" * 64, True, "n" * 64, True, 98_362_432, SHAPE, "v" * 64)

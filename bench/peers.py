@@ -22,8 +22,8 @@ from typing import Any
 
 from contender import Contender, ContenderError, Kind, kinds
 from engines.worker import Job
-from paceline.node.bench import PromptMaker
-from paceline.node.timing import Spread, Timing
+from paceline.bench.engine import PromptMaker
+from paceline.machine.timing import Spread, Timing
 from paceline.store.catalog import open_model, resolve
 from paceline.store.home import Home
 from quiet import Patience, least_disturbed

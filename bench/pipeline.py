@@ -22,27 +22,27 @@ from typing import Any
 
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
+from paceline.bench.engine import PromptMaker, drive
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
-from paceline.node.bench import PromptMaker, drive
-from paceline.node.setup import load_runner
-from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.links import ActivationSink, ActivationSource, Rehearse
-from paceline.parallel.pipeline import PipelineExecutor
-from paceline.parallel.route import Fault, RouteStage
-from paceline.parallel.stage import Stage
+from paceline.machine.setup import load_runner
+from paceline.net.tensor.dialling import dial
+from paceline.net.tensor.listener import TensorListener
+from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
-from paceline.transport.tensor.batches import StreamSink, StreamSource
-from paceline.transport.tensor.dialling import dial
-from paceline.transport.tensor.listener import TensorListener
-from paceline.transport.trust.identity import Identity
-from paceline.transport.trust.refusals import Refusals
+from paceline.ways.pipeline.batches import StreamSink, StreamSource
+from paceline.ways.pipeline.executor.limits import PipelineLimits
+from paceline.ways.pipeline.executor.links import ActivationSink, ActivationSource, Rehearse
+from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.route import Fault, RouteStage
+from paceline.ways.pipeline.executor.stage import Stage
 
 MODEL = "smollm2-135m"
 WEIGHTS = WeightsFormat.INT4

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.fleet.machines import Machine
 from tests.fleet.network import Network, network, why_not
 
+from paceline.bench.local_fleet import found_fleet
 from paceline.core.clock import SystemClock
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_engine, introduced
-from paceline.node.local_fleet import found_fleet
-from paceline.node.settings import NodeSettings
 from paceline.store.home import Home
 
 MODEL = "smollm2-135m"

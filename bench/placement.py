@@ -1,6 +1,6 @@
 """How near the cost model of placement comes to the engine, for this machine alone: estimate over measurement.
 
-The card is made as a node makes it (`node.capability`, `node.speed`), once with the speeds measured at load and once without, as for a model
+The card is made as a node makes it (`machine.capability`, `machine.speed`), once with the speeds measured at load and once without, as for a model
 that never ran; the engine is measured as by `paceline bench`, in other lengths than the card's. 1.0 is a perfect estimate. On one thread
 time is the processor's, so that other programs hardly count.
 """
@@ -18,17 +18,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from paceline.bench.engine import PromptMaker, drive
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
 from paceline.fleet.figures import two_digits
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import PlanRequest, Way
-from paceline.node.bench import PromptMaker, drive
+from paceline.machine.capability import SelfPortrait
+from paceline.machine.memory_rate import stream_rate
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_engine, introduced
-from paceline.node.capability import SelfPortrait
-from paceline.node.memory_rate import stream_rate
-from paceline.node.settings import NodeSettings
 from paceline.store.home import Home
 
 LENGTHS = ((128, 128), (512, 128), (2048, 64))

@@ -25,7 +25,7 @@ from paceline.backends import table
 from paceline.backends.options import LoadOptions
 from paceline.core.model import WeightsFormat
 from paceline.engine.executor import Path as KernelPath
-from paceline.node.setup import load_runner
+from paceline.machine.setup import load_runner
 from paceline.store.catalog import OpenedModel, open_model, resolve
 from paceline.store.home import Home
 from paceline.testing.conformance.runs import Rows, run

@@ -20,13 +20,13 @@ from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 
+from paceline.bench.engine import PromptMaker
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.node.bench import PromptMaker
+from paceline.core.inference import ChunkStream
+from paceline.machine.cores import usable_cores
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
-from paceline.node.cores import usable_cores
-from paceline.node.settings import NodeSettings
-from paceline.server.inference import ChunkStream
 from size_rows import machine
 
 LIVE = 1 << 20

@@ -24,11 +24,11 @@ from endpoint import Endpoint
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer
-from paceline.node.fleet_look import look
+from paceline.net.member.look import look
+from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
 from paceline.testing.memory_limit import MemoryLimit, NoMemoryLimitsError
-from paceline.transport.trust.folder import FleetFolder
 from size_builds import Build, fresh_home, read_into_cache
 from size_load import warm_up
 from size_rows import Row

@@ -24,8 +24,8 @@ from paceline.backends.cpu.weights import MATRICES
 from paceline.backends.table import Kernels
 from paceline.core.model import LayerRange
 from paceline.core.weights import HEAD, tensor_shapes
-from paceline.node.settings import NodeSettings
-from paceline.node.setup import set_up
+from paceline.machine.settings import NodeSettings
+from paceline.machine.setup import set_up
 from paceline.testing.seeded_models import shape, write_gguf
 from size_rows import Row
 

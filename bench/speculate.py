@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from draft_peers import GARBAGE, DraftPeers
+from paceline.bench.draft.exercises import Kind
+from paceline.bench.draft.forced import ForcedExecutor
+from paceline.bench.draft.run import DraftBenchPlan, DraftRow, RowMeter, settings_for
 from paceline.core.clock import SystemClock
 from paceline.core.model import LayerRange
 from paceline.engine.config import EngineConfig
@@ -28,14 +31,11 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftSource
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltEngine, build_engine
-from paceline.node.draft_bench.exercises import Kind
-from paceline.node.draft_bench.forced import ForcedExecutor
-from paceline.node.draft_bench.run import DraftBenchPlan, DraftRow, RowMeter, settings_for
-from paceline.node.settings import NodeSettings
-from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.pipeline import PipelineExecutor
 from paceline.store.catalog import open_model
+from paceline.ways.pipeline.executor.limits import PipelineLimits
+from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 
 MODEL = "smollm2-135m"
 PATIENCE_S = 120.0

@@ -1,4 +1,4 @@
-"""Make the typed stubs in src/paceline/transport/wire from proto/. With --check: write nothing, and fail where they differ.
+"""Make the typed stubs in src/paceline/net/wire from proto/. With --check: write nothing, and fail where they differ.
 
 The stubs are checked in, so that an installed Paceline needs no compiler. protoc names its modules after the proto's folder
 (`paceline.v1`), which would be a package of its own; the import lines are rewritten to where the files are.
@@ -33,7 +33,7 @@ def generate(out: Path) -> dict[str, str]:
     ]
     subprocess.run(command, check=True, cwd=PROTO)
     files = sorted((out / "paceline" / "v1").iterdir())
-    return {path.name: IMPORT.sub(r"\1 paceline.transport.wire", path.read_text()) for path in files}
+    return {path.name: IMPORT.sub(r"\1 paceline.net.wire", path.read_text()) for path in files}
 
 
 def main() -> int:

@@ -12,27 +12,27 @@ from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
-from tests.unit.node.fleet.nodes import make_node
+from tests.unit.net.member.nodes import make_node
 
 from paceline.backends.cpu.sampler import CompiledSampler
 from paceline.core.clock import SystemClock
+from paceline.core.inference import ServedModel
 from paceline.core.text import Tokenizer
 from paceline.core.trust import Trust
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.node.fleet import FleetNode
-from paceline.node.fleet_local import LocalModels
-from paceline.node.host import EngineHost
-from paceline.server.inference import ServedModel
+from paceline.machine.host import EngineHost
+from paceline.net.channels import Purpose
+from paceline.net.member.node import FleetNode
+from paceline.net.server import Register
+from paceline.net.wire import generate_pb2
+from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub, add_GenerateServiceServicer_to_server
 from paceline.testing.engines import VOCAB, VOCABULARY
 from paceline.testing.executors import InOrderExecutor
 from paceline.testing.fleets import TestFleet
 from paceline.testing.null_backend import NullRunner
-from paceline.transport.channels import Purpose
-from paceline.transport.generate_service import GenerateServicer, LoadedModel
-from paceline.transport.server import Register
-from paceline.transport.wire import generate_pb2
-from paceline.transport.wire.generate_pb2_grpc import GenerateServiceStub, add_GenerateServiceServicer_to_server
+from paceline.ways.forward.local import LocalModels
+from paceline.ways.forward.service import GenerateServicer, LoadedModel
 
 T = TypeVar("T")
 BOUND_S = 100.0

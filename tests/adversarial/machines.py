@@ -12,33 +12,33 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import grpc.aio
-from tests.unit.node.fleet.nodes import QUICK, Still, until_seen
+from tests.unit.net.member.nodes import QUICK, Still, until_seen
 from tests.unit.store.conftest import GgufModel
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
+from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
 from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, ModelShape, Role
 from paceline.fleet.eligibility import TrustPolicy
-from paceline.node.fleet import FleetNode
-from paceline.node.fleet_inference import FleetInference
-from paceline.node.fleet_local import LocalModels
-from paceline.node.fleet_settings import FleetSettings, parse_preset
-from paceline.node.fleet_tokenizers import TokenizerStore
-from paceline.node.weights import weights_service
-from paceline.server.inference import ChunkStream, Progress, ServedModel
+from paceline.machine.weights import weights_service
+from paceline.net.member.node import FleetNode
+from paceline.net.member.settings import FleetSettings, parse_preset
+from paceline.net.server import Register
+from paceline.net.trust.folder import FleetFolder
+from paceline.net.trust.guard import PeerGuard
+from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
 from paceline.testing.fleets import TestFleet
-from paceline.transport.generate_service import GenerateServicer, LoadedModel
-from paceline.transport.server import Register
-from paceline.transport.trust.folder import FleetFolder
-from paceline.transport.trust.guard import PeerGuard
-from paceline.transport.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+from paceline.ways.forward.inference import FleetInference
+from paceline.ways.forward.local import LocalModels
+from paceline.ways.forward.service import GenerateServicer, LoadedModel
+from paceline.ways.forward.tokenizers import TokenizerStore
 
 NAME, DIGEST, NUMERICS = "m", "d" * 64, "n" * 16
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)

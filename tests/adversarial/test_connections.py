@@ -14,20 +14,20 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from tests.adversarial.handshakes import until_cut
-from tests.unit.transport.trust.joining import IssuerNode, begun_calls
-from tests.unit.transport.trust.logs import logged
-from tests.unit.transport.trust.served import ECHO, SOON_S, Services, served
+from tests.unit.net.trust.joining import IssuerNode, begun_calls
+from tests.unit.net.trust.logs import logged
+from tests.unit.net.trust.served import ECHO, SOON_S, Services, served
 
+from paceline.net.channels import CHANNEL_OPTIONS
+from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter
+from paceline.net.trust.certificates import NODE_NAME
+from paceline.net.trust.connections import MAX_OF_NODE, SILENT_S, ConnectionWatch
+from paceline.net.trust.credentials import channel_credentials
+from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.refusals import Refusals
+from paceline.net.trust.sockets import connections
 from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
-from paceline.transport.channels import CHANNEL_OPTIONS
-from paceline.transport.server import SERVER_OPTIONS, NodeServer, RpcMeter
-from paceline.transport.trust.certificates import NODE_NAME
-from paceline.transport.trust.connections import MAX_OF_NODE, SILENT_S, ConnectionWatch
-from paceline.transport.trust.credentials import channel_credentials
-from paceline.transport.trust.guard import PeerGuard
-from paceline.transport.trust.refusals import Refusals
-from paceline.transport.trust.sockets import connections
 
 MOST = 400
 
@@ -143,7 +143,7 @@ def test_one_member_has_its_share_of_connections() -> None:
         hung: list[int] = []
         member = fleet.member("greedy-1").member
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paceline.transport.trust.connections.hang_up", lambda remotes: hung.extend(port for _, port in remotes))
+            patch.setattr("paceline.net.trust.connections.hang_up", lambda remotes: hung.extend(port for _, port in remotes))
             for port in range(1, MAX_OF_NODE + 3):
                 watch.began(f"ipv4:10.0.0.9:{port}", member)
                 if port != 1:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 from tests.adversarial.machines import LIE, LONG, NAME, TRUTH, Engine, Made, machines, offer
-from tests.unit.node.fleet.nodes import in_loop, until
-from tests.unit.node.weights.conftest import new_home, sharded  # noqa: F401
+from tests.unit.machine.weights.conftest import new_home, sharded  # noqa: F401
+from tests.unit.net.member.nodes import in_loop, until
 
 from paceline.core.errors import NodeUnreachable, NotTrusted, Overloaded, SourceLost
 from paceline.core.generation import FinishReason, GenerationRequest
 from paceline.core.trust import Trust
 from paceline.fleet.eligibility import TrustPolicy, Use
+from paceline.net.channels import Purpose
+from paceline.net.weights_client import WeightsClient
 from paceline.server.intake import find_model, listed
 from paceline.store.home import Home
-from paceline.transport.channels import Purpose
-from paceline.transport.weights_client import WeightsClient
 
 Homes = Callable[[str], Home]
 FAST = 1e9

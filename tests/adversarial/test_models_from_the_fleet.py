@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from tests.adversarial.machines import NAME, Engine, Machine, Made, machines, offer, packed, with_template
-from tests.unit.node.fleet.nodes import in_loop, until
-from tests.unit.node.weights.conftest import new_home, sharded  # noqa: F401
-from tests.unit.node.weights.members import belongs, member
+from tests.unit.machine.weights.conftest import new_home, sharded  # noqa: F401
+from tests.unit.machine.weights.members import belongs, member
+from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.store.conftest import GgufModel, gguf_model, write_folder  # noqa: F401
 from tests.unit.store.test_pull import COMMIT, Hub, server  # noqa: F401
 
@@ -21,15 +21,15 @@ from paceline.core.errors import DownloadError, HubSilent, ModelNotFound, WrongB
 from paceline.core.manifest import FileEntry, ModelManifest, manifest_digest
 from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, Role
-from paceline.node.devices import local_devices
-from paceline.node.fleet_routes import MOST_MODELS
-from paceline.node.offers import Shelf
+from paceline.machine.devices import local_devices
+from paceline.machine.offers import Shelf
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import MANIFEST, open_model
 from paceline.store.home import Home, read_json_object
 from paceline.store.staging import staged
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
 from paceline.testing.fleets import TestFleet
+from paceline.ways.forward.routes import MOST_MODELS
 
 REF = "org/tiny"
 
@@ -155,7 +155,7 @@ def taker(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     monkeypatch.setenv("PACELINE_HOME", str(home.root))
     monkeypatch.setenv("HF_ENDPOINT", server.address)
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr("paceline.node.fetch._WAIT_S", 0.0)
+    monkeypatch.setattr("paceline.machine.fetch._WAIT_S", 0.0)
     return home
 
 

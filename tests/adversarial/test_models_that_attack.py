@@ -24,7 +24,7 @@ from paceline.cli.terminal import report
 from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.shown import shown
-from paceline.parallel.sessions import StageFault, StageRequest
+from paceline.net.wire import shard_pb2
 from paceline.store import bounded_tokenizer, catalog
 from paceline.store.bounded_tokenizer import BoundedTokenizer, TokenizerProcess
 from paceline.store.catalog import BUNDLED, ModelLocation, open_model
@@ -33,8 +33,8 @@ from paceline.store.gguf_header import MAX_HEADER_BYTES, MAX_KEYS, MAX_STRINGS, 
 from paceline.store.home import Home
 from paceline.store.safetensors_file import MAX_HEAD_BYTES
 from paceline.store.tokenizer import ModelTokenizer, byte_alphabet
-from paceline.transport.shard_codec import read_event
-from paceline.transport.wire import shard_pb2
+from paceline.ways.pipeline.codec import read_event
+from paceline.ways.pipeline.executor.sessions import StageFault, StageRequest
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 CHAT = [{"role": "user", "content": "hello"}]

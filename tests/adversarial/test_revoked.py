@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 from tests.adversarial.handshakes import until_cut
-from tests.unit.transport.trust.joining import IssuerNode, begun_calls
-from tests.unit.transport.trust.logs import logged
-from tests.unit.transport.trust.served import COUNT, ECHO, SOON_S, Served, served
+from tests.unit.net.trust.joining import IssuerNode, begun_calls
+from tests.unit.net.trust.logs import logged
+from tests.unit.net.trust.served import COUNT, ECHO, SOON_S, Served, served
 
 from paceline.core.errors import ConfigError, JoinRefused
 from paceline.core.ids import NodeId
+from paceline.net.join_client import join
+from paceline.net.trust.connections import IDLE_S, SILENT_S
+from paceline.net.trust.folder import FleetFolder
+from paceline.net.trust.sockets import connections
 from paceline.node import enrolment
 from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
-from paceline.transport.join_client import join
-from paceline.transport.trust.connections import IDLE_S, SILENT_S
-from paceline.transport.trust.folder import FleetFolder
-from paceline.transport.trust.sockets import connections
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.adversarial.live import LiveNode, live_node, request
-from tests.unit.node.fleet.nodes import until
+from tests.unit.net.member.nodes import until
 
 from paceline.core.errors import MessageTooLarge, ModelNotFound, Overloaded
 from paceline.core.generation import GenerationRequest, SamplingParams
@@ -27,13 +27,13 @@ from paceline.core.manifest import PIECE, ModelManifest
 from paceline.engine.config import EngineConfig
 from paceline.engine.intake import SHARES, check_room
 from paceline.engine.prefix_cache import root_key, salted_key
+from paceline.net.server import MAX_REQUEST_BYTES, MAX_STREAMS, REQUESTS
+from paceline.net.trust.handlers import _reader
+from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer
+from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
+from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
+from paceline.net.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
 from paceline.testing.engines import EngineBench
-from paceline.transport.server import MAX_REQUEST_BYTES, MAX_STREAMS, REQUESTS
-from paceline.transport.trust.handlers import _reader
-from paceline.transport.weights_servicer import MAX_RANGES, WeightsServicer
-from paceline.transport.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
-from paceline.transport.wire.propose_pb2_grpc import ProposerServiceStub
-from paceline.transport.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 extremes = st.sampled_from(

@@ -14,24 +14,24 @@ from pathlib import Path
 
 import pytest
 from tests.adversarial.handshakes import ask_for_signature
-from tests.unit.transport.trust.joining import IssuerNode, request_for
-from tests.unit.transport.trust.served import served
+from tests.unit.net.trust.joining import IssuerNode, request_for
+from tests.unit.net.trust.served import served
 
 from paceline.core.errors import FleetError, IdentityError, JoinRefused, MalformedMessage, NotTrusted, TokenError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Revocation
+from paceline.net.card_codec import write_card
+from paceline.net.tensor.listener import TensorListener
+from paceline.net.trust.certificates import JOIN_NAME, NODE_NAME, make_key, read_join_certificate
+from paceline.net.trust.identity import Identity
+from paceline.net.trust.issuer import JoinAttempt
+from paceline.net.trust.refusals import Refusals
+from paceline.net.trust.requests import make_request
+from paceline.net.trust.seals import open_card, open_revocation, sign_revocation
+from paceline.net.trust.signing import CONTEXT, Kind, verifies
+from paceline.net.trust.tokens import JoinToken
+from paceline.net.wire import fleet_pb2 as wire
 from paceline.testing.fleets import TestFleet, card_of
-from paceline.transport.card_codec import write_card
-from paceline.transport.tensor.listener import TensorListener
-from paceline.transport.trust.certificates import JOIN_NAME, NODE_NAME, make_key, read_join_certificate
-from paceline.transport.trust.identity import Identity
-from paceline.transport.trust.issuer import JoinAttempt
-from paceline.transport.trust.refusals import Refusals
-from paceline.transport.trust.requests import make_request
-from paceline.transport.trust.seals import open_card, open_revocation, sign_revocation
-from paceline.transport.trust.signing import CONTEXT, Kind, verifies
-from paceline.transport.trust.tokens import JoinToken
-from paceline.transport.wire import fleet_pb2 as wire
 
 
 @pytest.fixture
@@ -205,8 +205,8 @@ def test_row_18_a_card_has_one_form_and_may_say_more(fleet: TestFleet) -> None:
 
 def test_files_and_tokens_of_another_format_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as then:
-        then.setattr("paceline.transport.trust.authority.FORMAT", "1")
-        then.setattr("paceline.transport.trust.certificates.FORMAT", "1")
+        then.setattr("paceline.net.trust.authority.FORMAT", "1")
+        then.setattr("paceline.net.trust.certificates.FORMAT", "1")
         old = TestFleet()
         files = old.member("a-1").to_pem(), old.authority.to_pem()
     with pytest.raises(IdentityError, match="another version of Paceline") as caught:

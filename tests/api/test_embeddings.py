@@ -16,7 +16,7 @@ from openai.types import EmbeddingCreateParams
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ContextOverflow, Overloaded
-from paceline.node.encoder import LoadedEncoder, NoModels, load_encoder
+from paceline.machine.encoder import LoadedEncoder, NoModels, load_encoder
 from paceline.server import embeddings
 from paceline.server.embedding_routes import EmbeddingRequest
 from paceline.server.embeddings import Embedder, parts

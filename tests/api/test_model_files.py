@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from paceline.machine.host import EngineHost
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
-from paceline.node.host import EngineHost
-from paceline.node.settings import NodeSettings
 from paceline.server.settings import ServerSettings
 from paceline.testing.served import Served
 

@@ -18,9 +18,9 @@ from pydantic import BaseModel
 
 from paceline.core.model import BLOCK_TOKENS
 from paceline.engine import grammar
+from paceline.machine.host import EngineHost
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
-from paceline.node.host import EngineHost
-from paceline.node.settings import NodeSettings
 from paceline.testing.served import BOUND_S, Served
 
 pytestmark = pytest.mark.timeout(600)  # the first load on a machine compiles kernels

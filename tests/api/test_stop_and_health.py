@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.core.inference import Progress
 from paceline.server.app import create_app, service_of
-from paceline.server.inference import Progress
 from paceline.server.serve import bind, serve
 from paceline.server.settings import ServerSettings
 from paceline.testing.scripted_inference import ScriptedInference

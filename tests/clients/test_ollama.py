@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from paceline.machine.host import EngineHost
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
-from paceline.node.host import EngineHost
-from paceline.node.settings import NodeSettings
 from paceline.testing.scripted_encoder import ScriptedEncoder
 from paceline.testing.scripted_inference import ScriptedInference
 from paceline.testing.served import Served

@@ -23,9 +23,9 @@ import pytest
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
-from paceline.node.fleet_look import look
+from paceline.net.control_service import Sight
+from paceline.net.member.look import look
 from paceline.store.home import Home
-from paceline.transport.control_service import Sight
 
 BOUND_S = 150.0
 """Longest wait for anything a test waits for; reached only when it fails."""

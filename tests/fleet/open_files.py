@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from tests.fleet.machines import Machine
 
-from paceline.transport.channels import Purpose
+from paceline.net.channels import Purpose
 
 CHANNELS = len(Purpose)
 ACTIVATIONS = 1

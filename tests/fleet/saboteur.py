@@ -22,13 +22,13 @@ from tests.fleet.machines import QUICK
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ShardUnavailable
 from paceline.engine.local import WireBits
-from paceline.node.fleet_settings import FleetSettings, parse_preset
+from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.node.serving import FleetServing
-from paceline.node.shards.limits import HostLimits
-from paceline.node.shards.serving import Hosting
-from paceline.node.shards.session import RunsBatches, Session
-from paceline.parallel.stage_batch import StageBatch
 from paceline.store.home import Home
+from paceline.ways.pipeline.executor.stage_batch import StageBatch
+from paceline.ways.pipeline.host.limits import HostLimits
+from paceline.ways.pipeline.host.serving import Hosting
+from paceline.ways.pipeline.host.session import RunsBatches, Session
 
 SLOW_S = 8.0
 """More than an orchestrator waits for a batch, also where the machine is busy with other programs."""

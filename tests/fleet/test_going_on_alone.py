@@ -16,21 +16,21 @@ import httpx
 import pytest
 from tests.fleet.machines import until
 
+from paceline.bench.fault import answer, requests
+from paceline.bench.local_fleet import LocalFleet
+from paceline.bench.node import BenchNode
 from paceline.cli.membership import fleet_settings
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
 from paceline.core.ids import NodeId
 from paceline.fleet.plan import Pin
-from paceline.node.bench_node import BenchNode
-from paceline.node.fault_bench import answer, requests
-from paceline.node.local_fleet import LocalFleet
-from paceline.node.pipeline_settings import PipelineSettings
-from paceline.node.pipelines import build
-from paceline.node.pipelines.order import PipelineOrder
-from paceline.node.settings import DEFAULT_MODEL, NodeSettings
-from paceline.parallel import search
-from paceline.parallel.limits import PipelineLimits
+from paceline.machine.config_file import PipelineSettings
+from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
 from paceline.store.home import Home
+from paceline.ways.pipeline.executor import search
+from paceline.ways.pipeline.executor.limits import PipelineLimits
+from paceline.ways.pipeline.routes import build
+from paceline.ways.pipeline.routes.order import PipelineOrder
 
 PROMPTS = [tuple(range(10 + 7 * n, 60 + 9 * n)) for n in range(3)]
 

@@ -11,8 +11,8 @@ from typing import NoReturn
 import pytest
 from tests.fleet.machines import EMPTY, Machine, machines, token_in, until
 
+from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
-from paceline.transport.trust.folder import FleetFolder
 
 
 @pytest.fixture

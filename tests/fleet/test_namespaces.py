@@ -20,8 +20,8 @@ import pytest
 from tests.fleet.machines import Machine, machines, until
 from tests.fleet.network import Network, network, why_not
 
+from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
-from paceline.transport.trust.folder import FleetFolder
 
 pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason or "there are network namespaces")
 

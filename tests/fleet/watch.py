@@ -12,9 +12,9 @@ from typing import Any
 import grpc.aio
 
 from paceline.core.errors import PacelineError
-from paceline.node.fleet_state import Running, read_running
-from paceline.transport.control_service import control_channel, read_sight
-from paceline.transport.trust.folder import FleetFolder
+from paceline.net.control_service import control_channel, read_sight
+from paceline.net.member.state import Running, read_running
+from paceline.net.trust.folder import FleetFolder
 
 EVERY_S = 0.1
 

@@ -16,9 +16,9 @@ from paceline.backends import cpu
 from paceline.backends import torch as portable
 from paceline.core.model import WeightsFormat
 from paceline.engine.executor import Path as KernelPath
+from paceline.machine.host import EngineHost
+from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
-from paceline.node.host import EngineHost
-from paceline.node.settings import NodeSettings
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.testing.served import Served
 

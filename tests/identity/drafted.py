@@ -14,6 +14,7 @@ from tests.identity.draft_rounds import HITS, PLAIN, PREEMPTED, PROPOSERS, Confi
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
+from paceline.bench.draft.exercises import Kind, load
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId, SequenceId
@@ -29,15 +30,14 @@ from paceline.engine.executor import Executor, Path, StepBatch, StepOutput
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer
 from paceline.engine.proposers.session import DraftSession, SessionProposer
-from paceline.node.draft_bench.exercises import Kind, load
-from paceline.node.setup import load_runner
-from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.pipeline import PipelineExecutor
+from paceline.machine.setup import load_runner
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.testing.engines import UnsteadySource
 from paceline.testing.null_backend import ByteVocabulary
 from paceline.testing.pipelines import Machine, MemoryRouter
+from paceline.ways.pipeline.executor.limits import PipelineLimits
+from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 
 TINY = ModelSpec(
     model_type="llama", n_layers=3, hidden=96, n_heads=6, n_kv_heads=2, head_dim=32, ffn=160, vocab=307, max_context=512,

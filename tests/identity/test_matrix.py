@@ -23,7 +23,7 @@ from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.node.setup import load_runner
+from paceline.machine.setup import load_runner
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
 

@@ -17,12 +17,12 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.node.setup import load_runner
-from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.pipeline import PipelineExecutor
+from paceline.machine.setup import load_runner
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
 from paceline.testing.pipelines import Machine, MemoryRouter
+from paceline.ways.pipeline.executor.limits import PipelineLimits
+from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 
 pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles kernels
 

@@ -21,12 +21,12 @@ from paceline.core.ids import RequestId
 from paceline.core.model import BLOCK_TOKENS, LayerRange
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.node.settings import NodeSettings
-from paceline.node.setup import set_up
-from paceline.parallel.limits import PipelineLimits
-from paceline.parallel.pipeline import PipelineExecutor
+from paceline.machine.settings import NodeSettings
+from paceline.machine.setup import set_up
 from paceline.testing.pipelines import Machine, MemoryRouter
 from paceline.testing.seeded_models import shape, write_folder, write_gguf
+from paceline.ways.pipeline.executor.limits import PipelineLimits
+from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 
 pytestmark = [needs_avx512, pytest.mark.timeout(3600 if os.environ.get("PACELINE_SIZES") else 300)]
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.engine import BenchPlan, BenchReport, run_bench
 from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal, counted, interrupts_end_now
 from paceline.core.errors import ConfigError
-from paceline.node.bench import BenchPlan, BenchReport, run_bench
-from paceline.node.sampled import Sampled
-from paceline.node.settings import NodeSettings
+from paceline.machine.sampled import Sampled
+from paceline.machine.settings import NodeSettings
 
 BUSY = 0.5
 """A load average at the start above this many programs is worth a word: they took their share of what was measured."""

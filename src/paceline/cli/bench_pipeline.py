@@ -8,6 +8,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from paceline.bench.fault import FaultPlan, FaultReport, run_fault_bench
+from paceline.bench.local_fleet import LocalFleet, become_first
+from paceline.bench.node import BenchNode
+from paceline.bench.pipeline import PipelineBenchPlan, PipelineReport, run_pipeline_bench
 from paceline.cli.bench import counts, note_load, print_report, table_of, telling
 from paceline.cli.bring import lies_elsewhere
 from paceline.cli.membership import fleet_settings
@@ -15,17 +19,13 @@ from paceline.cli.terminal import Terminal, counted
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.plan import Objective, Pin
-from paceline.node.bench_node import BenchNode
-from paceline.node.fault_bench import FaultPlan, FaultReport, run_fault_bench
-from paceline.node.fleet_settings import FleetSettings, parse_preset
-from paceline.node.local_fleet import LocalFleet, become_first
-from paceline.node.pipeline_bench import PipelineBenchPlan, PipelineReport, run_pipeline_bench
-from paceline.node.pipeline_settings import PipelineSettings, read_pipeline_settings
-from paceline.node.pipelines.order import PipelineOrder
+from paceline.machine.config_file import PipelineSettings, read_pipeline_settings
+from paceline.machine.settings import NodeSettings
+from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.node.planning import parse_pin
-from paceline.node.settings import NodeSettings
 from paceline.store.catalog import resolve
 from paceline.store.home import Home
+from paceline.ways.pipeline.routes.order import PipelineOrder
 
 
 def bench_pipeline(

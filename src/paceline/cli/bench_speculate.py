@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from paceline.bench.draft.exercises import Kind
+from paceline.bench.draft.run import DraftBenchPlan, DraftReport, run_draft_bench
 from paceline.cli.bench import counts, note_load, print_report, table_of, telling
 from paceline.cli.terminal import counted
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
-from paceline.node.draft_bench.exercises import Kind
-from paceline.node.draft_bench.run import DraftBenchPlan, DraftReport, run_draft_bench
-from paceline.node.settings import NodeSettings
+from paceline.machine.settings import NodeSettings
 
 
 def bench_speculate(

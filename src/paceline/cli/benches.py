@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
-from paceline.node.fleet_settings import DEFAULT_PRESET
-from paceline.node.sampled import Sampled
-from paceline.node.settings import DEFAULT_MODEL, NodeSettings
+from paceline.machine.sampled import Sampled
+from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
+from paceline.net.member.settings import DEFAULT_PRESET
 
 app = typer.Typer(
     name="bench",

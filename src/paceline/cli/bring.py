@@ -36,7 +36,7 @@ def from_fleet(ref: str, home: Home, console: Console) -> LocalModel | None:
     """
     if not home.is_in_fleet:
         return None
-    from paceline.node.weights import pull_from_fleet
+    from paceline.machine.weights import pull_from_fleet
 
     with byte_bar(console, f"Fetching {ref}", "Checking it") as progress:
         return pull_from_fleet(ref, home, progress, _announcer(console))
@@ -55,7 +55,7 @@ def from_hub(ref: str, home: Home, console: Console) -> LocalModel:
     mirror = None
     with byte_bar(console, f"Pulling {ref}", "Checking it") as progress:
         if home.is_in_fleet:
-            from paceline.node.weights import Pulls
+            from paceline.machine.weights import Pulls
 
             mirror = Pulls(home, progress, _announcer(console)).mirror
         return pull(ref, home, progress, mirror=mirror)
@@ -83,7 +83,7 @@ def ensure(ref: str, console: Console) -> None:
     if listed is None:
         from_fleet(ref, home, console)
         return
-    from paceline.node.weights import Pulls
+    from paceline.machine.weights import Pulls
 
     with byte_bar(console, f"Fetching {ref}", "Checking it") as progress:
         Pulls(home, progress, _announcer(console)).mirror(listed)
@@ -102,7 +102,7 @@ def lies_elsewhere(ref: str, console: Console) -> Path | None:
     Raises:
         UserError: it can't be read, or run.
     """
-    from paceline.node.offers import learn_digest
+    from paceline.machine.offers import learn_digest
     from paceline.store.catalog import locations, resolve
 
     home = Home.from_environment()

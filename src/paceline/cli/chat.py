@@ -22,7 +22,7 @@ from paceline.cli.running import Running, running
 from paceline.cli.terminal import EXIT_OK, Terminal, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.shown import shown
-from paceline.node.settings import NodeSettings
+from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ def _token(given: str | None) -> str:
         return given
     if given is None and sys.stdin.isatty():
         return getpass.getpass("Token, as paceline token printed it (it is not shown): ")
-    from paceline.transport.trust.tokens import PREFIX
+    from paceline.net.trust.tokens import PREFIX
 
     text = ""
     # `paceline token` prints other words too, and goes on: what follows the token is not waited for.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from paceline.core.errors import ConfigError, MembershipError
 from paceline.fleet.card import NodeCard
-from paceline.node.fleet_settings import FleetSettings, parse_preset
+from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.store.home import Home
 
 
@@ -20,8 +20,8 @@ def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
     import asyncio
 
     from paceline.fleet.eligibility import Use
-    from paceline.node.fleet_look import look
-    from paceline.node.pipeline_settings import read_trust_policy
+    from paceline.machine.config_file import read_trust_policy
+    from paceline.net.member.look import look
 
     try:
         cards = read_trust_policy(home).eligible(asyncio.run(look(home)).sight.view, Use.ANSWER).cards
@@ -50,11 +50,11 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
         if needed or peers:
             raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join.")
         return None
-    from paceline.transport.trust.addresses import is_address
+    from paceline.net.trust.addresses import is_address
 
     for peer in peers:
         if not is_address(peer):
             raise ConfigError(f"--peer {peer!r} is not host:port", "Such as 192.168.1.20:8154.")
-    from paceline.node.pipeline_settings import read_trust_policy
+    from paceline.machine.config_file import read_trust_policy
 
     return replace(settings, trust=read_trust_policy(home))

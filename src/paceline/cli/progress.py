@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from paceline.parallel.route import Opening
+    from paceline.ways.pipeline.executor.route import Opening
 
 STEP_PERCENT = 10
 """Between two lines about a load where no bar can be drawn."""

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from paceline.cli.api_options import ApiOptions
 from paceline.core.errors import ConfigError
-from paceline.node.settings import NodeSettings
+from paceline.machine.settings import NodeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions,
         raise ConfigError(
             "--local-nodes is a pipeline over nodes of this machine alone", "Leave out --no-pipeline, --no-serve-shards and --peer."
         )
+    from paceline.bench.local_fleet import LocalFleet, become_first
     from paceline.cli.bring import lies_elsewhere
     from paceline.cli.terminal import Terminal
-    from paceline.node.local_fleet import LocalFleet, become_first
-    from paceline.node.pipeline_settings import read_pipeline_settings
+    from paceline.machine.config_file import read_pipeline_settings
     from paceline.store.home import Home
 
     read_pipeline_settings(Home.from_environment())  # what is wrong there is said before anything starts
@@ -90,7 +90,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
     _check_names(settings, sharing.propose)
     from paceline.cli.membership import fleet_settings
     from paceline.cli.up import run_up
-    from paceline.node.pipeline_settings import read_pipeline_settings
+    from paceline.machine.config_file import read_pipeline_settings
     from paceline.store.home import Home
 
     if settings is None and (sharing.pipeline or sharing.pins):
@@ -108,10 +108,10 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
 
         fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
     from paceline.fleet.plan import Objective
-    from paceline.node.pipelines.order import PipelineOrder
     from paceline.node.planning import parse_pin
-    from paceline.node.shards.hosting import hosting_of
     from paceline.store.catalog import resolve
+    from paceline.ways.pipeline.host.hosting import hosting_of
+    from paceline.ways.pipeline.routes.order import PipelineOrder
 
     pipelines = configured.overridden(
         enabled=sharing.pipeline, serve_shards=sharing.serve_shards, fallback_to_local=sharing.fallback_to_local
@@ -129,8 +129,8 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
 
 def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
     from paceline.engine.drafts import DRAFTS, NGRAM
-    from paceline.node.drafts.proposing import JACOBI
-    from paceline.node.drafts.sources import FLEET
+    from paceline.ways.draft.proposing import JACOBI
+    from paceline.ways.draft.sources import FLEET
 
     if settings is not None and not settings.draft.strip():
         raise ConfigError("--draft names nothing", f"Choose of {', '.join((*DRAFTS, FLEET))}, or name a draft model.")
@@ -147,7 +147,7 @@ def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> Non
 def _check_alone(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
     """In no fleet, this machine has the drafts that it makes itself, and no others."""
     from paceline.engine.drafts import DRAFTS
-    from paceline.node.drafts.sources import FLEET
+    from paceline.ways.draft.sources import FLEET
 
     draft = None if settings is None else settings.draft
     if draft is not None and draft not in (*DRAFTS, *propose):

@@ -24,12 +24,12 @@ from paceline.fleet.explanation import headline
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import PlanRequest
 from paceline.fleet.view import FleetView
-from paceline.node.drafts.sources import FLEET
-from paceline.node.fleet_look import Looked, look
-from paceline.node.fleet_trust import ENDS_SOON_S, OLD_S
-from paceline.node.pipeline_settings import read_trust_policy
+from paceline.machine.config_file import read_trust_policy
+from paceline.net.control_service import Sight
+from paceline.net.member.look import Looked, look
+from paceline.net.member.trust import ENDS_SOON_S, OLD_S
 from paceline.store.home import Home
-from paceline.transport.control_service import Sight
+from paceline.ways.draft.sources import FLEET
 
 WATCH_S = 1.0
 

@@ -27,8 +27,8 @@ from paceline.cli.running import announced
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
 from paceline.core.errors import ConfigError, OutOfMemory
 from paceline.core.shown import shown
-from paceline.node.fleet_settings import FleetSettings
-from paceline.node.settings import NodeSettings
+from paceline.machine.settings import NodeSettings
+from paceline.net.member.settings import FleetSettings
 from paceline.store.catalog import resolve
 from paceline.store.home import Home
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from prometheus_client.registry import Collector
 
+    from paceline.machine.encoder import LoadedEncoder
+    from paceline.net.member.state import Claim
     from paceline.node.build import BuiltNode
-    from paceline.node.drafts.proposing import LoadedProposer
-    from paceline.node.encoder import LoadedEncoder
-    from paceline.node.fleet_state import Claim
-    from paceline.node.pipelines.order import PipelineOrder
     from paceline.node.serving import FleetServing
-    from paceline.node.shards.serving import Hosting
     from paceline.server.settings import TlsFiles
     from paceline.store.catalog import ModelLocation
+    from paceline.ways.draft.proposing import LoadedProposer
+    from paceline.ways.pipeline.host.serving import Hosting
+    from paceline.ways.pipeline.routes.order import PipelineOrder
 
 QUESTION = "In one sentence: why is teamwork good?"
 """One that the bundled model, which is very small, answers well."""
@@ -84,8 +84,8 @@ def run_up(
     """
     api.check()
     tls = api.tls_files()
-    from paceline.node.encoder import NoModels
-    from paceline.node.open_files import allow_open_files
+    from paceline.machine.encoder import NoModels
+    from paceline.machine.open_files import allow_open_files
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
 
@@ -155,9 +155,9 @@ def run_up(
 
 
 def _claim(settings: FleetSettings) -> Claim:
-    from paceline.node.fleet_state import Claim
+    from paceline.net.member.state import Claim
+    from paceline.net.trust.folder import FleetFolder
     from paceline.store.home import Home
-    from paceline.transport.trust.folder import FleetFolder
 
     return Claim(FleetFolder(Home.from_environment().fleet), settings)
 
@@ -184,7 +184,7 @@ async def _in_fleet(
 
 @asynccontextmanager
 async def _alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[Collector]:
-    from paceline.node.drafts.service import drafting_alone
+    from paceline.ways.draft.service import drafting_alone
 
     async with drafting_alone(node, proposers) as metrics:
         yield metrics
@@ -195,7 +195,7 @@ async def _spread(
 ) -> BuiltNode | None:
     """Open a pipeline over the fleet. None where it was interrupted meanwhile."""
     from paceline.core.clock import SystemClock
-    from paceline.node.pipelines.serving import orchestrate
+    from paceline.node.pipelines import orchestrate
 
     began_s = time.perf_counter()
     console.print(f"Looking for machines to share {settings.model} with", markup=False, soft_wrap=True)
@@ -256,7 +256,7 @@ def _loading(what: str, console: Console) -> Generator[Callable[[int, int], None
 
 def note_compiling(console: Console) -> None:
     """Say why a first start takes longer."""
-    from paceline.node.setup import must_compile
+    from paceline.machine.setup import must_compile
 
     if must_compile():
         console.print("First start: compiling kernels for this processor takes about half a minute, once", style="dim", soft_wrap=True)
@@ -265,7 +265,7 @@ def note_compiling(console: Console) -> None:
 def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
     """Load an encoder; a model of that name that only the fleet has is no encoder."""
     from paceline.core.clock import SystemClock
-    from paceline.node.encoder import load_encoder
+    from paceline.machine.encoder import load_encoder
 
     began_s = time.perf_counter()
     with interrupts_end_now(EXIT_INTERRUPTED):
@@ -277,7 +277,7 @@ def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
 def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedProposer:
     """`load`, of a model to draft with."""
     from paceline.core.clock import SystemClock
-    from paceline.node.drafts.proposing import JACOBI, load_proposer
+    from paceline.ways.draft.proposing import JACOBI, load_proposer
 
     ensure(name.removeprefix(JACOBI), console)
     began_s = time.perf_counter()

@@ -13,22 +13,22 @@ from paceline.backends.memory import human
 from paceline.backends.options import LoadProgress
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock, SystemClock
+from paceline.core.inference import ServedModel
 from paceline.core.model import WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.node import accelerator
-from paceline.node.drafts.sources import NodeDrafts
-from paceline.node.host import EngineHost
-from paceline.node.offers import WarmModel
-from paceline.node.settings import NodeSettings
-from paceline.node.setup import Setup, set_up
-from paceline.node.sizing import KvPlan
-from paceline.node.speed import SpeedKey, learn_speed
-from paceline.server.inference import ServedModel
+from paceline.machine import accelerator
+from paceline.machine.host import EngineHost
+from paceline.machine.offers import WarmModel
+from paceline.machine.settings import NodeSettings
+from paceline.machine.setup import Setup, set_up
+from paceline.machine.sizing import KvPlan
+from paceline.machine.speed import SpeedKey, learn_speed
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
+from paceline.ways.draft.sources import NodeDrafts
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler

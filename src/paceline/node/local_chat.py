@@ -11,7 +11,7 @@ from uuid import uuid4
 from paceline.core.errors import ContextOverflow, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
-from paceline.server.inference import ChunkStream, Inference, ServedModel
+from paceline.core.inference import ChunkStream, Inference, ServedModel
 
 
 class LocalChat:

@@ -19,27 +19,27 @@ from paceline.backends.options import LoadProgress
 from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
+from paceline.machine.capability import LOOKUP, SelfPortrait
+from paceline.machine.offers import WarmModel, learn_digest, learn_digests
+from paceline.machine.weights import weights_service
+from paceline.net.member.metrics import FleetMetrics
+from paceline.net.member.node import FleetNode
+from paceline.net.member.settings import FleetSettings
+from paceline.net.member.state import Claim
+from paceline.net.trust.folder import FleetFolder
+from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from paceline.node.build import BuiltNode
-from paceline.node.capability import LOOKUP, SelfPortrait
-from paceline.node.drafts.proposing import LoadedProposer, lookup
-from paceline.node.drafts.service import DraftService
-from paceline.node.fleet import FleetNode
-from paceline.node.fleet_inference import FleetInference
-from paceline.node.fleet_local import LocalModels
-from paceline.node.fleet_metrics import FleetMetrics
-from paceline.node.fleet_settings import FleetSettings
-from paceline.node.fleet_state import Claim
-from paceline.node.fleet_tokenizers import TokenizerStore
-from paceline.node.offers import WarmModel, learn_digest, learn_digests
-from paceline.node.pipelines.meter import PipelineMeter, PipelineMetrics
-from paceline.node.pipelines.slots import PipelineSlots
-from paceline.node.shards.serving import Hosting, ShardServing
-from paceline.node.weights import weights_service
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
-from paceline.transport.generate_service import GenerateServicer, LoadedModel
-from paceline.transport.trust.folder import FleetFolder
-from paceline.transport.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+from paceline.ways.draft.proposing import LoadedProposer, lookup
+from paceline.ways.draft.service import DraftService
+from paceline.ways.forward.inference import FleetInference
+from paceline.ways.forward.local import LocalModels
+from paceline.ways.forward.service import GenerateServicer, LoadedModel
+from paceline.ways.forward.tokenizers import TokenizerStore
+from paceline.ways.pipeline.host.serving import Hosting, ShardServing
+from paceline.ways.pipeline.routes.meter import PipelineMeter, PipelineMetrics
+from paceline.ways.pipeline.routes.slots import PipelineSlots
 
 
 class Portrait:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import PacelineError, UnknownModel
+from paceline.core.inference import Inference, ServedModel
 from paceline.server import replies, tokenizing
 from paceline.server.admission import headers_of, is_json, is_undeclared
 from paceline.server.answer import Answer, until_gone
@@ -33,7 +34,6 @@ from paceline.server.embedding_routes import add_routes as add_embedding_routes
 from paceline.server.embeddings import Embedder, TextEncoder
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
-from paceline.server.inference import Inference, ServedModel
 from paceline.server.intake import Intake, find_model, listed
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.ollama import requests as ollama_requests

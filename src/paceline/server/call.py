@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from paceline.core.generation import GenerationRequest
-from paceline.server.inference import ServedModel
+from paceline.core.inference import ServedModel
 from paceline.server.reading import ChoiceReader, PlainReader, Reader, Reading
 
 if TYPE_CHECKING:

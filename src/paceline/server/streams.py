@@ -13,8 +13,8 @@ import orjson
 
 from paceline.core.generation import GenerationChunk, Notice
 from paceline.core.ids import RequestId
+from paceline.core.inference import ChunkStream, Inference
 from paceline.server.call import Call
-from paceline.server.inference import ChunkStream, Inference
 
 OBJECT = "paceline.event"
 

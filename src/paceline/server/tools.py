@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequest
+from paceline.core.inference import ServedModel
 from paceline.core.text import Given, Tokenizer
 from paceline.server.formats.format import Format, find_format
-from paceline.server.inference import ServedModel
 from paceline.server.messages import (
     AllowedToolChoice,
     NamedTool,

@@ -1,6 +1,6 @@
 """PACELINE_HOME: where models, caches and identity live (default `~/.paceline`).
 
-    config.toml                  what a person set: see `node.pipeline_settings`
+    config.toml                  what a person set: see `machine.config_file`
     models/<org>/<name>/         files of a pulled model, and `paceline.json`, its manifest
     partial/<digest>/            files of a model on its way here, or of which only some layers are wanted; they have holes
     cache/digests/               SHA-256 of files and of their pieces, by path, size and modification time
@@ -11,7 +11,7 @@
     api/                         the API's own certificate and its key
     running/                     a note of each endpoint that runs now: see `cli.running`
     chat_history                 what was typed in chats, for the arrow keys
-    fleet/                       identity, and what belongs to it: see `transport.trust.folder`
+    fleet/                       identity, and what belongs to it: see `net.trust.folder`
 
 Files are written to a temporary name and renamed, so a reader never sees half of one. A cache that can't be written costs time
 at the next start and nothing else, so that is logged and not raised.

@@ -10,11 +10,11 @@ from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
 from paceline.fleet.revocations import Revocations
-from paceline.transport.trust.authority import Authority
-from paceline.transport.trust.certificates import make_key
-from paceline.transport.trust.identity import Identity
-from paceline.transport.trust.requests import make_request
-from paceline.transport.trust.seals import sign_card, sign_revocation
+from paceline.net.trust.authority import Authority
+from paceline.net.trust.certificates import make_key
+from paceline.net.trust.identity import Identity
+from paceline.net.trust.requests import make_request
+from paceline.net.trust.seals import sign_card, sign_revocation
 
 
 def _new_authority() -> Authority:

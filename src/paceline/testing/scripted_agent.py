@@ -15,8 +15,8 @@ from datetime import datetime
 from typing import Any, cast
 
 from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.inference import ServedModel
 from paceline.core.text import NOTHING_GIVEN, Given
-from paceline.server.inference import ServedModel
 from paceline.testing.scripted_inference import EOS, ByteTokenizer, ScriptedInference
 
 TEMPLATE = "{{ tools }} <tool_call>"

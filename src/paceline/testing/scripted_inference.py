@@ -16,12 +16,12 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequest, Overloaded
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
+from paceline.core.inference import Progress, ServedModel
 from paceline.core.model import BLOCK_TOKENS
 from paceline.core.stats import EngineStats
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.engine.intake import check_draft
 from paceline.engine.stops import TextStream
-from paceline.server.inference import Progress, ServedModel
 
 EOS = 256
 SIZE = 257

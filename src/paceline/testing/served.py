@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import httpx
 
+from paceline.core.inference import Inference
 from paceline.server.app import create_app
 from paceline.server.embeddings import TextEncoder
-from paceline.server.inference import Inference
 from paceline.server.serve import bind, serve
 from paceline.server.settings import ServerSettings, TlsFiles
 

@@ -4,9 +4,9 @@ from io import StringIO
 
 from rich.console import Console
 
+from paceline.bench.engine import BenchPlan, BenchReport, DecodeRow
 from paceline.cli.bench import show
-from paceline.node.bench import BenchPlan, BenchReport, DecodeRow
-from paceline.node.timing import Spread
+from paceline.machine.timing import Spread
 
 
 def test_the_table_shows_rates_and_waits() -> None:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from paceline.core.trust import Trust
-from paceline.transport.trust.folder import FleetFolder
+from paceline.net.trust.folder import FleetFolder
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.cli.api_options import ApiOptions
 from paceline.cli.sharing import Sharing, run_shared
 from paceline.core.errors import ConfigError
-from paceline.node.settings import NodeSettings
+from paceline.machine.settings import NodeSettings
 
 PLAIN = Sharing(
     fleet_port=0,

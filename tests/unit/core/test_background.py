@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.unit.node.fleet.nodes import in_loop
+from tests.unit.net.member.nodes import in_loop
 
 from paceline.core.background import STEADY_S, Background, in_background
 from paceline.testing.clock import FakeClock

@@ -16,9 +16,9 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard
 from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
 from paceline.fleet.presets import desk, lan, simulation
+from paceline.net.exchange_codec import write_reply, write_request
+from paceline.net.wire import fleet_pb2 as wire
 from paceline.testing.gossip_network import SimulatedNetwork
-from paceline.transport.exchange_codec import write_reply, write_request
-from paceline.transport.wire import fleet_pb2 as wire
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.unit.node.pipelines.test_choosing import BEE, CARDS, CAT, DOG, GIB, OFFER, OWN, PINNED
+from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, GIB, OFFER, OWN, PINNED
 
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
@@ -17,7 +17,7 @@ from paceline.fleet.explanation import explain
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Pin, Spare
 from paceline.fleet.spares import spares_for
-from paceline.node.pipelines.choosing import plan_request
+from paceline.ways.pipeline.routes.choosing import plan_request
 
 BEES, CATS = LayerRange(8, 12), LayerRange(12, 24)
 ELK = NodeId("elk")

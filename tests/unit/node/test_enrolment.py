@@ -11,10 +11,10 @@ import pytest
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, IdentityError, JoinRefused, MembershipError, TokenError, Unreachable
+from paceline.net.trust.folder import FleetFolder
+from paceline.net.trust.issuer import Issuer
+from paceline.net.trust.tokens import JoinToken
 from paceline.node import enrolment
-from paceline.transport.trust.folder import FleetFolder
-from paceline.transport.trust.issuer import Issuer
-from paceline.transport.trust.tokens import JoinToken
 
 
 def free_port() -> int:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ContextOverflow, InvalidRequest, UnknownModel
 from paceline.core.generation import SamplingParams
+from paceline.core.inference import ServedModel
 from paceline.server.call import Call
 from paceline.server.faults import Refusal
-from paceline.server.inference import ServedModel
 from paceline.server.intake import Intake, find_model
 from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 

@@ -10,9 +10,9 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
+from paceline.core.inference import ModelFacts, ServedModel
 from paceline.server.embedding_routes import EmbeddingRequest, Input, encoder_of, inputs_of, numbers
 from paceline.server.fields import ignored_fields, ignored_header
-from paceline.server.inference import ModelFacts, ServedModel
 from paceline.server.intake import Intake
 from paceline.server.messages import Strict
 

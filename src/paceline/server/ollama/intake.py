@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import InvalidRequest
+from paceline.core.inference import ServedModel
 from paceline.server.call import Call
 from paceline.server.fields import check_fields, ignored_fields, inner_request
-from paceline.server.inference import ServedModel
 from paceline.server.intake import Intake
 from paceline.server.ollama.requests import Message, OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest, Options, Request
 from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape

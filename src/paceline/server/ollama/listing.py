@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from paceline.core.inference import ServedModel
 from paceline.server.formats.format import Format
-from paceline.server.inference import ServedModel
 from paceline.server.ollama.shape import Fields, stamp
 
 FOREVER: Final = "2300-01-01T00:00:00Z"

@@ -8,8 +8,8 @@ import orjson
 from fastapi import FastAPI, Request, Response
 
 from paceline import __version__
+from paceline.core.inference import ServedModel
 from paceline.server.faults import Fault, Refusal
-from paceline.server.inference import ServedModel
 from paceline.server.intake import listed
 from paceline.server.ollama import embed, intake, replies
 from paceline.server.ollama.intake import Loaded

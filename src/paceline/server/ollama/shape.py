@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 import orjson
 
 from paceline.core.generation import FinishReason, TokenLogprob
+from paceline.core.inference import ServedModel
 from paceline.server.call import Call, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.inference import ServedModel
 from paceline.server.json_bytes import json_bytes, json_object
 from paceline.server.shapes import CalledTool, Collected, Shape, finite, token_text
 

@@ -1,0 +1,1 @@
+"""What `paceline bench` runs."""

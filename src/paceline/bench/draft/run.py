@@ -1,0 +1,285 @@
+"""The measurement: every exercise with drafts and without, one after the other, round by round, alone and sixteen at once.
+
+Law: both ways run on one engine and differ in the request's `draft` alone; each answer must be, byte for byte, what a first look without
+drafts gave; what takes turns takes them in alternating order. *Free* answers are the model's own, and those that go round in circles are left
+out and counted; *forced* ones are those that ship with the texts (see `forced`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+from paceline.bench.draft.drive import Answers, MeasuredEngine, Tally, answer_all, loops
+from paceline.bench.draft.exercises import Kind, load
+from paceline.bench.draft.forced import ForcedExecutor, Script
+from paceline.bench.engine import with_room
+from paceline.core.clock import Clock
+from paceline.core.errors import ConfigError
+from paceline.core.text import Tokenizer
+from paceline.engine.drafts import DRAFTS, OFF, DraftSource
+from paceline.machine.settings import NodeSettings
+from paceline.ways.draft.sources import FLEET
+
+FEW = 6
+"""Prompts of a kind that are answered one at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBenchPlan:
+    """What to measure."""
+
+    draft: str = "auto"
+    against: str = OFF
+    """What it is compared with."""
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    batches: tuple[int, ...] = (1, 16)
+    answer_tokens: int = 128
+    """Of free answers, at most."""
+    rounds: int = 3
+
+    def check(self) -> None:
+        """Refuse what can't be measured.
+
+        Raises:
+            ConfigError: a count is too small, or nothing is compared with nothing.
+        """
+        if min(self.rounds, *self.batches, self.answer_tokens - 1) < 1 or not self.kinds:
+            raise ConfigError("Nothing can be measured of that", "Ask for 1 or more of everything, and for answers of 2 tokens or more.")
+        if not self.draft.strip() or self.draft == FLEET:
+            raise ConfigError(f"--draft {self.draft!r} names nothing that drafts here", "Ask for auto, ngram, or a model on this machine.")
+        if self.draft == self.against:
+            raise ConfigError(f"Drafts: {self.draft} would be compared with itself", "Ask for --draft auto, ngram, or a draft model.")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Prompts that are answered side by side, and how long their answers may be."""
+
+    prompts: list[tuple[int, ...]]
+    max_tokens: list[int]
+    scripts: list[Script]
+    """Empty: the model speaks for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """One kind of text at one batch size. Rates in tokens a second, medians over the rounds; counts of all rounds together."""
+
+    kind: Kind
+    forced: bool
+    batch: int
+    answers: int
+    left_out: int
+    """Answers that went round in circles."""
+    off_per_s: float
+    on_per_s: float
+    ratio: float
+    """Of the two, round by round: the median, and the extremes."""
+    least_ratio: float
+    most_ratio: float
+    off: Tally
+    on: Tally
+    same_bytes: bool
+
+    @property
+    def acceptance(self) -> float:
+        """Of the drafted tokens, what was right; 0 of none."""
+        return self.on.accepted / self.on.drafted if self.on.drafted else 0.0
+
+    @property
+    def accepted_length(self) -> float:
+        """Right tokens in a draft, on average."""
+        return self.on.accepted / self.on.blocks if self.on.blocks else 0.0
+
+
+def prepare(tokenizer: Tokenizer, kind: Kind, batch: int, plan: DraftBenchPlan, *, forced: bool) -> list[Work]:
+    """The work of one row, in pieces that run one after the other."""
+    exercises = load(kind)
+    count = batch if batch > 1 else len(exercises) if forced else FEW
+    made: list[tuple[tuple[int, ...], int, Script | None]] = []
+    for place in range(count):
+        variant, which = divmod(place, len(exercises))
+        prompt = exercises[which].prompt_ids(tokenizer, variant)
+        answer = exercises[which].answer_ids(tokenizer)
+        made.append((prompt, len(answer), Script(len(prompt), answer)) if forced else (prompt, plan.answer_tokens, None))
+    pieces = [made] if batch > 1 else [[one] for one in made]
+    return [
+        Work([prompt for prompt, _, _ in piece], [most for _, most, _ in piece], [script for _, _, script in piece if script is not None])
+        for piece in pieces
+    ]
+
+
+def settings_for(asked: NodeSettings, tokenizer: Tokenizer, plan: DraftBenchPlan) -> NodeSettings:
+    """For an engine with room for exactly this."""
+    works = [work for kind in plan.kinds for forced in (False, True) for work in prepare(tokenizer, kind, 1, plan, forced=forced)]
+    # A few more, for the words in which variants differ.
+    longest = 16 + max(len(prompt) + tokens for work in works for prompt, tokens in zip(work.prompts, work.max_tokens, strict=True))
+    return with_room(asked, max(plan.batches), longest)
+
+
+def without_loops(works: Sequence[Work], looks: Sequence[Answers]) -> tuple[list[Work], list[Answers], int]:
+    """The work but for the answers that go round in circles; the answers that are left; how many were left out."""
+    kept: list[Work] = []
+    answers: list[Answers] = []
+    left_out = 0
+    for work, look in zip(works, looks, strict=True):
+        good = [place for place, answer in enumerate(look) if not loops(answer)]
+        left_out += len(look) - len(good)
+        if good:
+            kept.append(Work([work.prompts[place] for place in good], [work.max_tokens[place] for place in good], []))
+            answers.append([look[place] for place in good])
+    return kept, answers, left_out
+
+
+class RowMeter:
+    """Measures rows on one engine.
+
+    Args:
+        executor: speaks for itself, or as it is told.
+    """
+
+    def __init__(self, engine: MeasuredEngine, executor: ForcedExecutor, plan: DraftBenchPlan, clock: Clock) -> None:
+        self._engine, self._executor, self._plan, self._clock = engine, executor, plan, clock
+
+    def row(self, tokenizer: Tokenizer, kind: Kind, batch: int, *, forced: bool) -> DraftRow:
+        """Measure one."""
+        works = prepare(tokenizer, kind, batch, self._plan, forced=forced)
+        looks = [self._run(work, OFF)[0] for work in works]
+        left_out = 0
+        if not forced:
+            works, looks, left_out = without_loops(works, looks)
+        base, draft = self._plan.against, self._plan.draft
+        for work in works:  # so that what steps cost is known
+            self._run(work, draft)
+        off: list[Tally] = []
+        on: list[Tally] = []
+        same = True
+        for turn in range(self._plan.rounds if works else 0):
+            sums = {base: Tally(), draft: Tally()}
+            for place, (work, look) in enumerate(zip(works, looks, strict=True)):
+                order = list(sums)
+                for each in order if (turn + place) % 2 else reversed(order):
+                    answers, tally = self._run(work, each)
+                    sums[each] += tally
+                    same = same and answers == look
+            off.append(sums[base])
+            on.append(sums[draft])
+        ratios = sorted(two.per_s / one.per_s for one, two in zip(off, on, strict=True) if one.per_s > 0)
+        return DraftRow(
+            kind=kind,
+            forced=forced,
+            batch=batch,
+            answers=sum(map(len, looks)),
+            left_out=left_out,
+            off_per_s=median([tally.per_s for tally in off] or [0.0]),
+            on_per_s=median([tally.per_s for tally in on] or [0.0]),
+            ratio=median(ratios or [0.0]),
+            least_ratio=min(ratios, default=0.0),
+            most_ratio=max(ratios, default=0.0),
+            off=sum(off, Tally()),
+            on=sum(on, Tally()),
+            same_bytes=same,
+        )
+
+    def _run(self, work: Work, draft: str) -> tuple[Answers, Tally]:
+        self._executor.begin(work.scripts)
+        return answer_all(self._engine, work.prompts, draft, work.max_tokens, self._clock)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReport:
+    """What was measured, and on what."""
+
+    model: str
+    weights: str
+    threads: int
+    plan: DraftBenchPlan
+    rows: tuple[DraftRow, ...]
+    load_average: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        rows = [{**asdict(row), "acceptance": row.acceptance, "accepted_length": row.accepted_length} for row in self.rows]
+        return {**asdict(self), "rows": rows}
+
+
+def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, on_run: Callable[[str], None]) -> DraftReport:
+    """Load a model and measure it.
+
+    Raises:
+        ConfigError: the plan makes no sense.
+        UserError: the model can't be loaded.
+    """
+    plan.check()
+    load_average = os.getloadavg()[0]
+    from paceline.engine.drafting import DraftingConfig
+    from paceline.engine.engine import Engine
+    from paceline.node.build import build_engine
+    from paceline.store.catalog import open_model
+
+    on_run(f"loading {settings.model}")
+    tokenizer = open_model(settings.model).tokenizer
+    with ExitStack() as stack:
+        # First: a name that is wrong should not cost a load to find out.
+        sources = {} if plan.draft in DRAFTS else {plan.draft: stack.enter_context(_drafts(plan.draft, settings, tokenizer, clock))}
+        built = build_engine(settings_for(settings, tokenizer, plan), clock=clock)
+        stack.callback(built.close)
+        if not built.runner.holds_identity:
+            raise ConfigError(
+                "Nothing is drafted on this machine: its kernels give other bytes for other batches", "Try another --device or --weights."
+            )
+        executor = ForcedExecutor(built.executor)
+        engine = Engine(executor, tokenizer, built.config, clock, drafting=DraftingConfig(sources=sources), sampler=built.sampler)
+        meter = RowMeter(engine, executor, plan, clock)
+        rows: list[DraftRow] = []
+        for batch in plan.batches:
+            for kind in plan.kinds:
+                for forced in (True, False):
+                    on_run(f"{kind}, {batch} at once, {'the answers that ship' if forced else 'its own answers'}")
+                    rows.append(meter.row(tokenizer, kind, batch, forced=forced))
+        return DraftReport(built.model.name, str(built.setup.weights), built.setup.threads, plan, tuple(rows), load_average)
+
+
+@contextmanager
+def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Clock) -> Generator[DraftSource]:
+    """A draft model on this machine, as `paceline up --propose` has it: in a thread of its own, asked over an event loop.
+
+    Raises:
+        VocabularyMismatch: its tokens are others than those of the model.
+        UserError: it can't be loaded.
+    """
+    from paceline.machine.loop_thread import LoopThread
+    from paceline.machine.speed import vocabulary_id
+    from paceline.ways.draft.desk import ProposerDesk
+    from paceline.ways.draft.lines import Alone
+    from paceline.ways.draft.meter import DraftMeter
+    from paceline.ways.draft.proposing import load_proposer
+    from paceline.ways.draft.remote import RemoteDrafts
+    from paceline.ways.draft.service import check_vocabulary, close_proposers
+
+    loaded = load_proposer(name, settings.threads, None, clock)
+    loop = LoopThread("paceline-drafts")
+    desk, source = ProposerDesk({name: loaded.proposer}), RemoteDrafts(name, DraftMeter(), clock)
+    alone = Alone(desk, {name: loaded.offer})
+
+    async def begin() -> None:
+        check_vocabulary(vocabulary_id(tokenizer), [loaded], {name})
+        source.attach(partial(alone.find, name), alone.open, tokenizer.size)
+
+    async def end() -> None:
+        await source.detach()
+        desk.close()
+        await close_proposers(desk, [loaded])
+
+    try:
+        loop.run(begin())
+        yield source
+    finally:
+        loop.run(end())
+        loop.close()

@@ -1,0 +1,237 @@
+"""`paceline bench`: how fast this machine runs a model, measured at the engine.
+
+Law: prompts have exactly the length asked for, the end of sequence is banned so that answers do too, the prefix cache is off, prompts
+differ from run to run, nothing is drafted (`bench.draft` measures that), and one run of each kind warms up uncounted. Kinds take turns, round by round, so that a machine that slows
+down slows all of them; what is shown is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from statistics import median
+from typing import Any, Protocol
+
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.ids import RequestId
+from paceline.core.model import BLOCK_TOKENS
+from paceline.core.text import Vocabulary
+from paceline.engine.block_tables import blocks_for
+from paceline.machine.sampled import Sampled
+from paceline.machine.settings import NodeSettings
+from paceline.machine.timing import Spread, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """What to measure."""
+
+    prompt_tokens: int = 128
+    answer_tokens: int = 128
+    concurrency: tuple[int, ...] = (1, 4, 16)
+    """Sequences side by side; each is measured on its own."""
+    prefill_tokens: int = 512
+    """Prompt of the run that measures prefill alone, with one token of answer."""
+    rounds: int = 3
+    sampling: Sampled = Sampled.DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Medians over the rounds at one concurrency. Rates in tokens a second."""
+
+    concurrency: int
+    sequence_decode_per_s: float
+    total_decode_per_s: float
+    aggregate_per_s: float
+    first_token: Spread
+    between_tokens: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """What was measured, and on what."""
+
+    model: str
+    weights: str
+    threads: int
+    numerics_id: str
+    plan: BenchPlan
+    prefill_per_s: float
+    rows: tuple[DecodeRow, ...]
+    load_average: float
+    """Of the last minute, as the bench began: above zero, other programs took their share."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; null where a number can't be had."""
+        return _finite(asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case _:
+            return value
+
+
+class StepsRequests(Protocol):
+    """What the bench needs of an engine."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: GenerationRequest) -> None: ...
+    def step(self) -> list[GenerationChunk]: ...
+
+
+def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Callable[[str], None] | None = None) -> BenchReport:
+    """Load a model and measure it.
+
+    Args:
+        settings: the model and how to hold it; the bench decides what else would change what is measured.
+
+    Raises:
+        ConfigError: the plan does not fit the model.
+        UserError: the model can't be loaded.
+    """
+    plan = plan or BenchPlan()
+    check_plan(plan)
+    load_average = os.getloadavg()[0]
+    tell = on_run or (lambda _: None)
+    from paceline.node.build import build_engine
+
+    tell(f"loading {settings.model}")
+    clock = SystemClock()
+    longest = max(plan.prompt_tokens + plan.answer_tokens, plan.prefill_tokens + 1)
+    built = build_engine(with_room(settings, max(plan.concurrency), longest))
+    try:
+        if longest > built.model.max_context:
+            raise ConfigError(
+                f"{longest} tokens of prompt and answer exceed the context of {built.model.max_context}", "Ask for shorter ones."
+            )
+        prompts = PromptMaker(built.model.tokenizer)
+        decode: dict[int, list[Timing]] = {concurrency: [] for concurrency in plan.concurrency}
+        prefill: list[Timing] = []
+        for turn in range(plan.rounds + 1):
+            name = f"round {turn} of {plan.rounds}" if turn else "warm-up"
+            for concurrency, timings in decode.items():
+                tell(f"{name}: {concurrency} at once")
+                timings.append(drive(built.engine, prompts.make(concurrency, plan.prompt_tokens), plan.answer_tokens, clock, plan.sampling))
+            tell(f"{name}: a prompt of {plan.prefill_tokens}")
+            prefill.append(drive(built.engine, prompts.make(1, plan.prefill_tokens), 1, clock, plan.sampling))
+        return BenchReport(
+            model=built.model.name,
+            weights=str(built.setup.weights),
+            threads=built.setup.threads,
+            numerics_id=built.executor.numerics_id,
+            plan=plan,
+            prefill_per_s=median(timing.prefill_per_s(plan.prefill_tokens) for timing in prefill[1:]),
+            rows=tuple(_row(concurrency, timings[1:]) for concurrency, timings in decode.items()),
+            load_average=load_average,
+        )
+    finally:
+        built.close()
+
+
+def check_plan(plan: BenchPlan) -> None:
+    """Refuse what can't be measured.
+
+    Raises:
+        ConfigError: a length or a count is too small.
+    """
+    counts = {"prompt": plan.prompt_tokens, "prefill prompt": plan.prefill_tokens, "number of rounds": plan.rounds}
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"The {name} can't be {count}", "Ask for 1 or more.")
+    if plan.answer_tokens < 2:
+        raise ConfigError(f"A decode rate can't be had from {plan.answer_tokens} tokens", "Ask for an answer of 2 or more.")
+    if not plan.concurrency or min(plan.concurrency) < 1:
+        raise ConfigError(f"A concurrency of {min(plan.concurrency, default=0)} can't be measured", "Ask for 1 or more.")
+
+
+def with_room(settings: NodeSettings, sequences: int, longest: int) -> NodeSettings:
+    """For an engine with room for exactly so many sequences of so many tokens."""
+    tokens = sequences * blocks_for(longest, BLOCK_TOKENS) * BLOCK_TOKENS
+    return replace(
+        settings, prefix_cache=False, max_running=sequences, kv_tokens=max(tokens, settings.kv_tokens or 0, settings.context or 0)
+    )
+
+
+class PromptMaker:
+    """Prompts of an exact number of tokens: random ones that stand for text, never the same prompt twice in a bench."""
+
+    def __init__(self, vocabulary: Vocabulary, seed: int = 0) -> None:
+        self._random = Random(seed)
+        self._ids = [token for token in range(vocabulary.size) if token not in vocabulary.eos_ids and vocabulary.token_bytes(token)]
+
+    def make(self, count: int, length: int) -> list[tuple[int, ...]]:
+        return [tuple(self._random.choices(self._ids, k=length)) for _ in range(count)]
+
+
+def steps(
+    engine: StepsRequests, requests: Sequence[GenerationRequest], clock: Clock, ends: Collection[FinishReason] = (FinishReason.LENGTH,)
+) -> Iterator[tuple[float, list[GenerationChunk]]]:
+    """Answer requests side by side: each step's chunks, and when they were there.
+
+    Raises:
+        PacelineError: a sequence ended otherwise than by one of `ends`.
+    """
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        chunks = engine.step()
+        now_s = clock.monotonic()
+        for chunk in chunks:
+            if chunk.finish_reason is not None and chunk.finish_reason not in ends:
+                raise PacelineError(f"{chunk.request_id} ended by {chunk.finish_reason}: {chunk.error or 'no error was given'}")
+        yield now_s, chunks
+
+
+def drive(
+    engine: StepsRequests, prompts: Sequence[tuple[int, ...]], answer_tokens: int, clock: Clock, sampling: Sampled = Sampled.GREEDY
+) -> Timing:
+    """Answer all prompts at once, in exactly `answer_tokens` tokens each, and note when each token was there.
+
+    Raises:
+        PacelineError: a sequence ended otherwise than by its length.
+    """
+    requests = [
+        GenerationRequest(
+            RequestId(f"bench-{number}"),
+            prompt,
+            answer_tokens,
+            sampling.params,
+            ignore_eos=True,
+            draft="off",
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    arrivals: dict[RequestId, list[float]] = {request.request_id: [] for request in requests}
+    started_s = clock.monotonic()
+    for now_s, chunks in steps(engine, requests, clock):
+        for chunk in chunks:
+            arrivals[chunk.request_id].extend([now_s] * len(chunk.token_ids))
+    for request_id, times in arrivals.items():
+        if len(times) != answer_tokens:
+            raise PacelineError(f"{request_id} got {len(times)} tokens where {answer_tokens} were asked for")
+    return Timing(started_s, tuple(tuple(times) for times in arrivals.values()))
+
+
+def _row(concurrency: int, timings: Sequence[Timing]) -> DecodeRow:
+    return DecodeRow(
+        concurrency=concurrency,
+        sequence_decode_per_s=median(timing.sequence_decode_per_s for timing in timings),
+        total_decode_per_s=median(timing.total_decode_per_s for timing in timings),
+        aggregate_per_s=median(timing.aggregate_per_s for timing in timings),
+        first_token=Spread.of([wait for timing in timings for wait in timing.first_token_s]),
+        between_tokens=Spread.of([gap for timing in timings for gap in timing.gaps_s]),
+    )

@@ -1,0 +1,246 @@
+"""`paceline bench pipeline`: what spreading a model over machines gains and costs, at the engine, beside this machine alone.
+
+Law: as for `bench.engine`; the pipeline and this machine alone, with the same threads, take turns, round by round. What computed and what waited
+is said by those who did: this machine's executor, and each stage's own reports.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from paceline.bench.engine import PromptMaker, StepsRequests, drive, with_room
+from paceline.bench.node import BenchNode
+from paceline.core.clock import Clock
+from paceline.core.errors import ConfigError
+from paceline.core.model import LayerRange
+from paceline.fleet.placement import plan as make_plan
+from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
+from paceline.machine.settings import NodeSettings
+from paceline.machine.timing import Spread, Timing
+from paceline.node.build import build_engine
+from paceline.ways.pipeline.routes.build import BuiltPipeline
+from paceline.ways.pipeline.routes.order import PipelineOrder
+
+REPORTED_S = 2.0
+"""How long the last reports of a run may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineBenchPlan:
+    """What to measure."""
+
+    prompt_tokens: int = 128
+    answer_tokens: int = 128
+    streams: tuple[int, ...] = (1, 16)
+    rounds: int = 3
+
+    def check(self) -> None:
+        """Refuse what can't be measured.
+
+        Raises:
+            ConfigError: a length or a count is too small.
+        """
+        if min(self.prompt_tokens, self.rounds, *self.streams, self.answer_tokens - 1) < 1:
+            raise ConfigError("Nothing can be measured of that", "Ask for 1 or more of everything, and for answers of 2 tokens or more.")
+
+    def settings(self, asked: NodeSettings) -> NodeSettings:
+        """For an engine with room for exactly this."""
+        return with_room(asked, max(self.streams), self.prompt_tokens + self.answer_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StageShare:
+    """One machine's part in a run, in seconds of the run."""
+
+    node_id: str
+    first_layer: int
+    last_layer: int
+    """Below `first_layer` where it runs none."""
+    computing_s: float
+    waiting_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where the time of one run went."""
+
+    wall_s: float
+    stages: tuple[StageShare, ...]
+    """This machine's first: embedding and head are its own."""
+    batches: int
+    away_ms: float
+    """Of a batch, from this machine to its return, on average."""
+    transfer_ms: float
+    """Of that, what no stage computed: the way, and with several batches their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRow:
+    """Medians over the rounds at so many streams. Rates in tokens a second."""
+
+    streams: int
+    pipeline_per_s: float
+    alone_per_s: float
+    ratio: float
+    """Of the two, round by round."""
+    estimate_per_s: float
+    """What the cost model makes of the cards and the links, for exactly this pipeline."""
+    estimate_first_token_ms: float
+    first_token: Spread
+    between_tokens: Spread
+    split: Split
+    """Of the round in the middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineReport:
+    """What was measured, and on what."""
+
+    model: str
+    summary: str
+    threads: int
+    plan: PipelineBenchPlan
+    rows: tuple[PipelineRow, ...]
+    load_average: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def run_pipeline_bench(
+    node: BenchNode,
+    settings: NodeSettings,
+    order: PipelineOrder,
+    plan: PipelineBenchPlan,
+    clock: Clock,
+    on_run: Callable[[str], None],
+) -> PipelineReport:
+    """Open a pipeline that begins on this machine, and measure it beside this machine alone.
+
+    Args:
+        node: of a fleet whose other machines are in view, or will be.
+        settings: the model, and this machine's threads.
+
+    Raises:
+        UserError: there is no such pipeline.
+    """
+    plan.check()
+    load_average = os.getloadavg()[0]
+    settings = plan.settings(settings)
+    on_run("opening the pipeline")
+    built = node.build(settings, order)
+    try:
+        on_run(f"loading {settings.model} here")
+        alone = build_engine(settings)
+        try:
+            on_run("looking at the ways between the machines")
+            node.wait_for_links([stage.node_id for stage in built.executor.stages])
+            rows = _measure(node, built, alone.engine, PromptMaker(alone.model.tokenizer), plan, clock, on_run)
+            return PipelineReport(alone.model.name, built.summary, alone.setup.threads, plan, rows, load_average)
+        finally:
+            alone.close()
+    finally:
+        built.close()
+
+
+def _measure(
+    node: BenchNode,
+    built: BuiltPipeline,
+    alone: StepsRequests,
+    prompts: PromptMaker,
+    plan: PipelineBenchPlan,
+    clock: Clock,
+    on_run: Callable[[str], None],
+) -> tuple[PipelineRow, ...]:
+    rows: list[PipelineRow] = []
+    for streams in plan.streams:
+        estimate = estimated(node, built, plan, streams)
+        here: list[Timing] = []
+        spread: list[tuple[Timing, Split]] = []
+        for turn in range(plan.rounds + 1):
+            on_run(f"{streams} at once, {f'round {turn} of {plan.rounds}' if turn else 'warm-up'}")
+            here.append(drive(alone, prompts.make(streams, plan.prompt_tokens), plan.answer_tokens, clock))
+            before = Snapshot.of(built)
+            timing = drive(built.engine, prompts.make(streams, plan.prompt_tokens), plan.answer_tokens, clock)
+            spread.append((timing, Snapshot.of(built).since(before, timing.wall_s, built)))
+        rows.append(_row(streams, here[1:], spread[1:], estimate))
+    return tuple(rows)
+
+
+def estimated(node: BenchNode, built: BuiltPipeline, plan: PipelineBenchPlan, streams: int) -> Estimate:
+    """What the planner would say of the pipeline that is open, from what the machines' cards say.
+
+    Raises:
+        PlacementError: it would not plan this.
+    """
+    stages = built.executor.stages
+    own = LayerRange(0, stages[0].layers.start)
+    here = (Pin(node.node_id, own),) if own else ()
+    request = PlanRequest(
+        built.warm.digest,
+        built.warm.weights,
+        prompt_tokens=plan.prompt_tokens,
+        answer_tokens=plan.answer_tokens,
+        ways=frozenset({Way.PIPELINE}),
+        pins=(*here, *(Pin(stage.node_id, stage.layers) for stage in stages)),
+        objective=Objective.THROUGHPUT,
+        streams=streams,
+        orchestrator=node.node_id,
+        orchestrator_layers=len(own),
+    )
+    return make_plan(node.cards, request, node.trust).chosen.estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What each machine had done at some moment at which nothing was on its way."""
+
+    batches: int
+    own_s: float
+    away_s: float
+    busy_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, built: BuiltPipeline) -> Snapshot:
+        """Now. Waits for the stages' last reports."""
+        times, route = built.executor.times, built.router.route
+        sessions = () if route is None else route.sessions
+        until = time.monotonic() + REPORTED_S
+        while time.monotonic() < until and any(session.report.sent < times.batches for session in sessions):
+            time.sleep(0.01)
+        return cls(times.batches, times.own_s, times.away_s, tuple(session.report.busy_s for session in sessions))
+
+    def since(self, before: Snapshot, wall_s: float, built: BuiltPipeline) -> Split:
+        """What was done between."""
+        own_s, busy = self.own_s - before.own_s, [now - then for now, then in zip(self.busy_s, before.busy_s, strict=True)]
+        stages = built.executor.stages
+        first = stages[0].layers.start if stages else 0
+        shares = [StageShare("this machine", 0, first - 1, own_s, wall_s - own_s)]
+        for stage, computing_s in zip(stages, busy, strict=True):
+            shares.append(StageShare(stage.node_id, stage.layers.start, stage.layers.stop - 1, computing_s, wall_s - computing_s))
+        batches = max(1, self.batches - before.batches)
+        away_s = self.away_s - before.away_s
+        return Split(wall_s, tuple(shares), batches, 1000 * away_s / batches, 1000 * (away_s - sum(busy)) / batches)
+
+
+def _row(streams: int, here: Sequence[Timing], spread: Sequence[tuple[Timing, Split]], estimate: Estimate) -> PipelineRow:
+    timings = [timing for timing, _ in spread]
+    rates = [timing.total_decode_per_s for timing in timings]
+    middle = sorted(range(len(rates)), key=rates.__getitem__)[len(rates) // 2]
+    return PipelineRow(
+        streams=streams,
+        pipeline_per_s=median(rates),
+        alone_per_s=median(timing.total_decode_per_s for timing in here),
+        ratio=median(two.total_decode_per_s / one.total_decode_per_s for one, two in zip(here, timings, strict=True)),
+        estimate_per_s=estimate.tokens_per_s,
+        estimate_first_token_ms=1000 * estimate.ttft_s,
+        first_token=Spread.of([wait for timing in timings for wait in timing.first_token_s]),
+        between_tokens=Spread.of([gap for timing in timings for gap in timing.gaps_s]),
+        split=spread[middle][1],
+    )

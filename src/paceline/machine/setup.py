@@ -1,0 +1,247 @@
+"""How a model runs on this machine: which weights, which kernels, how many threads, how much KV; and its layers, loaded so.
+
+Law: what a person asked for holds, or an error says why not. What they left open is decided here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from paceline.backends import cpu, table
+from paceline.backends.choice import part_bytes, torch_formats
+from paceline.backends.memory import human
+from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.table import Kernels
+from paceline.backends.working import kv_group, working_bytes
+from paceline.core.clock import Clock
+from paceline.core.errors import ConfigError
+from paceline.core.inference import ModelFacts, ServedModel, fingerprint_of
+from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
+from paceline.core.weights import WeightSource, tensor_shapes
+from paceline.engine.config import EngineConfig
+from paceline.engine.drafting import DraftingConfig
+from paceline.engine.local import LayerRunner
+from paceline.machine import accelerator
+from paceline.machine.cores import usable_cores
+from paceline.machine.free_memory import free_bytes
+from paceline.machine.offers import WarmModel
+from paceline.machine.settings import NodeSettings
+from paceline.machine.shapes import fits_gpu, model_shape, weights_bytes
+from paceline.machine.sizing import KvPlan, plan_kv
+from paceline.machine.speed import Speed
+from paceline.store.bounded_tokenizer import BoundedTokenizer
+from paceline.store.catalog import OpenedModel, open_model
+from paceline.store.gguf_file import GgufWeights
+from paceline.store.home import Home
+from paceline.store.tokenizer import pack_tokenizer, tokenizer_digest
+from paceline.ways.draft.sources import NodeDrafts
+
+if TYPE_CHECKING:
+    from paceline.backends.cpu.sampler import CompiledSampler
+
+
+MOST_THREADS_A_CORE = 8
+"""More only take memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model that is open, and how it is to run."""
+
+    settings: NodeSettings
+    opened: OpenedModel
+    weights: WeightsFormat
+    kernels: Kernels
+    threads: int
+    notes: tuple[str, ...] = ()
+    """Where what was left open was not decided the obvious way."""
+
+    @property
+    def digest(self) -> str:
+        """Of the weights: SHA-256, hex."""
+        return self.opened.weights.digest
+
+    @property
+    def most(self) -> EngineConfig:
+        """An engine's bounds that don't depend on memory: rows of a batch, with and without logits."""
+        return EngineConfig(max_context=2, max_running=self.settings.max_running, prefill_chunk=self.settings.prefill_chunk)
+
+    def room(self, layers: LayerRange, *, edges: bool = True, unasked: bool = False) -> KvPlan:
+        """KV for layers that are not loaded yet, by the memory that is free now.
+
+        Args:
+            layers: that are to be loaded.
+            edges: with embedding, norm and head.
+            unasked: leave aside what was asked of context and KV.
+
+        Raises:
+            ConfigError: what was asked contradicts itself or the model.
+            OutOfMemory: it does not fit.
+        """
+        spec, settings = self.opened.spec, self.settings
+        held = weights_bytes(spec, self.weights, self.opened.weights.type_of, self.kernels)
+
+        def working(n_blocks: int) -> int:
+            most = self.most
+            logits = most.max_logits_rows if edges else 0
+            return working_bytes(self.kernels, spec, max_rows=most.max_rows, threads=self.threads, n_blocks=n_blocks, logits_rows=logits)
+
+        return plan_kv(
+            spec,
+            free_bytes=free_bytes(self.kernels, self.threads, Home.from_environment().kernels),
+            weights_bytes=part_bytes(held, layers, edges=edges),
+            working=working,
+            max_running=settings.max_running,
+            block_size=BLOCK_TOKENS,
+            group=kv_group(self.kernels),
+            context=None if unasked else settings.context,
+            kv_tokens=None if unasked else settings.kv_tokens,
+            layers=layers,
+        )
+
+    def config(self, kv: KvPlan) -> EngineConfig:
+        """Of an engine with that room."""
+        settings = self.settings
+        return EngineConfig(
+            max_context=kv.context,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            prefill_chunk=settings.prefill_chunk,
+            step_budget_s=settings.step_budget_ms / 1000,
+            prefix_cache=settings.prefix_cache,
+            model_digest=self.digest,
+        )
+
+    def drafting(self, runner: LayerRunner[Any], drafts: NodeDrafts | None) -> DraftingConfig | None:
+        """How its engine drafts; None where kernels here give other bytes for other batches: a draft would change the answer.
+
+        Args:
+            runner: of the model.
+            drafts: made elsewhere; None: none are.
+        """
+        if not runner.holds_identity:
+            return None
+        return DraftingConfig(self.settings.draft, {} if drafts is None else drafts.sources, drafts)
+
+    def load(
+        self, layers: LayerRange, n_blocks: int, max_rows: int, progress: LoadProgress | None = None, *, edges: bool = True
+    ) -> LayerRunner[Any]:
+        """Layers, in memory. Blocks.
+
+        Args:
+            layers: which.
+            n_blocks: of KV, of 16 tokens.
+            max_rows: of a batch.
+            progress: called with (bytes read, bytes to read).
+            edges: with embedding, norm and head.
+
+        Raises:
+            UserError: see `load` of the backends.
+        """
+        options = LoadOptions(
+            layers,
+            self.weights,
+            n_blocks,
+            BLOCK_TOKENS,
+            self.threads,
+            max_rows=max_rows,
+            edges=edges,
+            kernel_cache=Home.from_environment().kernels,
+        )
+        return load_runner(self.kernels, self.opened.weights, options, progress)
+
+    def sampler(self) -> CompiledSampler:
+        """What draws this model's tokens here; its caller closes it."""
+        return cpu.load_sampler(self.opened.tokenizer.size, self.threads, Home.from_environment().kernels)
+
+    def served(self, runner: LayerRunner[Any], kv: KvPlan, clock: Clock) -> ServedModel:
+        """The model as the API shows it, once `runner` has its layers, or the first of them."""
+        opened = self.opened
+        fingerprint = fingerprint_of(self.digest, self.weights, runner.numerics_id)
+        tokenizer = BoundedTokenizer(opened.tokenizer)
+        tokenizer.begin()
+        return ServedModel(opened.name, int(clock.wall()), kv.context, tokenizer, fingerprint, self.facts)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the API tells of the model."""
+        source, spec = self.opened.weights, self.opened.spec
+        shapes = tensor_shapes(spec)
+        held = Counter[str]()
+        for name in source.names():
+            held[source.type_of(name)] += source.nbytes(name)
+        return ModelFacts(
+            digest=self.digest,
+            size_bytes=held.total(),
+            family=spec.model_type,
+            parameters=sum(prod(shape) for shape in shapes.values()),
+            stored_as=held.most_common(1)[0][0],
+            file_format="gguf" if isinstance(source, GgufWeights) else "safetensors",
+            hidden=spec.hidden,
+            on_gpu=self.kernels is Kernels.CUDA,
+        )
+
+    @property
+    def _tokenizer(self) -> str:
+        return tokenizer_digest(pack_tokenizer(self.opened.tokenizer))
+
+    def warm(self, kv: KvPlan, speed: Speed) -> WarmModel:
+        """The model as this node's card shows it."""
+        source = self.opened.weights
+        size = sum(source.nbytes(name) for name in source.names())
+        shape = model_shape(self.opened.spec, self.weights, source.type_of, self.kernels)
+        return WarmModel(self.opened.name, self.digest, self.weights, shape, kv.context, size, speed, self._tokenizer)
+
+
+def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
+    """Open a model and decide how it runs.
+
+    Args:
+        settings: what the person asked for.
+        spread: over several machines, of which others may have no GPU: unasked, weights are as the file has them.
+
+    Raises:
+        UserError: something asked for can't be had.
+    """
+    cores = usable_cores()
+    if settings.threads is not None and settings.threads > MOST_THREADS_A_CORE * cores:
+        raise ConfigError(f"--threads {settings.threads}: this machine has {cores} cores to use", f"Ask for {cores}, or leave it out.")
+    opened = open_model(settings.model)
+    spec, type_of, notes = opened.spec, opened.weights.type_of, list[str]()
+    cuda = settings.device in {None, Kernels.CUDA} and accelerator.has_cuda()
+    takes_whole = settings.weights in {None, WeightsFormat.BF16} and not spread  # of several machines, each takes what the plan says
+    if cuda and settings.device is None and takes_whole and not fits_gpu(spec, type_of, accelerator.free_cuda_bytes()):
+        needed = part_bytes(weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA), spec.all_layers, edges=True)
+        notes.append(
+            f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(accelerator.free_cuda_bytes())} is free there"
+        )
+        cuda = False
+    weights = settings.weights or (WeightsFormat.BF16 if cuda and not spread else WeightsFormat.STORED)
+    kernels = table.choose(spec, weights, asked=settings.device, cuda=cuda)
+    if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16:
+        kept = sorted(set(torch_formats(spec, weights, type_of).values()))
+        notes.append(f"{kernels} holds matrices in {' and '.join(kept)}, each in the one nearest to what the file has of it")
+    return Setup(settings, opened, weights, kernels, settings.threads or cores, tuple(notes))
+
+
+def must_compile() -> bool:
+    """Whether the kernels of this version never ran on this machine: the start then takes longer, and should say so."""
+    return cpu.runs_here() and not cpu.compiled(Home.from_environment().kernels)
+
+
+def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None) -> LayerRunner[Any]:
+    """Load weights into the kernels chosen.
+
+    Raises:
+        UserError: see `load` of the backends.
+    """
+    match kernels:
+        case Kernels.AVX512_BF16:
+            return cpu.load(source, options, progress)
+        case Kernels.TORCH | Kernels.CUDA:
+            from paceline.backends import torch
+
+            return torch.load(source, options, progress, device="cuda" if kernels is Kernels.CUDA else "cpu")

@@ -1,0 +1,206 @@
+"""Calls a peer for gossip: tries its addresses, the likeliest first, and says who answered and what.
+
+A call that fails throws its channel away, unless that is still being dialled, and counts against its address until one succeeds there.
+
+What a request means is `fleet.gossip`'s to say; that its caller belongs was checked before it came here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.core.errors import GossipRefused, MessageTooLarge, NodeUnreachable, PacelineError
+from paceline.core.ids import NodeId
+from paceline.fleet.effects import Call
+from paceline.fleet.messages import Reply
+from paceline.fleet.presets import Bounds
+from paceline.net.address_book import AddressBook
+from paceline.net.channels import ChannelPool, Purpose
+from paceline.net.exchange_codec import Refuse, measure_reply, parse_reply, read_reply, write_request
+from paceline.net.opener import MemberOpener
+from paceline.net.rpc_faults import abort, fleet_error_of, unless_closed
+from paceline.net.trust.certificates import Member
+from paceline.net.trust.guard import PeerGuard
+from paceline.net.wire import fleet_pb2 as wire
+from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceServicer
+
+logger = logging.getLogger(__name__)
+
+EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Who answered a call, and what."""
+
+    peer: NodeId
+    reply: Reply
+
+
+class Exchanger:
+    """Makes the calls of one node's gossip.
+
+    Args:
+        opener: checks what comes back.
+        bounds: what a reply may hold.
+        clock: shares a call's time among its addresses.
+        given: addresses that a person named; it is said when one does not work.
+    """
+
+    def __init__(
+        self,
+        own: NodeId,
+        pool: ChannelPool,
+        opener: MemberOpener,
+        book: AddressBook,
+        bounds: Bounds,
+        clock: Clock,
+        given: Collection[str] = (),
+    ) -> None:
+        self._given = frozenset(given)
+        self._own, self._pool, self._opener = own, pool, opener
+        self._book, self._bounds, self._clock = book, bounds, clock
+        self._doubted: set[str] = set()
+        """Where a call failed: the certificate that is known may not be the one that is shown any more."""
+        self._met: dict[str, Member] = {}
+        """Who was met at an address of which no card told."""
+
+    async def call(self, call: Call, refuse: Refuse) -> Answer:
+        """One exchange.
+
+        Args:
+            refuse: told of each thing in the reply that proves nothing.
+
+        Raises:
+            PacelineError: the node answered at none of its addresses, or what came was refused; of the address tried last.
+        """
+        until = self._clock.monotonic() + call.timeout_s
+        addresses = self._book.order(call.addresses)
+        failure: PacelineError = NodeUnreachable("A peer without addresses can't be called")
+        for place, address in enumerate(addresses):
+            # Half of what is left for each but the last, so that a dead address leaves time for the next.
+            left = until - self._clock.monotonic()
+            if left <= 0:
+                break
+            timeout_s = left if place == len(addresses) - 1 else left / 2
+            try:
+                answer = await self._at(address, call, timeout_s, refuse)
+            except PacelineError as error:  # a peer may refuse with any
+                failure = error
+                if address in self._given and not self._book.is_failing(address):
+                    logger.warning("no member answers at %s, which is tried again: %s", address, error.message)
+                self._book.failed(address, error.message, self._clock.monotonic())
+                self._doubt(address)
+                continue
+            self._book.worked(address)
+            self._doubted.discard(address)
+            return answer
+        raise failure
+
+    async def _at(self, address: str, call: Call, timeout_s: float, refuse: Refuse) -> Answer:
+        began = self._clock.monotonic()
+        member = await self._whom(address, call.node_id, timeout_s)
+        if member.node_id == self._own:
+            return Answer(self._own, Reply())
+        channel = self._pool.get(Purpose.EXCHANGE, address, member)
+        left = max(0.001, timeout_s - (self._clock.monotonic() - began))
+        try:
+            # Not the stub: a reply is looked at before it is decoded.
+            ask = channel.unary_unary(EXCHANGE, wire.ExchangeCapabilitiesRequest.SerializeToString)
+            with unless_closed(f"{member.node_id} at {address}"):
+                data = await ask(write_request(call.request), timeout=left, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            self._pool.refused(error)
+            # On a slow link dialling may take longer than a call: it goes on, once, until the next round.
+            if self._book.is_failing(address) or channel.get_state() is not grpc.ChannelConnectivity.CONNECTING:
+                self._met.pop(address, None)
+                self._pool.discard(Purpose.EXCHANGE, address, member)
+            failure = fleet_error_of(error, f"{member.node_id} at {address}")
+        else:
+            message = parse_reply(data)
+            self._bounds.check(measure_reply(message))
+            return Answer(member.node_id, await read_reply(message, self._opener, refuse))
+        raise failure  # as `ChannelPool.card_at` does
+
+    async def _whom(self, address: str, node_id: NodeId | None, timeout_s: float) -> Member:
+        known = self._opener.member(node_id) if node_id is not None else self._met.get(address)
+        if known is not None and address not in self._doubted:
+            return known
+        sealed = await self._pool.card_at(address, timeout_s)
+        member = self._opener.met(sealed)
+        if len(self._met) >= 256:
+            self._met.clear()
+        self._met[address] = member
+        return member
+
+    def _doubt(self, address: str) -> None:
+        """Ask for the certificate next time; every other time only, since on a slow link asking and calling take longer than a round."""
+        if address in self._doubted:
+            self._doubted.discard(address)
+            return
+        if len(self._doubted) >= 256:
+            self._doubted.clear()
+        self._doubted.add(address)
+
+
+MAX_MEASURE_BYTES = 1 << 20
+"""What a link is measured with, each way (`fleet.links`). Raising it: what one message makes a node hold."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GossipPort(Protocol):
+    """A node's gossip, as its server needs it."""
+
+    async def answer(self, request: wire.ExchangeCapabilitiesRequest, peer: NodeId) -> wire.ExchangeCapabilitiesResponse:
+        """One exchange.
+
+        Raises:
+            GossipRefused: the peer asks too often or too much.
+        """
+        ...
+
+    def own_passed(self) -> wire.PassedCard | None:
+        """This node's card; None before it has one."""
+        ...
+
+    def count_measure(self, peer: NodeId) -> None:
+        """Note that a peer measures its link.
+
+        Raises:
+            GossipRefused: it does so too often.
+        """
+        ...
+
+
+class CapabilityServicer(CapabilityServiceServicer):
+    """Answers members."""
+
+    def __init__(self, gossip: GossipPort, guard: PeerGuard) -> None:
+        self._gossip, self._guard = gossip, guard
+
+    async def ExchangeCapabilities(self, request: wire.ExchangeCapabilitiesRequest, context: Context) -> wire.ExchangeCapabilitiesResponse:
+        try:
+            return await self._gossip.answer(request, self._guard.peer(context).node_id)
+        except GossipRefused as error:
+            await abort(context, error)
+
+    async def GetNodeCapability(self, request: wire.GetNodeCapabilityRequest, context: Context) -> wire.GetNodeCapabilityResponse:
+        del request, context
+        return wire.GetNodeCapabilityResponse(card=self._gossip.own_passed())
+
+    async def MeasureLink(self, request: wire.MeasureLinkRequest, context: Context) -> wire.MeasureLinkResponse:
+        try:
+            self._gossip.count_measure(self._guard.peer(context).node_id)
+            if request.response_bytes > MAX_MEASURE_BYTES:
+                raise MessageTooLarge(f"{request.response_bytes} bytes were asked for to measure a link; the bound is {MAX_MEASURE_BYTES}")
+        except GossipRefused as error:
+            await abort(context, error)
+        return wire.MeasureLinkResponse(payload=bytes(request.response_bytes))

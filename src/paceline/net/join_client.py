@@ -1,0 +1,197 @@
+"""Joining: from a token to an identity.
+
+Nothing is sent before the other side has shown a certificate for join ports that the CA whose key the token holds has signed, and proved in
+TLS that it has its key.
+All of the token's addresses are tried at once, because some of them may lead nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import cast
+
+import grpc
+import grpc.aio
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError, JoinRefused, NotTrusted, Unreachable
+from paceline.core.ids import NodeId
+from paceline.core.shown import printable
+from paceline.fleet.card import SealedRevocation
+from paceline.net.join_service import HINT_KEY, MAX_PEERS
+from paceline.net.trust.addresses import is_address
+from paceline.net.trust.certificates import JOIN_NAME, FleetRoot, make_key, read_join_certificate
+from paceline.net.trust.identity import Identity
+from paceline.net.trust.requests import make_request
+from paceline.net.trust.seals import open_revocation
+from paceline.net.trust.tokens import NONCE_BYTES, JoinToken
+from paceline.net.wire import fleet_pb2 as wire
+from paceline.net.wire.fleet_pb2_grpc import JoinServiceStub
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+ANSWER_S = 20.0
+MAX_ANSWER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a newcomer has to keep."""
+
+    identity: Identity
+    peers: tuple[str, ...]
+    revocations: tuple[SealedRevocation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What came of an address: the join port's certificate, or why not."""
+
+    address: str
+    shown: x509.Certificate | None
+    problem: str = ""
+    impostor: bool = False
+
+
+async def join(token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
+    """Become a member.
+
+    Raises:
+        JoinRefused: the issuer says no, or what answers is not the issuer, or this machine's clock is wrong.
+        Unreachable: no machine answers at any of the token's addresses.
+    """
+    tried: list[_Tried] = []
+    asking = [asyncio.ensure_future(_ask(address, token.pin)) for address in token.addresses]
+    try:
+        for next_answer in asyncio.as_completed(asking):
+            found = await next_answer
+            if found.shown is not None:
+                try:
+                    return await _join_at(found.address, found.shown, token, node_id, clock)
+                except grpc.aio.AioRpcError as error:
+                    found = _Tried(found.address, None, f"{error.code().name.lower()}: {printable(error.details() or '')}")
+            tried.append(found)
+    finally:
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    impostors = [one.address for one in tried if one.impostor]
+    if impostors:
+        raise JoinRefused(
+            f"Who answers at {', '.join(impostors)} is not the machine that the token is from: it shows a certificate of another CA",
+            "Somebody may be in between, or that machine is in another fleet by now. Nothing was sent. Ask for another token: paceline token",
+        )
+    raise Unreachable(
+        "The machine that the token is from can't be reached: " + "; ".join(f"{one.address} ({one.problem})" for one in tried),
+        "It must be running paceline up or paceline token, on a network this machine is on, with no firewall before that port. Or the token has expired",
+    )
+
+
+async def _ask(address: str, pin: bytes) -> _Tried:
+    """Who is at an address: its certificate, which TLS shows before anything is said."""
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the CA's key is checked instead
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+    except TimeoutError:
+        return _Tried(address, None, "no answer")
+    except OSError as error:
+        return _Tried(address, None, _why(error))
+    try:
+        certificate: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
+    finally:
+        writer.transport.abort()
+    try:
+        return _Tried(address, read_join_certificate(certificate, pin))
+    except NotTrusted as error:
+        logger.warning("refused %s: %s", address, error.message)
+        return _Tried(address, None, error.message, impostor=True)
+
+
+async def _join_at(address: str, shown: x509.Certificate, token: JoinToken, node_id: NodeId, clock: Clock) -> Joined:
+    """One join request, and what came of it.
+
+    Raises:
+        grpc.aio.AioRpcError: it did not come through.
+        JoinRefused: the issuer says no.
+    """
+    _check_clock(shown, clock)
+    key = make_key()
+    request, nonce = make_request(key, node_id), secrets.token_bytes(NONCE_BYTES)
+    options = (
+        ("grpc.ssl_target_name_override", JOIN_NAME),
+        ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),  # a request sent twice would be a replay
+    )
+    credentials = grpc.ssl_channel_credentials(shown.public_bytes(Encoding.PEM))  # that certificate and no other
+    async with grpc.aio.secure_channel(address, credentials, options) as channel:
+        try:
+            answer = await JoinServiceStub(channel).Join(
+                wire.JoinRequest(
+                    certificate_request=request, token_id=token.token_id.hex(), proof=token.proof(request, nonce), nonce=nonce
+                ),
+                timeout=ANSWER_S,
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() in {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION}:
+                raise JoinRefused(printable(error.details() or "The join was refused"), printable(_hint(error))) from error
+            raise
+    try:
+        root = FleetRoot.from_der(answer.ca_certificate)
+        if root.pin != token.pin:
+            raise NotTrusted("its CA is another than the token's", who=address)
+        identity = Identity.assemble(key, answer.certificate, root, clock.wall())
+        _check_clock(x509.load_der_x509_certificate(answer.certificate), clock)
+        revocations = tuple(open_revocation(one, root) for one in answer.revocations)
+    except FleetError as error:
+        raise JoinRefused(
+            f"{address} answered with something that can't be used: {error.message}", "Use the same version on all machines"
+        ) from error
+    if identity.node_id != node_id:
+        raise JoinRefused(f"{address} answered with a certificate for {identity.node_id}, not {node_id}")
+    peers = tuple(peer for peer in answer.peer_addresses[:MAX_PEERS] if is_address(peer))
+    return Joined(identity, peers, revocations)
+
+
+def _why(error: OSError) -> str:
+    """In a few words. asyncio's own text repeats the address; a resolver's numbers are no errnos."""
+    if isinstance(error, socket.gaierror):
+        return "no such name"
+    return os.strerror(error.errno).lower() if error.errno else type(error).__name__
+
+
+def _check_clock(certificate: x509.Certificate, clock: Clock) -> None:
+    """A certificate is backdated a day; where it begins in the future all the same, TLS would fail with no word of why."""
+    here = datetime.fromtimestamp(clock.wall(), UTC)
+    if not certificate.not_valid_before_utc <= here <= certificate.not_valid_after_utc:
+        raise JoinRefused(
+            f"This machine's clock is wrong: it says {here:%Y-%m-%d %H:%M} UTC, and the fleet's certificates "
+            f"hold from {certificate.not_valid_before_utc:%Y-%m-%d} to {certificate.not_valid_after_utc:%Y-%m-%d}",
+            "Set the clock and join again",
+        )
+
+
+def _hint(error: grpc.aio.AioRpcError) -> str:
+    # grpc's stubs take metadata for one pair; it is many.
+    metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == HINT_KEY:
+            return value if isinstance(value, str) else value.decode("utf-8", "replace")
+    return ""

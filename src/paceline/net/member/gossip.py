@@ -1,0 +1,312 @@
+"""Drives `fleet.gossip`: gives it time and messages, and does what it asks.
+
+Law: everything happens on one event loop; every call has a bound and a task that `close` joins; nothing a peer sent reaches gossip before
+`exchange_codec` checked it; the version of a card is on disk before any node is told the card, as long as the disk takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, Protocol
+
+from paceline.core.background import Background, in_background
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError, MembershipError, PacelineError
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
+from paceline.fleet.effects import Appeared, Call, Changed, Clashed, Effect, Expired, Ignored, Left, Reseal, Restarted, Revoked
+from paceline.fleet.gossip import Gossip
+from paceline.fleet.intake import Shares
+from paceline.fleet.presets import Preset
+from paceline.fleet.registry import next_version
+from paceline.fleet.stamps import LINK_BYTES, StampChain
+from paceline.fleet.view import FleetView
+from paceline.net.exchange import Exchanger
+from paceline.net.exchange_codec import measure_request, read_request, write_passed, write_reply
+from paceline.net.member.meter import FleetMeter
+from paceline.net.member.state import keep_version, read_version
+from paceline.net.opener import MemberOpener
+from paceline.net.trust.folder import FleetFolder
+from paceline.net.trust.identity import Identity
+from paceline.net.trust.refusals import Refusals
+from paceline.net.trust.seals import sign_card
+from paceline.net.wire import fleet_pb2 as wire
+
+logger = logging.getLogger(__name__)
+
+MEASURES_PER_S = 8
+"""Link measurements that one peer may ask for. A full one is a dozen calls, now and then."""
+MEASURE_PERIOD_S = 60.0
+
+
+class GossipHooks(Protocol):
+    """What a node does about its fleet's news."""
+
+    def news(self, effect: Effect) -> None:
+        """Anything but `Call` and `Reseal`. Must not wait."""
+        ...
+
+    def card(self) -> NodeCard:
+        """What this node says of itself now. Version, stamps and times are filled in here."""
+        ...
+
+
+class GossipDriver:
+    """One node's gossip, alive between `start` and `close`.
+
+    Args:
+        hooks: told the news, asked for the card.
+        refusals: the log of what is not believed.
+        seeds: addresses to call at the start.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        folder: FleetFolder,
+        preset: Preset,
+        hooks: GossipHooks,
+        refusals: Refusals,
+        meter: FleetMeter,
+        clock: Clock,
+        background: Background,
+        seeds: tuple[str, ...],
+        revocations: tuple[SealedRevocation, ...],
+    ) -> None:
+        self._identity, self._folder, self._preset, self._hooks = identity, folder, preset, hooks
+        self._refusals, self._meter, self._clock, self._background = refusals, meter, clock, background
+        self._gossip = Gossip(identity.node_id, preset, random.Random(secrets.randbits(64)), seeds, revocations)
+        self.opener = MemberOpener(identity.root, self._gossip.voids, self._gossip.lacks_certificate, clock)
+        self._exchanger: Exchanger | None = None
+        self._measures = Shares(int(MEASURES_PER_S * MEASURE_PERIOD_S), MEASURE_PERIOD_S, 2 * preset.bounds.max_nodes)
+        self._instance = secrets.token_bytes(16)
+        self._version = read_version(folder)
+        self._sealing = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._said: NodeCard | None = None
+        self._looked = asyncio.Event()
+        """A peer has answered, or none does."""
+
+    # --------------------------------------------------------------------------------------------------------------- its owner
+
+    async def start(self, exchanger: Exchanger) -> None:
+        """Announce this node, and go on until `close`."""
+        self._exchanger = exchanger
+        await self.refresh()
+        self._ticker = self._background.keep(self._tick, "fleet-gossip")
+
+    async def refresh(self) -> None:
+        """Announce this node's card again if what it says has changed."""
+        if self._hooks.card() != self._said:
+            await self._seal(0)
+
+    async def leave(self, bound_s: float) -> None:
+        """Say goodbye, as far as peers answer within `bound_s`. A node that never announced itself has none to say."""
+        if self._gossip.own_card is None:
+            return
+        await self._seal(0, leaving=True)
+        self._do(self._gossip.tick(self._clock.monotonic()))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=bound_s)
+
+    async def close(self) -> None:
+        """Stop. Idempotent."""
+        tasks = [*self._tasks, *([self._ticker] if self._ticker is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._ticker = None
+
+    async def first_look(self) -> None:
+        """Wait until a peer has answered, or as many calls have failed as there are addresses."""
+        if self.addresses:
+            await self._looked.wait()
+
+    def add_seed(self, address: str) -> None:
+        """An address where a node may be."""
+        self._gossip.add_seed(address, self._clock.monotonic())
+        self._wake.set()
+
+    def learn(self, revocations: tuple[SealedRevocation, ...]) -> None:
+        """Revocations from elsewhere than gossip, checked."""
+        self._do(self._gossip.learn(revocations, self._clock.monotonic()))
+        self._wake.set()
+
+    def complete(self, said: SealedList) -> None:
+        """Take the CA's word, from here or from disk, that nothing is missing."""
+        self._gossip.complete(said, self._clock.monotonic())
+        self._wake.set()
+
+    async def reseal(self) -> None:
+        """Announce this node's card anew, by the certificate that it has now."""
+        await self._seal(0)
+
+    def voids(self, node_id: NodeId, issued_at: int) -> bool:
+        """Whether a certificate is void."""
+        return self._gossip.voids(node_id, issued_at)
+
+    def view(self) -> FleetView:
+        """The fleet now."""
+        return self._gossip.view(self._clock.monotonic())
+
+    def revocation_of(self, node_id: NodeId) -> bytes | None:
+        """The CA's word on a node, as it was signed."""
+        known = (sealed for sealed in self.revocations if sealed.revocation.node_id == node_id)
+        latest = max(known, key=lambda sealed: sealed.revocation.not_after, default=None)
+        return None if latest is None else latest.sealed
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Everywhere this node may call."""
+        return self._gossip.addresses
+
+    @property
+    def revocations(self) -> tuple[SealedRevocation, ...]:
+        return self._gossip.revocations
+
+    @property
+    def revocation_list(self) -> SealedList | None:
+        """The CA's newest word that nothing was missing of them."""
+        return self._gossip.revocation_list
+
+    @property
+    def revocations_digest(self) -> bytes:
+        return self._gossip.revocations_digest
+
+    # -------------------------------------------------------------------------------------------------------------- its server
+
+    async def answer(self, request: wire.ExchangeCapabilitiesRequest, peer: NodeId) -> wire.ExchangeCapabilitiesResponse:
+        """One exchange that a peer began.
+
+        Raises:
+            GossipRefused: it asks too often or too much.
+        """
+        try:
+            self._gossip.admit(peer, measure_request(request), self._clock.monotonic())
+            opened = await read_request(request, self.opener, self._refuse(peer))
+        except FleetError as error:
+            self._refusals.note(peer, error.message)
+            self._meter.refused += 1
+            raise
+        answered = self._gossip.on_request(opened, peer, self._clock.monotonic())
+        self._meter.answered += 1
+        self._meter.received_bytes += request.ByteSize()
+        self._do(answered.effects)
+        reply = write_reply(answered.reply)
+        self._meter.sent_bytes += reply.ByteSize()
+        return reply
+
+    def own_passed(self) -> wire.PassedCard | None:
+        """This node's card."""
+        passed = self._gossip.own_passed(self._clock.monotonic())
+        return None if passed is None else write_passed(passed)
+
+    def count_measure(self, peer: NodeId) -> None:
+        """Note that a peer measures its link.
+
+        Raises:
+            PeerFloods: it does so too often.
+        """
+        self._measures.take(peer, self._clock.monotonic())
+
+    # ------------------------------------------------------------------------------------------------------------------ inside
+
+    async def _tick(self) -> None:
+        while True:
+            now = self._clock.monotonic()
+            due = self._gossip.next_tick
+            wait_s = None if due is None else max(0.0, due - now)
+            self._wake.clear()
+            if wait_s != 0:
+                try:
+                    async with asyncio.timeout(wait_s):
+                        await self._wake.wait()
+                    continue
+                except TimeoutError:
+                    now = self._clock.monotonic()
+            effects = self._gossip.tick(now)
+            self._meter.rounds += any(isinstance(effect, Call) for effect in effects)
+            self._do(effects)
+
+    def _do(self, effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            match effect:
+                case Call():
+                    self._spawn(self._call(effect))
+                case Reseal(above, reason):
+                    logger.info("announcing this node anew: %s", reason)
+                    self._spawn(self._seal(above))
+                case Ignored(peer, node_id, reason):
+                    self._refusals.note(peer or "a peer", f"{node_id or 'a card'}: {reason}")
+                    self._meter.refused += 1
+                case Appeared() | Changed() | Restarted() | Left() | Expired() | Revoked() | Clashed():
+                    self._hooks.news(effect)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = in_background(work, "fleet-gossip-call")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, call: Call) -> None:
+        assert self._exchanger is not None, "calls are made after start"
+        began = self._clock.monotonic()
+        try:
+            answer = await self._exchanger.call(call, self._refuse(call.node_id))
+        except PacelineError as error:
+            self._gossip.on_failure(call.id)
+            self._meter.failed += 1
+            if self._meter.failed >= len(self.addresses):
+                self._looked.set()
+            logger.debug("no exchange with %s: %s", call.node_id or ", ".join(call.addresses), error)
+            return
+        now = self._clock.monotonic()
+        self._meter.exchange.observe(now - began)
+        self._do(self._gossip.on_reply(call.id, answer.reply, answer.peer, now))
+        if answer.peer != self._identity.node_id:
+            self._looked.set()
+
+    def _refuse(self, peer: NodeId | None) -> Callable[[FleetError], None]:
+        def refuse(error: FleetError) -> None:
+            self._meter.refused += 1
+            self._refusals.note(peer or "a peer", error.message)
+
+        return refuse
+
+    async def _seal(self, above: int, *, leaving: bool = False) -> None:
+        """Sign and announce this node's card as it is now."""
+        async with self._sealing:
+            own = self._gossip.own_card
+            if own is not None and own.card.leaving:
+                return
+            said = self._hooks.card()
+            self._version = next_version(self._version, self._clock.wall(), above)
+            try:
+                await asyncio.to_thread(keep_version, self._folder, self._version)
+            except MembershipError as error:
+                # Without a disk the clock alone keeps versions rising over a restart, and members show a node that fell behind its last one.
+                if own is None:
+                    raise
+                logger.warning("the version of this node's card is not kept: %s", error)
+            chain = StampChain(self._identity.node_id, self._version, secrets.token_bytes(LINK_BYTES))
+            card = replace(
+                said,
+                node_id=self._identity.node_id,
+                version=self._version,
+                instance=self._instance,
+                ttl_s=self._preset.ttl_s,
+                announced_at=int(self._clock.wall()),
+                leaving=leaving,
+                stamp_anchor=chain.anchor,
+            )
+            sealed = sign_card(self._identity, card)
+            self.opener.know(sealed)
+            self._said = said
+            self._do((*self._gossip.announce(sealed, chain, self._clock.monotonic()), Changed(card)))
+            self._wake.set()

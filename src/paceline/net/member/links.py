@@ -1,0 +1,106 @@
+"""Measures this node's links as `fleet.links` asks: empty calls for the round trip, full ones for the bandwidth."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from paceline.core.background import Background
+from paceline.core.clock import Clock
+from paceline.core.errors import FleetError
+from paceline.fleet.card import Link, NodeCard
+from paceline.fleet.links import LinkWatch, Measure, figures
+from paceline.fleet.reach import peers_to_measure
+from paceline.net.channels import ChannelPool, Purpose
+from paceline.net.opener import MemberOpener
+from paceline.net.rpc_faults import unless_closed
+from paceline.net.wire import fleet_pb2 as wire
+from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
+
+logger = logging.getLogger(__name__)
+
+PINGS = 5
+"""Empty calls of a measurement; the shortest counts."""
+
+
+class LinkDriver:
+    """One node's link measurements, between `start` and `close`.
+
+    Args:
+        changed: told the links whenever they show something new.
+    """
+
+    def __init__(
+        self, pool: ChannelPool, opener: MemberOpener, clock: Clock, background: Background, changed: Callable[[tuple[Link, ...]], None]
+    ) -> None:
+        self._pool, self._opener, self._clock, self._background, self._changed = pool, opener, clock, background, changed
+        self._watch = LinkWatch(random.Random(secrets.randbits(64)))
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The best way to each node that was measured."""
+        return self._watch.links
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = self._background.keep(self._run, "fleet-links")
+
+    def see(self, own: NodeCard, cards: Sequence[NodeCard]) -> None:
+        """The fleet changed."""
+        before = self._watch.links
+        self._watch.set_peers(peers_to_measure(own, cards), self._clock.monotonic())
+        if self._watch.links != before:
+            self._changed(self._watch.links)
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Stop. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            for asked in self._watch.tick(self._clock.monotonic()):
+                if await self._measure(asked):
+                    self._changed(self._watch.links)
+            due = self._watch.next_due_s()
+            wait_s = None if due is None else max(0.0, due - self._clock.monotonic())
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def _measure(self, asked: Measure) -> bool:
+        """Do what was asked, and hand back what came of it. True where a link shows something new."""
+        try:
+            channel = self._pool.get(Purpose.MEASURE, asked.address, self._opener.proven(asked.node_id))
+            async with asyncio.timeout(asked.timeout_s):
+                stub = CapabilityServiceStub(channel)
+                await self._call(stub, 0)  # which dials, where that has to be
+                pings = [await self._call(stub, 0) for _ in range(PINGS)]
+                full_s = await self._call(stub, asked.payload_bytes) if asked.payload_bytes else None
+        except (grpc.aio.AioRpcError, FleetError, TimeoutError) as error:
+            logger.debug("the link to %s at %s was not measured: %s", asked.node_id, asked.address, error)
+            return self._watch.failed(asked.id, self._clock.monotonic())
+        now = self._clock.monotonic()
+        if full_s is None:
+            return self._watch.measured(asked.id, now, min(pings))
+        return self._watch.measured(asked.id, now, *figures(pings, 2 * asked.payload_bytes, full_s))
+
+    async def _call(self, stub: CapabilityServiceStub, payload_bytes: int) -> float:
+        began = self._clock.monotonic()
+        request = wire.MeasureLinkRequest(response_bytes=payload_bytes, payload=bytes(payload_bytes))
+        with unless_closed("a peer"):
+            await stub.MeasureLink(request, wait_for_ready=True)
+        return self._clock.monotonic() - began

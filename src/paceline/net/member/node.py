@@ -1,0 +1,353 @@
+"""A node's part in its fleet, put together: identity, gossip, the mTLS port, and what the node keeps of it.
+
+Law: `start` returns once members are answered, or raises and leaves nothing behind; `stop` says goodbye, lets calls under way finish, and
+ends within its bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import grpc.aio
+
+from paceline.core.background import Background
+from paceline.core.clock import Clock, SteadyClock
+from paceline.core.errors import FleetError, MembershipError, StreamClosed, UserError
+from paceline.core.ids import NodeId
+from paceline.core.stats import DraftUse
+from paceline.engine.drafts import NGRAM
+from paceline.engine.proposers.ngram import NGramProposer
+from paceline.fleet.card import Link, NodeCard
+from paceline.fleet.effects import Effect, Expired, Left, Restarted, Revoked
+from paceline.fleet.eligibility import Eligible, TrustPolicy, U_co, Use
+from paceline.fleet.view import FleetView
+from paceline.net.address_book import AddressBook
+from paceline.net.channels import ChannelPool, Purpose
+from paceline.net.control_service import ControlServicer, Sight, fleet_id
+from paceline.net.discovery import Discovery
+from paceline.net.exchange import CapabilityServicer, Exchanger
+from paceline.net.member.gossip import GossipDriver
+from paceline.net.member.links import LinkDriver
+from paceline.net.member.meter import FleetMeter, log_news
+from paceline.net.member.settings import FleetSettings
+from paceline.net.member.state import Claim, Running, forget_running, keep_running
+from paceline.net.member.trust import TrustKeeper
+from paceline.net.member.upkeep import Portrait, Upkeep
+from paceline.net.renewal import RenewalServicer
+from paceline.net.server import NodeServer, RpcMeter
+from paceline.net.tensor.listener import TensorListener
+from paceline.net.trust.addresses import join_host
+from paceline.net.trust.certificates import Member
+from paceline.net.trust.connections import ConnectionWatch
+from paceline.net.trust.folder import FleetFolder
+from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.issuer import Issuer
+from paceline.net.trust.refusals import Refusals
+from paceline.net.trust.seals import open_revocations, revocation_told
+from paceline.net.wire.control_pb2_grpc import add_ControlServiceServicer_to_server
+from paceline.net.wire.fleet_pb2_grpc import add_CapabilityServiceServicer_to_server, add_RenewalServiceServicer_to_server
+from paceline.ways.draft.desk import ProposerDesk
+from paceline.ways.draft.proposer_service import proposer_service
+
+logger = logging.getLogger(__name__)
+
+GOODBYE_S = 0.4
+DRAIN_S = 0.8
+"""A stop's bounds: for peers to hear of it, and for their calls to finish. Together they stay under what Ctrl-C may take."""
+
+Service = Callable[[grpc.aio.Server], None]
+
+
+class FleetNode:
+    """One machine in its fleet.
+
+    Args:
+        folder: PACELINE_HOME/fleet, with an identity.
+
+    Raises:
+        MembershipError, IdentityError: this machine is in no fleet, or not any more.
+    """
+
+    def __init__(self, settings: FleetSettings, folder: FleetFolder, portrait: Portrait, clock: Clock) -> None:
+        self._settings, self._folder, self._portrait, self._clock = settings, folder, portrait, clock
+        self.identity = folder.identity()
+        revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
+        self.trust = settings.trust
+        """What other nodes may see and supply."""
+        self.background = Background(clock)
+        """What goes on as long as the node does."""
+        self.meter = FleetMeter()
+        self.rpcs = RpcMeter()
+        self.desk = ProposerDesk({NGRAM: NGramProposer()})
+        """What this node drafts with. A model that was loaded for it is added."""
+        self.book = AddressBook()
+        self.refusals = Refusals(clock)
+        steady = SteadyClock(clock)  # upkeep looks at it every second
+        self.gossip = GossipDriver(
+            self.identity,
+            folder,
+            settings.preset,
+            self,
+            self.refusals,
+            self.meter,
+            steady,
+            self.background,
+            seeds=(*settings.peers, *folder.peers()),
+            revocations=revocations,
+        )
+        if self.gossip.voids(self.identity.node_id, self.identity.member.issued_at):
+            raise MembershipError(
+                f"This machine ({self.identity.node_id}) was revoked from its fleet",
+                self._anew,
+            )
+        self.trust_keeper = TrustKeeper(
+            self.identity, folder, self.gossip, clock, self._issuer, self._at_issuer, settings.max_revocation_age_s
+        )
+        self.pool = ChannelPool(self.identity, self.gossip.voids, clock, self._refused, self.trust_keeper.check_age)
+        self._links = LinkDriver(self.pool, self.gossip.opener, clock, self.background, self._measured)
+        self._discovery = Discovery(fleet_id(self.identity), self.identity.node_id, settings.host, self.gossip.add_seed)
+        self._upkeep = Upkeep(
+            settings.host,
+            folder,
+            portrait,
+            self.gossip,
+            self.refusals,
+            steady,
+            self.background,
+            self._discovery.moved,
+            self.trust_keeper.look,
+        )
+        self._server: NodeServer | None = None
+        self._tensors: TensorListener | None = None
+        self._claim: Claim | None = None
+        self._listeners: list[Callable[[Effect], None]] = []
+        self._draft_use: Callable[[], tuple[DraftUse, ...]] = tuple
+
+    # --------------------------------------------------------------------------------------------------------------- its owner
+
+    async def start(self, *services: Callable[[PeerGuard], Service], claim: Claim | None = None) -> None:
+        """Listen, announce this node, and begin to look for others.
+
+        Args:
+            claim: taken before; closed by `stop`.
+
+        Raises:
+            ConfigError: the port can't be used.
+            MembershipError: this machine's node runs already.
+        """
+        self._claim = claim or await asyncio.to_thread(Claim, self._folder, self._settings)
+        try:
+            await self._start(services, self._claim)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self, services: tuple[Callable[[PeerGuard], Service], ...], claim: Claim) -> None:
+        watch = ConnectionWatch(self.refusals, self._clock)
+        guard = self._guard = PeerGuard(
+            *(self.identity.root, self.gossip.voids, self._clock, self.refusals, watch),
+            *(self.gossip.revocation_of, self.trust_keeper.check_age),
+        )
+        server = NodeServer(self.identity, guard, watch, self.rpcs)
+        capability = CapabilityServicer(self.gossip, guard)
+        renewal = RenewalServicer(self._issuer, guard)
+        control = ControlServicer(self.identity, guard, self.sight)
+        server.add(
+            lambda grpc_server: add_CapabilityServiceServicer_to_server(capability, grpc_server),
+            lambda grpc_server: add_ControlServiceServicer_to_server(control, grpc_server),
+            lambda grpc_server: add_RenewalServiceServicer_to_server(renewal, grpc_server),
+            proposer_service(self.desk, guard.peer),
+            *(service(guard) for service in services),
+        )
+        claim.fleet.close()
+        port = await server.start(self._settings.host, self._settings.port)
+        self._server = server
+        self._tensors = TensorListener(self.identity, self.gossip.voids, self._clock, self.refusals)
+        self._tensors.serve_on(claim.tensors)
+        await self._upkeep.begin(port)
+        local = join_host(self._settings.host or "127.0.0.1", port)
+        await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
+        bounds = self._settings.preset.bounds
+        await self.gossip.start(
+            Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock, self._settings.peers)
+        )
+        self._upkeep.start()
+        self._links.start()
+        if self._settings.mdns:
+            self._discovery.start(self.addresses)
+
+    async def stop(self) -> None:
+        """Say goodbye, let calls under way finish, and end. Bounded; idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await self._stop(server)
+        self.desk.close()
+        tensors, self._tensors = self._tensors, None
+        if tensors is not None:
+            await asyncio.to_thread(tensors.close)
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    async def _stop(self, server: NodeServer) -> None:
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self.gossip.leave(GOODBYE_S)
+        except TimeoutError:
+            logger.info("not every peer heard that this node leaves; its card expires by itself")
+        await asyncio.gather(server.stop(DRAIN_S), self._discovery.close(), self._links.close())
+        await self._upkeep.close()
+        await self.gossip.close()
+        await self.pool.close()
+        try:
+            await self._upkeep.keep()
+        except UserError as error:
+            logger.warning("what this node learned of its fleet is not kept: %s", error)
+        await asyncio.to_thread(forget_running, self._folder)
+
+    # -------------------------------------------------------------------------------------------------------------------- state
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.identity.node_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where this node can be reached."""
+        return self._upkeep.addresses
+
+    @property
+    def tensors(self) -> TensorListener:
+        """Where activations arrive. Of a node that has started and not stopped."""
+        if self._tensors is None:
+            raise StreamClosed("This node takes no activations: it has not started, or was stopped")
+        return self._tensors
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The best way to each node that was measured."""
+        return self._links.links
+
+    def view(self) -> FleetView:
+        """The fleet now."""
+        return self.gossip.view()
+
+    def sight(self) -> Sight:
+        """The same, and how it goes."""
+        now = self._clock.monotonic()
+        # Where a node was that left or moved is no trouble any more.
+        self.book.keep_to(self.gossip.addresses)
+        failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
+        trust = self.trust_keeper.revocations_as_of, self.identity.member.expires_at
+        return Sight(self.view(), failures, self.meter.rounds, self._draft_use(), *trust)
+
+    def listen(self, listener: Callable[[Effect], None]) -> None:
+        """Tell `listener` of the fleet's news from now on. It must not wait."""
+        self._listeners.append(listener)
+
+    def show_drafts(self, use: Callable[[], tuple[DraftUse, ...]]) -> None:
+        """Have `sight` say from now on what becomes of drafts here."""
+        self._draft_use = use
+
+    def look_again(self) -> None:
+        """The portrait has changed: announce it now rather than at the next look."""
+        self._upkeep.look_again()
+
+    def member(self, node_id: NodeId) -> Member | None:
+        """What a node's certificate says, this node's included; None where it is not known.
+
+        Raises:
+            NotTrusted: it has expired.
+        """
+        return self.identity.member if node_id == self.node_id else self.gossip.opener.member(node_id)
+
+    def eligible(self, use: U_co) -> Eligible[U_co]:
+        """The nodes that may be put to a use now."""
+        return self.trust.eligible(self.view(), use)
+
+    def channel(
+        self, node_id: NodeId, addresses: Sequence[str], use: Use, purpose: Purpose = Purpose.STREAM, trust: TrustPolicy | None = None
+    ) -> grpc.aio.Channel:
+        """For streams with a node, over the address that serves best.
+
+        Args:
+            use: what the node is called for.
+            trust: in place of this node's own.
+
+        Raises:
+            NotTrusted: it may not be put to that use, was revoked, or its certificate has expired.
+            FleetError: its certificate is not known.
+        """
+        if node_id == self.node_id:
+            member = self.identity.member
+        else:
+            member = self.gossip.opener.proven(node_id)
+            (trust or self.trust).check(member, use, self.gossip.voids)
+        return self.pool.get(purpose, self.book.order(addresses)[0], member)
+
+    # --------------------------------------------------------------------------------------------------------------- for gossip
+
+    def card(self) -> NodeCard:
+        """What this node says of itself now."""
+        return self._portrait.card(self.addresses, self._links.links)
+
+    def news(self, effect: Effect) -> None:
+        """Act on what happened, and pass it on."""
+        log_news(effect)
+        match effect:
+            case Restarted(card):
+                self.pool.drop(card.node_id)
+            case Left(node_id) | Expired(node_id):
+                self.pool.drop(node_id)
+            case Revoked(node_id, not_after):
+                self._guard.revoked(node_id, not_after)
+                if self._tensors is not None:
+                    self._tensors.cut(node_id, not_after)
+                self.pool.drop(node_id, issued_to=not_after)
+            case _:
+                pass
+        view = self.view()
+        if (own := view.get(self.node_id)) is not None:
+            self._links.see(own.card, view.cards)
+        self._upkeep.look_again()
+        for listener in self._listeners:
+            listener(effect)
+
+    # ------------------------------------------------------------------------------------------------------------------ inside
+
+    def _issuer(self) -> Issuer | None:
+        """The CA at work, where it is on this machine."""
+        return Issuer(self._folder.served_authority(self.identity.root), self._folder, self._clock) if self._folder.has_authority else None
+
+    def _at_issuer(self, node_id: NodeId) -> grpc.aio.Channel:
+        """To the node with the CA, by the channel of exchanges: what renews trust does not wait for it."""
+        live = self.view().get(node_id)
+        if live is None:
+            raise FleetError(f"{node_id}, which has the fleet's CA, is not here")
+        return self.pool.get(Purpose.EXCHANGE, self.book.order(live.card.addresses)[0], self.gossip.opener.proven(node_id))
+
+    @property
+    def _anew(self) -> str:
+        """What a revoked machine's owner can do."""
+        if self._folder.has_authority:
+            return (
+                "It holds the fleet's CA, whose only key may be here: first paceline ca export FILE, and paceline ca import FILE on another "
+                f"member. Then stop paceline up, remove {self._folder.root}, and paceline join with a new token"
+            )
+        return f"To join anew: stop paceline up, remove {self._folder.root}, then paceline join with a new token"
+
+    def _refused(self, failed: grpc.aio.AioRpcError) -> None:
+        """Hear from a node that refused this one that it was revoked."""
+        told, own = revocation_told(failed, self.identity.root), (self.node_id, self.identity.member.issued_at)
+        if told is not None and not self.gossip.voids(*own):
+            self.gossip.learn((told,))
+            if self.gossip.voids(*own):
+                logger.error("this machine (%s) was revoked: no member of its fleet answers it any more. %s", self.node_id, self._anew)
+
+    def _measured(self, links: tuple[Link, ...]) -> None:
+        self.book.prefer(link.address for link in links)
+        self._upkeep.look_again()

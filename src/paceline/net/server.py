@@ -1,0 +1,166 @@
+"""The one gRPC port of a node: mTLS, every RPC checked by the guard, and an end that waits for answers under way, but not for long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import ConfigError
+from paceline.net.channels import COMMON, RECEIVE, Options
+from paceline.net.exchange import MAX_MEASURE_BYTES
+from paceline.net.exchange_codec import MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS
+from paceline.net.trust.addresses import join_host
+from paceline.net.trust.connections import ConnectionWatch
+from paceline.net.trust.credentials import server_credentials
+from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.handlers import Behaviour, Context, Limit, Request, Response, WellFormed, rewrap
+from paceline.net.trust.identity import Identity
+from paceline.net.weights_servicer import MAX_RANGES
+from paceline.net.wire.fleet_pb2 import MeasureLinkRequest
+from paceline.net.wire.generate_pb2 import GenerateRequest
+from paceline.net.wire.propose_pb2 import ProposeBlockRequest, ProposeBlocksRequest
+from paceline.ways.draft.desk import MOST_SESSIONS
+
+
+class RpcMeter(grpc.aio.ServerInterceptor):
+    """Counts the RPCs a server answers, by method and outcome. Its first interceptor: what others refuse counts too."""
+
+    def __init__(self) -> None:
+        self.answered: Counter[str] = Counter()
+        """By method (Service/Method). Only methods that exist count, so a peer can't make up names."""
+        self.failed: Counter[str] = Counter()
+        """Refused, cancelled or broken."""
+        self.open: Counter[str] = Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Request, Response] | None:
+        method = handler_call_details.method.rpartition(".")[2]
+        return rewrap(await continuation(handler_call_details), lambda behaviour: self._counted(behaviour, method))
+
+    def _counted(self, behaviour: Behaviour, method: str) -> Behaviour:
+        async def counted(request: Any, context: Context) -> Any:
+            self.open[method] += 1
+            try:
+                answer = await behaviour(request, context)
+            except BaseException:
+                self.failed[method] += 1
+                raise
+            finally:
+                self.open[method] -= 1
+            self.answered[method] += 1
+            return answer
+
+        return counted
+
+
+MAX_CONNECTIONS = 1024
+"""Open at once, of members and of strangers whose handshake is under way. Raising it: files that strangers can make a node hold open."""
+IDLE_S = 300
+"""Without any call, until the server takes leave; the next call dials anew."""
+AGE_S = 3600
+"""Until calls go by a new connection, whose certificate is looked at again."""
+KIB = 1 << 10
+REQUESTS = {
+    f"/paceline.v1.{method}": limit
+    for method, limit in {
+        "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own
+        "CapabilityService/GetNodeCapability": Limit(KIB, 64),
+        "CapabilityService/MeasureLink": Limit(MAX_MEASURE_BYTES + KIB, 8, bulk=MeasureLinkRequest.PAYLOAD_FIELD_NUMBER),
+        "ControlService/GetFleetView": Limit(KIB, 8),
+        # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
+        "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=GenerateRequest.PROMPT_IDS_FIELD_NUMBER),
+        "GenerateService/DescribeModel": Limit(4 * KIB, 8),
+        "RenewalService/Renew": Limit(8 * KIB, 8),
+        "ProposerService/ProposeBlock": Limit(2048 * KIB, 64, bulk=ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER),
+        # All that is inside of a block is numbers.
+        "ProposerService/ProposeBlocks": Limit(2048 * KIB, 2 * MOST_SESSIONS, bulk=ProposeBlocksRequest.BLOCK_FIELD_NUMBER),
+        "ShardService/OpenStage": Limit(4 * KIB, 64),
+        "ShardService/ConnectStage": Limit(64 * KIB, 128),
+        "ShardService/WarmLayers": Limit(4 * KIB, 64),
+        "ShardService/EchoRows": Limit(KIB, 16),
+        "WeightsService/DescribeWeights": Limit(KIB, 8),
+        "WeightsService/FetchPieces": Limit(128 * KIB, MAX_RANGES + 8),
+    }.items()
+}
+"""What is read of a request at most. Every method of a node's port has its limit: a message takes 35 times its size once it is parsed, on the
+event loop."""
+MAX_REQUEST_BYTES = max(limit.nbytes for limit in REQUESTS.values()) + 256 * KIB
+"""gRPC gathers a message of so many bytes before any of this code sees it; some more than any may have, so that one that is too long is told so."""
+
+MAX_STREAMS = 128
+"""RPCs of one connection at once. Raising it: messages that a peer may have begun and not ended. More than the answers that a node may have here
+at once (`engine.intake.SHARES`), so that one more is refused in words and does not wait for a place."""
+SERVER_OPTIONS: Options = [
+    *(option for option in COMMON if option[0] != RECEIVE),
+    (RECEIVE, MAX_REQUEST_BYTES),
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.keepalive_permit_without_calls", 1),  # else a connection without calls outlives a machine that lost its power
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+    ("grpc.max_connection_age_ms", AGE_S * 1000),  # calls under way go on
+]
+
+Register = Callable[[grpc.aio.Server], None]
+
+
+class NodeServer:
+    """A server that was not started yet, or runs.
+
+    Args:
+        watch: of its connections.
+    """
+
+    def __init__(
+        self, identity: Identity, guard: PeerGuard, watch: ConnectionWatch, meter: RpcMeter, options: Options = SERVER_OPTIONS
+    ) -> None:
+        self._identity, self._watch = identity, watch
+        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, REQUESTS)], options=options)
+
+    def add(self, *services: Register) -> None:
+        """Before `start`."""
+        for register in services:
+            register(self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port.
+
+        Args:
+            host: an address of this machine; empty: all of them, IPv4 and IPv6.
+            port: 0 for any free one.
+
+        Raises:
+            ConfigError: the address can't be used.
+        """
+        credentials = server_credentials(self._identity, self._watch.connection)
+        tried = [join_host(host, port)] if host else [f"[::]:{port}", f"0.0.0.0:{port}"]  # the second where there is no IPv6
+        bound = 0
+        for address in tried:
+            try:
+                bound = self._server.add_secure_port(address, credentials)
+            except RuntimeError:
+                continue
+            if bound:
+                break
+        if not bound:
+            raise ConfigError(
+                f"Cannot listen on {tried[0]} for the fleet", "Stop what listens there, or choose another --fleet-port or --fleet-host."
+            )
+        await self._server.start()
+        self._watch.watch(bound)
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, and end those under way after `grace_s` at the latest."""
+        self._watch.close()
+        await self._server.stop(grace_s)

@@ -1,0 +1,246 @@
+"""Bytes in, events out: what one end of a tensor stream reads. Pure; the socket's owner reads into `space` and says how much came.
+
+Small frames are read past their ends into a buffer, so that a message costs one read. Data of a large chunk is read to where it belongs.
+Lengths are checked before anything is allocated for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.errors import StreamCorrupt, TensorTooLarge
+from paceline.net.tensor.conversation import Conversation, Event, State
+from paceline.net.tensor.frames import (
+    DTYPES,
+    HEAD,
+    LENGTHS,
+    MAGIC,
+    MAX_CHUNK_BYTES,
+    MAX_DIMENSIONS,
+    MAX_HEADER_BYTES,
+    MAX_TENSOR_BYTES,
+    SEQ,
+    SHAPES,
+    TENSOR,
+    Kind,
+)
+
+Array = npt.NDArray[np.generic]
+
+
+class Message(NamedTuple):
+    """A tensor and what was said of it."""
+
+    header: bytes
+    array: Array
+    """Good until the next message begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    code: int
+    message: str
+
+
+class Signal(Enum):
+    WELCOME = auto()
+    ACK = auto()
+    PART = auto()
+    """A chunk has come, its tensor has not."""
+
+
+Happened = Message | Hello | Closed | Signal
+
+FROM_SENDER = frozenset({Kind.HELLO, Kind.TENSOR, Kind.CHUNK, Kind.CLOSE})
+FROM_RECEIVER = frozenset({Kind.WELCOME, Kind.ACK, Kind.CLOSE})
+BUFFER_BYTES = 64 << 10
+
+
+class Incoming:
+    """What arrives at one end.
+
+    Args:
+        conversation: kept in step; shared with what this end sends.
+        takes: kinds that the other end may send.
+        buffer_bytes: read ahead at most; at least the longest small frame.
+    """
+
+    def __init__(self, conversation: Conversation, takes: Collection[int], buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._conversation = conversation
+        self._takes = frozenset(int(kind) for kind in takes)
+        self._buffer = memoryview(bytearray(buffer_bytes))
+        self._start = self._end = 0
+        # What is to be filled before the next frame: a header, data.
+        self._parts: list[memoryview] = []
+        self._direct = False
+        self._header = bytearray()
+        self._store = np.empty(0, np.uint8)
+        self._data = self._store.data
+        self._filled = 0
+        self._form: tuple[int, tuple[int, ...]] = (0, ())
+        self._array: Array = self._store
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of the tensor that is coming; 0 where none has begun to."""
+        return self._array.nbytes if self._parts or self._conversation.state is State.INSIDE else 0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has come that was not told of."""
+        return self._start == self._end and not self._parts
+
+    def space(self) -> memoryview:
+        """Where the next bytes belong. Never empty."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            if self._parts and len(self._parts[0]) >= len(self._buffer) // 2:
+                self._direct = True
+                return self._parts[0]
+        elif self._end == len(self._buffer):
+            rest = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, len(rest)
+            self._buffer[: self._end] = rest
+        self._direct = False
+        return self._buffer[self._end :]
+
+    def filled(self, n: int) -> None:
+        """`n` bytes were put there."""
+        if self._direct:
+            self._parts[0] = self._parts[0][n:]
+        else:
+            self._end += n
+
+    def next(self) -> Happened | None:
+        """What has come; None: more bytes are needed.
+
+        Raises:
+            StreamCorrupt: bytes that are no frame, or one that may not come now.
+            TensorTooLarge: a tensor beyond the bound.
+        """
+        if not self._parts:
+            # A frame that was not whole leaves nothing but its bytes; one that began a chunk leaves its parts.
+            event = self._frame()
+            if event is not None or not self._parts:
+                return event
+        while self._parts:
+            part = self._parts[0]
+            n = min(len(part), self._end - self._start)
+            if n:
+                part[:n] = self._buffer[self._start : self._start + n]
+                self._start += n
+            if n < len(part):
+                self._parts[0] = part[n:]
+                return None
+            del self._parts[0]
+        return self._chunk_over()
+
+    def _frame(self) -> Happened | None:
+        """The next frame: an event of its own, or the parts that it begins are noted."""
+        buffer, at, have = self._buffer, self._start, self._end - self._start
+        if have < HEAD.size:
+            return None
+        kind, length = HEAD.unpack_from(buffer, at)
+        if kind not in self._takes:
+            raise StreamCorrupt(f"A frame of kind {kind} from this side of a tensor stream")
+        least, most = LENGTHS[kind]
+        if not least <= length <= most:
+            raise StreamCorrupt(f"A frame of kind {kind} with {length} bytes")
+        at += HEAD.size
+        have -= HEAD.size
+        if kind == Kind.TENSOR:
+            return self._tensor(at, have, length)
+        if kind == Kind.CHUNK:
+            if have >= SEQ.size:
+                (seq,) = SEQ.unpack_from(buffer, at)
+                n = length - SEQ.size
+                self._conversation.chunk(seq, n)
+                self._start = at + SEQ.size
+                self._expect_data(n)
+            return None
+        if have < length:
+            return None
+        body = bytes(buffer[at : at + length])
+        event = self._small(kind, body)
+        self._start = at + length
+        return event
+
+    def _small(self, kind: int, body: bytes) -> Happened:
+        conversation = self._conversation
+        if kind == Kind.ACK:
+            conversation.acknowledge(SEQ.unpack(body)[0])
+            return Signal.ACK
+        if kind == Kind.WELCOME:
+            conversation.on(Event.WELCOME)
+            return Signal.WELCOME
+        if kind == Kind.HELLO:
+            if not body.startswith(MAGIC):
+                raise StreamCorrupt("A hello of another protocol, or of another version of it")
+            conversation.on(Event.HELLO)
+            return Hello(body[len(MAGIC) :])
+        conversation.on(Event.CLOSE)
+        return Closed(body[0], body[1:].decode(errors="replace"))
+
+    def _tensor(self, at: int, have: int, length: int) -> Message | None:
+        """A tensor begins, once enough of its frame is here."""
+        if have < TENSOR.size:
+            return None
+        seq, n_header, total, dtype_code, n_dimensions = TENSOR.unpack_from(self._buffer, at)
+        dtype = DTYPES.get(dtype_code)
+        if dtype is None or n_dimensions > MAX_DIMENSIONS:
+            raise StreamCorrupt(f"A tensor of dtype {dtype_code} with {n_dimensions} dimensions")
+        dimensions = SHAPES[n_dimensions]
+        n_data = length - TENSOR.size - dimensions.size - n_header
+        if n_header > MAX_HEADER_BYTES or n_data < 0 or n_header + n_data > MAX_CHUNK_BYTES:
+            raise StreamCorrupt(f"A frame of {length} bytes with a header of {n_header}")
+        if total > MAX_TENSOR_BYTES:
+            raise TensorTooLarge(f"A tensor of {total} bytes; {MAX_TENSOR_BYTES} are taken")
+        if have < TENSOR.size + dimensions.size:
+            return None
+        shape = dimensions.unpack_from(self._buffer, at + TENSOR.size)
+        if prod(shape) * dtype.itemsize != total or (not total and prod(filter(None, shape)) > MAX_TENSOR_BYTES):
+            raise StreamCorrupt(f"A tensor of shape {shape} and dtype {dtype_code} with {total} bytes")
+        self._conversation.tensor(seq, total, n_data)
+        at += TENSOR.size + dimensions.size
+        if (dtype_code, shape) != self._form:
+            self._make_room(dtype_code, shape, total)
+        if total == n_data and at + n_header + total <= self._end:
+            # All of it is here, as nearly always when a tensor is small.
+            self._start = at + n_header + total
+            self._data[:total] = self._buffer[self._start - total : self._start]
+            return Message(bytes(self._buffer[at : at + n_header]), self._array)
+        self._start = at
+        self._header = bytearray(n_header)
+        self._parts.append(memoryview(self._header))
+        self._filled = 0
+        self._expect_data(n_data)
+        return None
+
+    def _make_room(self, dtype_code: int, shape: tuple[int, ...], total: int) -> None:
+        """The array that this tensor goes to. Most are like the one before, and need no other."""
+        if total > len(self._store):
+            self._store = np.empty(total, np.uint8)
+        self._form = dtype_code, shape
+        self._array = self._store[:total].view(DTYPES[dtype_code]).reshape(shape)
+        self._data = self._store.data
+
+    def _expect_data(self, n: int) -> None:
+        self._parts.append(self._data[self._filled : self._filled + n])
+        self._filled += n
+
+    def _chunk_over(self) -> Happened:
+        if self._conversation.state is State.INSIDE:
+            return Signal.PART
+        return Message(bytes(self._header), self._array)

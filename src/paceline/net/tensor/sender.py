@@ -1,0 +1,196 @@
+"""The end of a tensor stream that sends: small tensors in one write, large ones in chunks, no more than the window on their way."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from paceline.core.errors import StreamCorrupt, TensorStreamError, TensorTooLarge
+from paceline.net.tensor.conversation import Conversation, Event
+from paceline.net.tensor.end import HALF, End
+from paceline.net.tensor.frames import (
+    CODES,
+    MAX_CHUNK_BYTES,
+    MAX_DIMENSIONS,
+    MAX_HEADER_BYTES,
+    MAX_START_BYTES,
+    MAX_TENSOR_BYTES,
+    WINDOW,
+    chunk_start,
+    error_of,
+    hello,
+    tensor_start,
+)
+from paceline.net.tensor.incoming import FROM_RECEIVER, Array, Closed, Incoming
+from paceline.net.tensor.pipe import Pipe, Silence
+
+JOINED_BYTES = 48 << 10
+"""Frames up to here are put together, so that each is one write."""
+
+
+class TensorSender(End):
+    """Sends tensors, once `greet` has opened the stream."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        conversation = Conversation()
+        super().__init__(pipe, conversation, Incoming(conversation, FROM_RECEIVER, 4096))
+        self._joined = bytearray(JOINED_BYTES)
+        self._ready_for: tuple[np.dtype[np.generic], tuple[int, ...]] | None = None
+        """Of what tensor the start lies in `_joined`."""
+        self._ready_bytes = 0
+
+    def greet(self, ticket: bytes, deadline: float) -> None:
+        """Say which ticket this is, and wait until it is taken.
+
+        Raises:
+            TensorStreamError: it is not, or not in time.
+        """
+        try:
+            with self._pipe:
+                self._conversation.on(Event.HELLO)
+                self._pipe.send(hello(ticket), deadline)
+                self._hear(deadline)
+        except TensorStreamError as error:
+            self.fail(error)
+            raise
+
+    def prepare(self, header: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
+        """Write what comes before a tensor, so that `send_prepared` has only its data to add. Does nothing where the tensor is not small, and
+        where it would have to wait.
+
+        Raises:
+            TensorStreamError: the stream is broken.
+        """
+        self._ready_for = None
+        code, total = CODES.get(dtype), prod(shape) * dtype.itemsize
+        if code is None or len(shape) > MAX_DIMENSIONS or len(header) + total + MAX_START_BYTES > JOINED_BYTES:
+            return
+        if self._conversation.unacknowledged >= HALF:
+            try:
+                with self._pipe:
+                    while self._hear_now():
+                        pass
+            except TensorStreamError as error:
+                raise self._broken(error) from error
+            if self._conversation.unacknowledged >= WINDOW:
+                return
+        start = tensor_start(self._conversation.next_seq, len(header), total, code, shape, total) + header
+        self._joined[: len(start)] = start
+        self._ready_for, self._ready_bytes = (dtype, shape), len(start)
+
+    def send_prepared(self, array: Array, deadline: float) -> bool:
+        """Send the tensor that was prepared. False: none like this was. Raises as `send` does."""
+        if (array.dtype, array.shape) != self._ready_for:
+            return False
+        self._ready_for = None
+        at, total = self._ready_bytes, array.nbytes
+        self._joined[at : at + total] = array.tobytes()
+        try:
+            with self._pipe:
+                self._pipe.send(memoryview(self._joined)[: at + total], deadline)
+                self._conversation.tensor(self._conversation.next_seq, total, total)
+        except TensorStreamError as error:
+            raise self._broken(error) from error
+        return True
+
+    def send(self, header: bytes, array: Array, deadline: float) -> None:
+        """A tensor, and what is to be known of it. Returns once the system has it; `array` may be reused then.
+
+        Args:
+            header: at most 512 KiB.
+            array: uint16 (bf16 bits), float16 or float32, of at most four dimensions and 64 MiB.
+            deadline: on the monotonic clock, for as long as nothing is taken (`pipe.Silence`).
+
+        Raises:
+            TensorTooLarge: beyond these bounds. The stream is good for another.
+            StreamCorrupt: of another dtype or with more dimensions. The stream is good for another.
+            StreamStalled: the other side takes too little.
+            TensorStreamError: the stream is broken.
+        """
+        code = CODES.get(array.dtype)
+        total, n_header = array.nbytes, len(header)
+        if code is None or array.ndim > MAX_DIMENSIONS:
+            raise StreamCorrupt(f"A tensor of dtype {array.dtype} with {array.ndim} dimensions can't be sent")
+        if total > MAX_TENSOR_BYTES or n_header > MAX_HEADER_BYTES:
+            raise TensorTooLarge(
+                f"A tensor of {total} bytes with a header of {n_header}; {MAX_TENSOR_BYTES} and {MAX_HEADER_BYTES} are taken"
+            )
+        self._ready_for = None
+        data = (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B") if total else memoryview(b"")
+        conversation, silence = self._conversation, Silence(deadline, self._pipe.now, total)
+        try:
+            with self._pipe:
+                self._make_way(silence)
+                seq, at = conversation.next_seq, min(total, MAX_CHUNK_BYTES - n_header)
+                conversation.tensor(seq, total, at)
+                self._put(tensor_start(seq, n_header, total, code, array.shape, at) + header, data[:at], silence)
+                while at < total:
+                    self._make_way(silence)
+                    seq, n = conversation.next_seq, min(total - at, MAX_CHUNK_BYTES)
+                    conversation.chunk(seq, n)
+                    self._put(chunk_start(seq, n), data[at : at + n], silence)
+                    at += n
+        except TensorStreamError as error:
+            raise self._broken(error) from error
+
+    def _put(self, start: bytes, data: memoryview, silence: Silence) -> None:
+        """A frame: its start and its data, in one write where that is cheap."""
+        deadline = silence.deadline
+        at, n = len(start), len(data)
+        if at + n <= JOINED_BYTES:
+            joined = self._joined
+            joined[:at] = start
+            joined[at : at + n] = data
+            self._pipe.send(memoryview(joined)[: at + n], deadline)
+        else:
+            self._pipe.send(start, deadline)
+            self._pipe.send(data, deadline)
+        silence.moved()
+
+    def _make_way(self, silence: Silence) -> None:
+        """Have room for a chunk in the window."""
+        conversation = self._conversation
+        if conversation.unacknowledged >= HALF:
+            while self._hear_now():
+                pass
+            while conversation.unacknowledged >= WINDOW:
+                self._hear(silence.deadline)
+                silence.moved()
+
+    def _hear(self, deadline: float) -> None:
+        """One thing that the other side says."""
+        while not self._heard():
+            self._incoming.filled(self._pipe.receive(self._incoming.space(), deadline))
+
+    def _hear_now(self) -> bool:
+        """Likewise, if it has been said."""
+        if self._heard():
+            return True
+        n = self._pipe.receive_now(self._incoming.space())
+        self._incoming.filled(n)
+        return n > 0
+
+    def _heard(self) -> bool:
+        event = self._incoming.next()
+        if isinstance(event, Closed):
+            raise error_of(event.code, event.message, self.peer)
+        return event is not None
+
+    def _broken(self, error: TensorStreamError) -> TensorStreamError:
+        """Close, for an error or for what the other side gave as its reason, which is returned."""
+        told = self._told(error)
+        self.fail(told)
+        return told
+
+    def _told(self, error: TensorStreamError) -> TensorStreamError:
+        """What the other side gave as its reason, where a write failed; else the error itself."""
+        if self.closed or self._conversation.over:
+            return error
+        try:
+            with self._pipe:
+                while self._hear_now():
+                    pass
+        except TensorStreamError as reason:
+            return reason if self._conversation.over else error
+        return error

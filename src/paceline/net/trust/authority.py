@@ -1,0 +1,232 @@
+"""The fleet's CA: issues certificates to nodes and join ports, and signs revocations. Its key stays on the node that ran `paceline init`,
+and no TLS ever has it.
+
+One file holds key and certificate, so a copy of it (`paceline ca export`) is a whole backup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Protocol
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from paceline.core.errors import IdentityError, NotTrusted
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.net.trust.certificates import (
+    BACKDATED,
+    FORMAT,
+    JOIN_NAME,
+    NODE_NAME,
+    URI_PREFIX,
+    FleetRoot,
+    draw_serial,
+    key_pem,
+    make_key,
+    tls_name,
+    whole_second,
+)
+from paceline.net.trust.requests import open_request
+from paceline.net.trust.signing import Kind, PrivateKey, PublicKey, sign_as
+
+CA_YEARS = timedelta(days=20 * 365)
+NODE_HOLDS = timedelta(days=365)
+"""A node renews its certificate long before (`renewal`). Raising it: a stolen key of which no node heard is good for longer."""
+JOIN_PORT_HOLDS = timedelta(days=7)
+"""A port draws a new key each day that it is open; the rest is for clocks that are wrong."""
+
+
+class CertificateAuthority(Protocol):
+    """The CA at work: with its key in this process, or in another (`authority_process`)."""
+
+    @property
+    def root(self) -> FleetRoot:
+        """What every member trusts."""
+        ...
+
+    def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes:
+        """A certificate for a node."""
+        ...
+
+    def issue_to_join_port(self, request: bytes, now: float) -> bytes:
+        """A certificate for a join port."""
+        ...
+
+    def sign(self, kind: Kind, data: bytes) -> bytes:
+        """A signature by the CA on a thing of that kind."""
+        ...
+
+
+class Authority:
+    """The CA with its key. A `CertificateAuthority`."""
+
+    def __init__(self, key: PrivateKey, root: FleetRoot) -> None:
+        if key.public_key() != root.public_key:
+            raise IdentityError("The CA's key is not the one in its certificate")
+        self._key, self._root = key, root
+
+    @property
+    def root(self) -> FleetRoot:
+        return self._root
+
+    @classmethod
+    def create(cls, now: float) -> Authority:
+        """A new fleet's. `now` is in Unix seconds."""
+        key = make_key()
+        serial = draw_serial()
+        name = _name(f"paceline fleet {serial & 0xFFFFFFFF:08x}", FORMAT)
+        identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        start = whole_second(now)
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(serial)
+            .not_valid_before(start - BACKDATED)
+            .not_valid_after(start + CA_YEARS)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(identifier, critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(key, FleetRoot(certificate))
+
+    @classmethod
+    def from_pem(cls, data: bytes, passphrase: str | None = None) -> Authority:
+        """What `to_pem` wrote.
+
+        Raises:
+            IdentityError: it is damaged, or the passphrase is wrong.
+        """
+        if (passphrase is not None) != is_encrypted(data):
+            what = "is encrypted, and no passphrase was given" if passphrase is None else "is not encrypted, and a passphrase was given"
+            raise IdentityError(f"The file of the fleet's CA {what}", "paceline ca import asks for it where it is needed")
+        try:
+            key = load_pem_private_key(data, None if passphrase is None else passphrase.encode())
+            root = FleetRoot(x509.load_pem_x509_certificate(data))
+        except (ValueError, TypeError, NotTrusted) as error:
+            what = "is damaged" if passphrase is None else "is damaged, or the passphrase is another"
+            raise IdentityError(f"The file of the fleet's CA {what}", "Restore it: paceline ca import FILE") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise IdentityError("The file of the fleet's CA holds a key of another kind", "Restore it: paceline ca import FILE")
+        return cls(key, root)
+
+    def to_pem(self, passphrase: str | None = None) -> bytes:
+        """Key, encrypted where there is a passphrase, and certificate. A secret: it lets any machine in."""
+        if passphrase is None:
+            return self.key_pem + self.root.pem
+        encryption = BestAvailableEncryption(passphrase.encode())
+        return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption) + self.root.pem
+
+    @property
+    def key_pem(self) -> bytes:
+        return key_pem(self._key)
+
+    def issue(self, request: bytes, node_id: NodeId, now: float, *, after: int = 0, trust: Trust = Trust.MEMBER) -> bytes:
+        """A certificate for the key in a request, and for nothing else that the request asks.
+
+        Args:
+            request: PKCS #10, DER.
+            node_id: must be the name the request asks for.
+            now: Unix seconds.
+            after: the certificate counts as issued later than this (the `not_after` of the node's last revocation).
+            trust: how far the node is trusted.
+
+        Returns:
+            DER.
+
+        Raises:
+            NotTrusted: the request is damaged, is not signed by its key, asks for another name, or holds a key of another kind.
+            IdentityError: no certificate can begin then.
+        """
+        asked, key = open_request(request)
+        if asked != node_id:
+            raise NotTrusted(f"A certificate request asks for {asked}, not {node_id}", who=asked)
+        serial = draw_serial()
+        names = (x509.UniformResourceIdentifier(URI_PREFIX + node_id), x509.DNSName(NODE_NAME), x509.DNSName(tls_name(serial)))
+        return self._certificate(key, _name(node_id, str(trust)), names, serial, max(now, after + 1), NODE_HOLDS)
+
+    def issue_to_join_port(self, request: bytes, now: float) -> bytes:
+        """A certificate for a join port's key, and for no node.
+
+        Returns:
+            DER.
+
+        Raises:
+            NotTrusted: the request is damaged.
+            IdentityError: no certificate can begin now.
+        """
+        _, key = open_request(request)
+        return self._certificate(key, _name("paceline join"), (x509.DNSName(JOIN_NAME),), draw_serial(), now, JOIN_PORT_HOLDS)
+
+    def sign(self, kind: Kind, data: bytes) -> bytes:
+        """A signature by the CA on a thing of that kind."""
+        return sign_as(self._key, kind, data)
+
+    def _certificate(
+        self, key: PublicKey, name: x509.Name, names: Iterable[x509.GeneralName], serial: int, at: float, holds: timedelta
+    ) -> bytes:
+        root = self.root.certificate
+        if not root.not_valid_before_utc.timestamp() <= at < root.not_valid_after_utc.timestamp():
+            raise IdentityError(
+                f"A certificate that begins {_shown(at)} is outside of what the fleet's CA holds for: "
+                f"{root.not_valid_before_utc:%Y-%m-%d} to {root.not_valid_after_utc:%Y-%m-%d}",
+                "Set this machine's clock. Where it is right, the node was revoked while the clock was wrong: join under another --name",
+            )
+        start = whole_second(at)
+        issuer_key = root.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(root.subject)
+            .public_key(key)
+            .serial_number(serial)
+            .not_valid_before(start - BACKDATED)
+            .not_valid_after(min(start + holds, root.not_valid_after_utc))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer_key), critical=False)
+            .sign(self._key, hashes.SHA256())
+            .public_bytes(Encoding.DER)
+        )
+
+
+def is_encrypted(data: bytes) -> bool:
+    """Whether a file of a CA needs a passphrase."""
+    return b"-----BEGIN ENCRYPTED PRIVATE KEY-----" in data
+
+
+def _name(common: str, *units: str) -> x509.Name:
+    attributes = [x509.NameAttribute(NameOID.COMMON_NAME, common)]
+    return x509.Name([*attributes, *(x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit) for unit in units)])
+
+
+def _shown(at: float) -> str:
+    """A time that may be beyond what a calendar has."""
+    try:
+        return f"on {whole_second(at):%Y-%m-%d}"
+    except (OverflowError, OSError, ValueError):
+        return f"{at:.0f} seconds after 1970"
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,109 @@
+"""Who this node is: its key, its certificate, and the CA it trusts. One file, so that they can't disagree."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+from paceline.core.errors import IdentityError, NotTrusted
+from paceline.core.ids import NodeId
+from paceline.net.trust.certificates import UNREADABLE, FleetRoot, Member, key_pem
+from paceline.net.trust.signing import Kind, PrivateKey, sign_as
+
+SUFFIX_BYTES = 2
+"""Random part of a node id, so that two machines called `macbook` can be in one fleet."""
+
+
+@dataclass(slots=True)
+class Identity:
+    """A member's own side of its membership. One object a process: what changes in it, by `renewed`, is its certificate alone."""
+
+    key: PrivateKey
+    member: Member
+    root: FleetRoot
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.member.node_id
+
+    @property
+    def key_pem(self) -> bytes:
+        return key_pem(self.key)
+
+    @property
+    def certificate_pem(self) -> bytes:
+        return x509.load_der_x509_certificate(self.member.certificate).public_bytes(Encoding.PEM)
+
+    def sign(self, kind: Kind, data: bytes) -> bytes:
+        """A signature by this node on a thing of that kind."""
+        return sign_as(self.key, kind, data)
+
+    def to_pem(self) -> bytes:
+        """Key, certificate, CA's certificate. A secret: who has it is this node."""
+        return self.key_pem + self.certificate_pem + self.root.pem
+
+    @classmethod
+    def assemble(cls, key: PrivateKey, certificate: bytes, root: FleetRoot, now: float) -> Identity:
+        """From what the CA answered.
+
+        Raises:
+            NotTrusted: the certificate is not the CA's, or for another key.
+        """
+        member = root.member(certificate, now)
+        if member.public_key != key.public_key():
+            raise NotTrusted("The certificate is for another key than this node's", who=member.node_id)
+        return cls(key, member, root)
+
+    def renewed(self, certificate: bytes, now: float) -> None:
+        """Take a newer certificate for the same name and key.
+
+        Raises:
+            NotTrusted: it is none, or has not begun: the clock of the CA's node is ahead, and no node would take it.
+        """
+        again = self.assemble(self.key, certificate, self.root, now).member
+        if again.begins_at > now:
+            raise NotTrusted(
+                "A renewed certificate begins ahead of this machine's clock: that one, or the CA's, is wrong", who=again.node_id
+            )
+        if again.node_id != self.node_id or again.expires_at <= self.member.expires_at:
+            raise NotTrusted("What should be a newer certificate of this node is none", who=again.node_id)
+        self.member = again
+
+    @classmethod
+    def from_pem(cls, data: bytes) -> Identity:
+        """What `to_pem` wrote.
+
+        Raises:
+            IdentityError: it is damaged, or the certificate has expired.
+        """
+        again = "Restore the file, or remove it and join again: paceline join"
+        try:
+            key = load_pem_private_key(data, None)
+            own, authority = x509.load_pem_x509_certificates(data)
+        except UNREADABLE as error:
+            raise IdentityError("The file of this node's identity is damaged", again) from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise IdentityError("The file of this node's identity holds a key of another kind", again)
+        ends, now = own.not_valid_after_utc, time.time()
+        if ends.timestamp() < now:
+            raise IdentityError(
+                f"This node's certificate ended on {ends:%Y-%m-%d}, and this machine's clock says {datetime.fromtimestamp(now, UTC):%Y-%m-%d}",
+                "If the clock is wrong, set it. Else remove the fleet's folder and join again: paceline join",
+            )
+        try:
+            return cls.assemble(key, own.public_bytes(Encoding.DER), FleetRoot(authority), now)
+        except NotTrusted as error:
+            raise IdentityError(f"This node's identity can't be used: {error.message}", again) from error
+
+
+def choose_node_id(hostname: str) -> NodeId:
+    """A name for this machine that stays its own: the host's first label and a random suffix."""
+    label = re.sub(r"[^a-z0-9]+", "-", hostname.partition(".")[0].lower()).strip("-")[:40].strip("-") or "node"
+    return NodeId(f"{label}-{secrets.token_hex(SUFFIX_BYTES)}")

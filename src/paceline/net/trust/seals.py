@@ -1,0 +1,179 @@
+"""Signatures on what travels from hand to hand: a card by its own node, a revocation by the CA.
+
+A node that passes a card on can't alter it, and a member can't make another's: the certificate must be the CA's, for exactly the card's id, and
+not void. How things are signed so that nothing else can be taken for them: `signing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from paceline.core.errors import GossipRefused, IdentityError, MalformedMessage, NotTrusted, RevokedNode
+from paceline.core.ids import NodeId
+from paceline.fleet.card import NodeCard, Revocation, RevocationList, SealedCard, SealedList, SealedRevocation
+from paceline.net.card_bounds import check_card, check_size
+from paceline.net.card_codec import read_card, write_card
+from paceline.net.trust.addresses import is_node_id
+from paceline.net.trust.certificates import FleetRoot
+from paceline.net.trust.identity import Identity
+from paceline.net.trust.signing import Kind, Signs, read_strictly, verifies
+from paceline.net.wire import fleet_pb2 as wire
+
+AHEAD_S = 86400
+"""How far a revocation reaches beyond its own time: a node that joins anew within a second of it has a certificate from after that."""
+MAX_SIGNATURE_BYTES = 80
+MAX_REVOCATION_BYTES = 512
+REVOCATION_KEY = "paceline-revocation-bin"
+"""Trailing metadata of a refusal: the CA's word, so that a revoked node need not believe the node that refuses it."""
+
+Voids = Callable[[NodeId, int], bool]
+"""Whether a node's certificate, issued at a time in Unix seconds, is void: `fleet.revocations.Revocations.voids`."""
+
+
+def sign_card(identity: Identity, card: NodeCard) -> SealedCard:
+    """This node's own card, signed.
+
+    Raises:
+        NotTrusted: the card is another node's.
+    """
+    if card.node_id != identity.node_id:
+        raise NotTrusted(f"{identity.node_id} can't sign a card of {card.node_id}", who=identity.node_id)
+    data = write_card(card)
+    signed = wire.SignedCard(card=data, signature=identity.sign(Kind.CARD, data))
+    member = identity.member
+    return SealedCard(card, signed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
+
+
+def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: float, held: bytes = b"") -> SealedCard:
+    """A card that another node signed, once that is certain.
+
+    Args:
+        signed: as it came.
+        now: Unix seconds.
+        held: the certificate known of the node, for a card that comes without.
+
+    Raises:
+        NotTrusted: the certificate is not this CA's, is another node's than the card's, is void, or the signature does not fit.
+        MalformedMessage: what was signed is no card, or one that no node would make.
+        MessageTooLarge: it is longer than any of ours.
+    """
+    check_size(signed.card)
+    member = root.member(signed.certificate or held, now)
+    if voids(member.node_id, member.issued_at):
+        raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
+    if not member.signed(signed.signature, Kind.CARD, signed.card):
+        raise NotTrusted(f"A card was not signed by {member.node_id}, whose certificate it carries", who=member.node_id)
+    card = read_card(signed.card)
+    if card.node_id != member.node_id:
+        raise NotTrusted(f"{member.node_id} signed a card in the name of {card.node_id}", who=member.node_id)
+    check_card(card)
+    sealed = wire.SignedCard(card=signed.card, signature=signed.signature)
+    return SealedCard(card, sealed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
+
+
+def sign_revocation(authority: Signs, revocation: Revocation) -> SealedRevocation:
+    """The CA's word that a node no longer belongs."""
+    data = wire.Revocation(
+        node_id=revocation.node_id, revoked_at_unix=revocation.revoked_at, not_after_unix=revocation.not_after
+    ).SerializeToString(deterministic=True)
+    signed = wire.SignedRevocation(revocation=data, signature=authority.sign(Kind.REVOCATION, data))
+    return SealedRevocation(revocation, signed.SerializeToString(deterministic=True))
+
+
+def open_revocation(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRevocation:
+    """A revocation, once it is certain that the CA signed it.
+
+    Raises:
+        NotTrusted: it did not.
+        MalformedMessage: what was signed is no revocation, or one that no CA makes.
+    """
+    _check_signed("A revocation", Kind.REVOCATION, signed.revocation, signed.signature, root)
+    said = read_strictly(wire.Revocation, signed.revocation)
+    if not is_node_id(said.node_id):
+        raise MalformedMessage("A revocation names no node")
+    # Not by this machine's clock: where that is slow, by accident or an attacker's doing, a revoked node would stay.
+    root.check_time("A revocation", said.revoked_at_unix)
+    if not said.revoked_at_unix <= said.not_after_unix <= said.revoked_at_unix + AHEAD_S:
+        raise MalformedMessage(f"A revocation of {said.node_id} reaches further than its day")
+    sealed = wire.SignedRevocation(revocation=signed.revocation, signature=signed.signature)
+    return SealedRevocation(
+        Revocation(NodeId(said.node_id), said.revoked_at_unix, said.not_after_unix), sealed.SerializeToString(deterministic=True)
+    )
+
+
+def sign_list(authority: Signs, said: RevocationList) -> SealedList:
+    """The CA's word that a set of revocations is all there is."""
+    data = wire.RevocationList(signed_at_unix=said.signed_at, digest=said.digest, issuer_node_id=said.issuer).SerializeToString(
+        deterministic=True
+    )
+    signed = wire.SignedRevocationList(list=data, signature=authority.sign(Kind.REVOCATION_LIST, data))
+    return SealedList(said, signed.SerializeToString(deterministic=True))
+
+
+def open_list(signed: wire.SignedRevocationList, root: FleetRoot, now: float) -> SealedList:
+    """A list, once it is certain that the CA signed it.
+
+    Args:
+        now: Unix seconds. What the CA signed while its clock was far ahead would pass for news until then, and keep all that is newer out.
+
+    Raises:
+        NotTrusted: it did not.
+        MalformedMessage: what was signed is no list, or one that no CA makes now.
+    """
+    _check_signed("A list of revocations", Kind.REVOCATION_LIST, signed.list, signed.signature, root)
+    said = read_strictly(wire.RevocationList, signed.list)
+    root.check_time("A list of revocations", said.signed_at_unix)
+    if said.signed_at_unix > now + AHEAD_S:
+        ahead = (said.signed_at_unix - now) // 86400
+        raise MalformedMessage(f"A list of revocations is from {ahead:.0f} days ahead: the CA's clock was wrong, or this machine's is")
+    if not is_node_id(said.issuer_node_id):
+        raise MalformedMessage("A list of revocations names no node")
+    sealed = wire.SignedRevocationList(list=signed.list, signature=signed.signature)
+    return SealedList(
+        RevocationList(said.signed_at_unix, said.digest, NodeId(said.issuer_node_id)), sealed.SerializeToString(deterministic=True)
+    )
+
+
+def _check_signed(what: str, kind: Kind, data: bytes, signature: bytes, root: FleetRoot) -> None:
+    """Raise unless the CA signed what it is said to have signed."""
+    if len(data) > MAX_REVOCATION_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
+        raise MalformedMessage(f"{what} is longer than any of ours")
+    if not verifies(root.public_key, signature, kind, data):
+        raise NotTrusted(f"{what} was not signed by this fleet's CA", who="CA")
+
+
+def open_kept_list(kept: bytes | None, root: FleetRoot, now: float) -> SealedList | None:
+    """A list as it was kept on disk; None where there is none that can be read: the next one comes with gossip."""
+    try:
+        return None if kept is None else open_list(wire.SignedRevocationList.FromString(kept), root, now)
+    except (DecodeError, NotTrusted, GossipRefused):
+        return None
+
+
+def revocation_told(failed: grpc.aio.AioRpcError, root: FleetRoot) -> SealedRevocation | None:
+    """The CA's word that came with a refusal; None where none came, or it proves nothing."""
+    trailing = cast("grpc.aio.Metadata | None", failed.trailing_metadata())
+    data = None if trailing is None else trailing.get(REVOCATION_KEY)
+    try:
+        return open_revocation(wire.SignedRevocation.FromString(data), root) if isinstance(data, bytes) else None
+    except (DecodeError, NotTrusted, GossipRefused):
+        return None
+
+
+def open_revocations(kept: Iterable[bytes], root: FleetRoot) -> tuple[SealedRevocation, ...]:
+    """Revocations as they were kept on disk.
+
+    Raises:
+        IdentityError: one is damaged, or another CA's.
+    """
+    try:
+        return tuple(open_revocation(wire.SignedRevocation.FromString(data), root) for data in kept)
+    except (DecodeError, NotTrusted, GossipRefused) as error:
+        raise IdentityError(
+            "The revocations kept on this machine are damaged",
+            "Remove revocations.json from the fleet's folder: other nodes still know them",
+        ) from error

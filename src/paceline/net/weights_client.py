@@ -1,0 +1,169 @@
+"""Asks one node for weights. Every wait is bounded; what comes is what was asked for, in that order, or an error.
+
+Whether bytes are right is for their keeper to say: the description has their checksums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, NoReturn, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from paceline.core.errors import NodeUnreachable, SourceLost, WrongBytes
+from paceline.core.manifest import PIECE, ModelManifest, PieceRun
+from paceline.core.shown import printable
+from paceline.net.rpc_faults import unless_closed
+from paceline.net.weights_codec import Description
+from paceline.net.weights_servicer import MAX_RANGES
+from paceline.net.wire import weights_pb2 as wire
+from paceline.net.wire import weights_pb2_grpc
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+_WHY: Final = {
+    grpc.StatusCode.NOT_FOUND: "it does not have this model",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "it gives weights to as many others as it will",
+    grpc.StatusCode.UNIMPLEMENTED: "it gives no weights",
+    grpc.StatusCode.PERMISSION_DENIED: "it gives this machine none, which it does not trust enough",
+    grpc.StatusCode.DATA_LOSS: "its file of the model changed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece as it came."""
+
+    file: int
+    piece: int
+    data: bytes
+
+
+MOST_ANEW: Final = 8
+"""Descriptions of other models that a node may have to finish first."""
+
+
+class _Patience:
+    """Signs of life without progress are not waited for forever: in `idle_s` a piece's worth of files is examined, or something told."""
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s: Final = idle_s
+        self._examined = self._anew = 0
+        self._until = time.monotonic() + idle_s
+
+    def holds(self, part: wire.DescribeWeightsResponse) -> bool:
+        now = time.monotonic()
+        told = part.files or part.pieces or part.tensors.names or part.complete
+        if part.examined_bytes < self._examined and self._anew < MOST_ANEW:
+            self._anew += 1
+            self._examined = part.examined_bytes
+        if told or part.examined_bytes >= self._examined + PIECE:
+            self._examined = max(self._examined, part.examined_bytes)
+            self._until = now + self._idle_s
+        return now < self._until
+
+
+class WeightsClient:
+    """One node's weights.
+
+    Args:
+        channel: to the node; stays the caller's.
+        who: the node's name, for errors.
+        idle_s: longest wait for the next message. Raising it holds on longer to a node that went silent.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, who: str, *, idle_s: float = 20.0) -> None:
+        self._stub: Final = weights_pb2_grpc.WeightsServiceStub(channel)
+        self._who: Final = who
+        self._idle_s: Final = idle_s
+
+    async def describe(self, digest: str, examined: Callable[[int, int], None]) -> ModelManifest:
+        """What the node's model with this digest is made of.
+
+        Args:
+            digest: hex SHA-256.
+            examined: told (bytes, of bytes) while the node reads its files to describe them.
+
+        Raises:
+            SourceLost: the node can't be reached, or does not have it.
+            WrongBytes: what it says contradicts itself.
+        """
+        description, patience = Description(digest), _Patience(self._idle_s)
+        with self._unless_closed():
+            call = self._stub.DescribeWeights(wire.DescribeWeightsRequest(digest=digest))
+        try:
+            while (part := await self._next(call)) is not None:
+                if not patience.holds(part):
+                    raise SourceLost(f"{self._who} has come no further with its description for {self._idle_s:g} s")
+                if part.bytes_to_examine:
+                    examined(part.examined_bytes, part.bytes_to_examine)
+                description.add(part)
+                if part.complete:
+                    await self._end(call)
+                    return description.manifest()
+        finally:
+            call.cancel()
+        raise SourceLost(f"{self._who} stopped in the middle of its description")
+
+    async def fetch(self, manifest: ModelManifest, runs: Sequence[PieceRun]) -> AsyncGenerator[Piece]:
+        """Pieces, in the order asked for. Close it (`contextlib.aclosing`) when leaving early.
+
+        Raises:
+            SourceLost: the node went away, or has them no more.
+            WrongBytes: it sends other pieces than those asked for.
+        """
+        for first in range(0, len(runs), MAX_RANGES):
+            some = runs[first : first + MAX_RANGES]
+            ranges = [wire.PieceRange(file=run.file, first=run.first, count=len(run)) for run in some]
+            with self._unless_closed():
+                call = self._stub.FetchPieces(wire.FetchPiecesRequest(digest=manifest.digest, ranges=ranges))
+            try:
+                for run in some:
+                    for piece in range(run.first, run.stop):
+                        got = await self._next(call)
+                        if got is None:
+                            raise SourceLost(f"{self._who} stopped before it had sent everything")
+                        if (got.file, got.piece) != (run.file, piece) or len(got.data) != manifest.files[run.file].piece_size(piece):
+                            raise WrongBytes(f"{self._who} sends another piece than the one asked for")
+                        yield Piece(run.file, piece, got.data)
+                await self._end(call)
+            finally:
+                call.cancel()
+
+    async def _end(self, call: grpc.aio.UnaryStreamCall[Request, Response]) -> None:
+        """Wait for the call's end, so that the node has room for the next one."""
+        if await self._next(call) is not None:
+            raise WrongBytes(f"{self._who} sends more than was asked for")
+
+    async def _next(self, call: grpc.aio.UnaryStreamCall[Request, Response]) -> Response | None:
+        """The next message; None at the end."""
+        try:
+            # Not wait_for: Python 3.11's loses a cancellation that comes together with the message.
+            async with asyncio.timeout(self._idle_s):
+                with self._unless_closed():
+                    got = await call.read()
+        except TimeoutError as error:
+            raise SourceLost(f"{self._who} has sent nothing for {self._idle_s:g} s") from error
+        except grpc.aio.AioRpcError as error:
+            self._lost(error)
+        # The other thing that read() returns is its mark for the end, which the stubs don't name.
+        return cast("Response", got) if isinstance(got, Message) else None
+
+    @contextmanager
+    def _unless_closed(self) -> Generator[None]:
+        try:
+            with unless_closed(self._who):
+                yield
+        except NodeUnreachable as error:
+            raise SourceLost(error.message) from error
+
+    def _lost(self, error: grpc.aio.AioRpcError) -> NoReturn:
+        why = _WHY.get(error.code(), f"{error.code().name}: {printable(error.details() or '')}")
+        raise SourceLost(f"{self._who} can't give the weights: {why}") from error

@@ -1,0 +1,105 @@
+"""A model's description as parts of weights.proto's DescribeWeightsResponse, and back.
+
+What comes is held against its own numbers before anything is made of it: sizes, counts and places that don't fit raise `WrongBytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from paceline.core.errors import WrongBytes
+from paceline.core.manifest import PIECE, SHA256_BYTES, FileEntry, ModelManifest, TensorAt
+from paceline.core.shown import printable
+from paceline.net.wire import weights_pb2 as wire
+
+MAX_FILES: Final = 4096
+MAX_TENSORS: Final = 1 << 20
+MAX_PIECES: Final = 1 << 22
+"""4 TiB of weights. Raising these lets a node that talks nonsense take more memory of who listens: about 100 bytes a tensor, 32 a piece."""
+_MAX_NAME: Final = 512
+_TENSORS_A_PART: Final = 4096
+_PIECES_A_PART: Final = 16384
+
+
+def parts(manifest: ModelManifest) -> Iterator[wire.DescribeWeightsResponse]:
+    """A description, in messages of at most about 0.5 MiB."""
+    for first in range(0, len(manifest.files), _TENSORS_A_PART):
+        yield wire.DescribeWeightsResponse(
+            files=[
+                wire.WeightsFile(name=file.name, size_bytes=file.size, sha256=bytes.fromhex(file.sha256), in_digest=file.in_digest)
+                for file in manifest.files[first : first + _TENSORS_A_PART]
+            ]
+        )
+    for number, file in enumerate(manifest.files):
+        for first in range(0, file.n_pieces, _PIECES_A_PART):
+            sums = file.pieces[first * SHA256_BYTES : (first + _PIECES_A_PART) * SHA256_BYTES]
+            yield wire.DescribeWeightsResponse(pieces=[wire.PieceDigests(file=number, sha256=sums)])
+    for first in range(0, len(manifest.tensors), _TENSORS_A_PART):
+        some = manifest.tensors[first : first + _TENSORS_A_PART]
+        index = wire.TensorIndex(
+            names=[at.name for at in some],
+            files=[at.file for at in some],
+            offsets=[at.offset for at in some],
+            sizes=[at.nbytes for at in some],
+        )
+        yield wire.DescribeWeightsResponse(tensors=index)
+    yield wire.DescribeWeightsResponse(complete=True)
+
+
+class Description:
+    """A description as it comes in.
+
+    Args:
+        digest: of the model that was asked for.
+    """
+
+    def __init__(self, digest: str) -> None:
+        self._digest: Final = digest
+        self._files: Final[list[wire.WeightsFile]] = []
+        self._pieces: Final[dict[int, bytearray]] = {}
+        self._n_pieces = 0
+        self._tensors: Final[list[TensorAt]] = []
+
+    def add(self, part: wire.DescribeWeightsResponse) -> None:
+        """Append a part.
+
+        Raises:
+            WrongBytes: there is more of it than any model has, or its columns differ in length.
+        """
+        self._files.extend(part.files)
+        for sums in part.pieces:
+            self._pieces.setdefault(sums.file, bytearray()).extend(sums.sha256)
+            self._n_pieces += max(1, len(sums.sha256) // SHA256_BYTES)
+        index = part.tensors
+        columns = (index.files, index.offsets, index.sizes)
+        if any(len(column) != len(index.names) for column in columns):
+            raise WrongBytes("the description's table of tensors has columns of different lengths")
+        if any(len(name) > _MAX_NAME for name in index.names) or any(len(file.name) > _MAX_NAME for file in part.files):
+            raise WrongBytes("the description has a name longer than any")
+        self._tensors.extend(TensorAt(*row) for row in zip(index.names, *columns, strict=True))
+        if len(self._files) > MAX_FILES or len(self._tensors) > MAX_TENSORS or self._n_pieces > MAX_PIECES:
+            raise WrongBytes("the description has more files, tensors or pieces than any model")
+
+    def manifest(self) -> ModelManifest:
+        """What was described.
+
+        Raises:
+            WrongBytes: the parts contradict one another.
+        """
+        files: list[FileEntry] = []
+        for number, file in enumerate(self._files):
+            entry = FileEntry(file.name, file.size_bytes, file.sha256.hex(), bytes(self._pieces.get(number, b"")), file.in_digest)
+            if (
+                len(file.sha256) != SHA256_BYTES
+                or file.size_bytes > PIECE * MAX_PIECES
+                or len(entry.pieces) != SHA256_BYTES * entry.n_pieces
+            ):
+                raise WrongBytes(f"the description of {printable(file.name)} has checksums that don't fit its {file.size_bytes} bytes")
+            files.append(entry)
+        for at in self._tensors:
+            if at.file >= len(files) or at.offset + at.nbytes > files[at.file].size:
+                raise WrongBytes(f"the description has tensor {printable(at.name)} outside of its file")
+        if not files:
+            raise WrongBytes("the description has no files")
+        return ModelManifest(self._digest, tuple(files), tuple(self._tensors))

@@ -1,0 +1,192 @@
+"""Gives weights to other nodes: descriptions and pieces, of models in this machine's catalog and of nothing else.
+
+Disks are read in threads. A stream holds at most two pieces in memory (one on its way, one read ahead), and only so many streams are served
+at once, half of them to one node; a node that comes then is told to try elsewhere. One that asks and does not read is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn, Protocol, cast
+
+import grpc
+import grpc.aio
+
+from paceline.core.errors import ModelFileError, ModelNotFound, NotTrusted
+from paceline.core.manifest import ModelManifest, is_sha256
+from paceline.net.rpc_faults import abort
+from paceline.net.trust.handlers import Context, caller_of
+from paceline.net.weights_codec import parts
+from paceline.net.wire import weights_pb2 as wire
+from paceline.net.wire import weights_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+MAX_RANGES: Final = 4096
+_HEARTBEAT_S: Final = 1.0
+WRITE_S: Final = 20.0
+"""Raising it: callers that hang keep others from their weights for longer."""
+
+FetchContext = grpc.aio.ServicerContext[wire.FetchPiecesRequest, wire.FetchPiecesResponse]
+DescribeContext = grpc.aio.ServicerContext[wire.DescribeWeightsRequest, wire.DescribeWeightsResponse]
+
+
+class WeightsLibrary(Protocol):
+    """Where weights come from. Both methods block and may be called from any thread."""
+
+    def describe(self, digest: str, examined: Callable[[int, int], None]) -> ModelManifest:
+        """Raises ModelNotFound or ModelFileError, and what `examined` raises."""
+        ...
+
+    def read(self, digest: str, file: int, piece: int) -> bytes:
+        """Raises ModelNotFound or ModelFileError."""
+        ...
+
+
+class _CallerLeft(Exception):
+    """No call waits for the description any more."""
+
+
+class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
+    """Serves `library`.
+
+    Args:
+        admit: raises NotTrusted for callers that may not take weights.
+        streams: calls served at once. Raising it serves more nodes at a time and each of them slower; the disk and the link are shared.
+        write_s: how long a caller may take nothing of what it asked for.
+    """
+
+    def __init__(self, library: WeightsLibrary, admit: Callable[[Context], None], *, streams: int = 4, write_s: float = WRITE_S) -> None:
+        self._library: Final = library
+        self._admit: Final = admit
+        self._free, self._share = streams, max(1, streams // 2)
+        self._write_s: Final = write_s
+        self._served: Final = Counter[str]()
+        """Calls under way, by caller. A node that loads layers of two models has two."""
+        self._describing: Final = asyncio.Lock()
+        self._examined = (0, 0)
+        """(bytes, of bytes) of the model that is read now; who waits for another one is told this too, as a sign that things go on."""
+
+    # grpc.aio takes coroutines that write as well as generators; a cancelled coroutine ends at once, a generator when it is collected.
+    async def DescribeWeights(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: wire.DescribeWeightsRequest, context: DescribeContext
+    ) -> None:
+        await self._check(request.digest, context)
+        caller = self._take_stream(context)
+        begun, left = False, False
+
+        def examined(done: int, total: int) -> None:
+            self._examined = (done, total)
+            if left:
+                raise _CallerLeft
+
+        async def describe() -> ModelManifest:
+            nonlocal begun
+            # One after the other: the second caller for a model finds what the first one's wait has made.
+            async with self._describing:
+                begun = True
+                return await asyncio.to_thread(self._library.describe, request.digest, examined)
+
+        task = asyncio.create_task(describe())
+        try:
+            while not (await asyncio.wait({task}, timeout=_HEARTBEAT_S))[0]:
+                await self._write(
+                    context, wire.DescribeWeightsResponse(examined_bytes=self._examined[0], bytes_to_examine=self._examined[1])
+                )
+            for part in parts(task.result()):
+                await self._write(context, part)
+        except (ModelNotFound, ModelFileError) as error:
+            await _refuse(context, error)
+        finally:
+            left = True
+            if not begun:
+                task.cancel()
+            await _ended(task)
+            self._give_stream(caller)
+
+    async def FetchPieces(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: wire.FetchPiecesRequest, context: FetchContext
+    ) -> None:
+        await self._check(request.digest, context)
+        if len(request.ranges) > MAX_RANGES:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.ranges)} ranges are more than {MAX_RANGES}")
+        caller = self._take_stream(context)
+        wanted = _pieces(request)
+        ahead = self._read(request.digest, next(wanted, None))
+        try:
+            while ahead is not None:
+                got = await asyncio.shield(ahead)
+                ahead = self._read(request.digest, next(wanted, None))
+                await self._write(context, got)
+        except (ModelNotFound, ModelFileError) as error:
+            await _refuse(context, error)
+        finally:
+            if ahead is not None:
+                await _ended(ahead)
+            self._give_stream(caller)
+
+    def _read(self, digest: str, place: tuple[int, int] | None) -> asyncio.Task[wire.FetchPiecesResponse] | None:
+        if place is None:
+            return None
+
+        def read() -> wire.FetchPiecesResponse:
+            return wire.FetchPiecesResponse(file=place[0], piece=place[1], data=self._library.read(digest, *place))
+
+        return asyncio.create_task(asyncio.to_thread(read))
+
+    async def _check(self, digest: str, context: FetchContext | DescribeContext) -> None:
+        try:
+            self._admit(context)
+        except NotTrusted as error:
+            await abort(context, error)
+        if not is_sha256(digest):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a model is asked for by its digest, 64 hexadecimal digits")
+        if self._free <= 0 or self._served[caller_of(context)] >= self._share:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this node gives weights to as many others as it will")
+
+    async def _write(
+        self, context: FetchContext | DescribeContext, message: wire.FetchPiecesResponse | wire.DescribeWeightsResponse
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._write_s):
+                await cast("Context", context).write(message)
+        except TimeoutError:
+            # Not an abort: a status would wait behind what is not taken, and the place with it.
+            logger.warning("%s takes nothing of the weights that it asked for: it is left", caller_of(cast("Context", context)))
+            raise asyncio.CancelledError from None
+
+    def _take_stream(self, context: FetchContext | DescribeContext) -> str:
+        caller = caller_of(context)
+        self._free -= 1
+        self._served[caller] += 1
+        return caller
+
+    def _give_stream(self, caller: str) -> None:
+        self._free += 1
+        self._served[caller] -= 1
+        if not self._served[caller]:
+            del self._served[caller]
+
+
+def _pieces(request: wire.FetchPiecesRequest) -> Iterator[tuple[int, int]]:
+    for run in request.ranges:
+        for piece in range(run.first, run.first + run.count):
+            yield run.file, piece
+
+
+async def _refuse(context: FetchContext | DescribeContext, error: ModelNotFound | ModelFileError) -> NoReturn:
+    """Say no. What a file is called here is not for others to know."""
+    if isinstance(error, ModelNotFound):
+        await context.abort(grpc.StatusCode.NOT_FOUND, error.message)
+    logger.warning("weights can't be given: %s", error)
+    await context.abort(grpc.StatusCode.DATA_LOSS, "the model's files are not what they were when they were described")
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Wait for a thread that was started; what became of it does not matter any more."""
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

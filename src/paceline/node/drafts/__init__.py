@@ -1,1 +1,0 @@
-"""Drafts on a node: made for others, had from others, and counted."""

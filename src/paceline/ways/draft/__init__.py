@@ -1,0 +1,1 @@
+"""Tokens that another machine, or a smaller model, guesses: speculative decoding."""

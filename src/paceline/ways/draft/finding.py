@@ -1,0 +1,151 @@
+"""Which proposers could draft for this machine's model, the best first: the plan that every node computes, asked for drafts alone. And ways to them:
+over the fleet's channels, or to this node's own desk.
+
+Law: who drafts sees the text, so only those that may do (`fleet.eligibility`); and a draft model whose tokens are others than the model's is an error, never a slow draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from paceline.core.errors import NodeUnreachable, PlacementError, VocabularyMismatch
+from paceline.core.ids import NodeId
+from paceline.fleet.card import ModelOffer, NodeCard, Role
+from paceline.fleet.eligibility import MayDraft, Use
+from paceline.fleet.machines import Links, live_cards
+from paceline.fleet.pins import ASSUMED_RTT_S
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import Draft, Pin, PlanRequest, Way
+from paceline.net.channels import Purpose
+from paceline.net.member.node import FleetNode
+from paceline.ways.draft.blocks import OnBlock
+from paceline.ways.draft.drafter import Drafter, Key, Line, OnEnd, drafter_of
+from paceline.ways.draft.line import RemoteLine
+from paceline.ways.draft.lines import DeskLine
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The model that is drafted for, on this machine."""
+
+    node_id: NodeId
+    digest: str
+    weights: str
+    vocabulary: str
+    """Hash of its tokens."""
+
+
+def drafters(drafting: MayDraft, verifier: Verifier, model_id: str, left_out: Collection[Key] = ()) -> Sequence[Drafter]:
+    """Those that could draft, the best first; other machines before this one.
+
+    Args:
+        model_id: of the proposer; empty: any model whose drafts pay.
+        left_out: not these processes.
+
+    Raises:
+        VocabularyMismatch: those that have it have other tokens.
+        PlacementError: no node has it.
+    """
+    here = live_cards(drafting.cards)
+    own = verifier.node_id
+    barred = {node_id for node_id, instance in left_out if node_id in here and here[node_id].instance == instance}
+    able = {node_id: card for node_id, card in here.items() if node_id == own or node_id not in barred}
+    offers = _offers(able.values(), verifier, model_id)
+    # Without a model to name, any that pays: the plan is then free to say that none does.
+    ways = frozenset({Way.DRAFT} if model_id else {Way.DRAFT, Way.ALONE})
+    planned = plan(able.values(), PlanRequest(verifier.digest, verifier.weights, ways=ways, pins=(Pin(own),), draft_model=model_id))
+    links = Links(able)
+    ranked: list[tuple[NodeId, str]] = []
+    for choice in (planned.chosen, *planned.runners_up):
+        if choice.draft is None:
+            break
+        ranked.append((choice.draft.node_id, choice.draft.model_id))
+    # The plan names this machine only where there is no other; here it is what is left when the others fail.
+    ranked += [key for key in offers if key[0] == own and model_id]
+    keys = [key for key in dict.fromkeys(ranked) if key in offers and key[0] not in barred]
+    if not keys:
+        raise PlacementError(f"Nobody is left to draft with {model_id[:200]}" if model_id else "Nobody's drafts would pay")
+    return [_drafter(here[node_id], offers[node_id, name], links, own) for node_id, name in keys]
+
+
+def fitting_models(drafting: MayDraft, verifier: Verifier) -> frozenset[str]:
+    """Ids of all that could draft but prompt lookup, which every node has. As `drafters`."""
+    try:
+        return frozenset(name for _, name in _offers(live_cards(drafting.cards).values(), verifier, ""))
+    except PlacementError:
+        return frozenset()
+
+
+def placed(drafting: MayDraft, draft: Draft) -> Drafter:
+    """The one that a plan names, as it is now.
+
+    Raises:
+        PlacementError: it is gone, drafts no more with that, or may not see texts.
+    """
+    able = live_cards(drafting.cards)
+    card = able.get(draft.node_id)
+    offers = () if card is None else (each for each in card.models if each.role is Role.PROPOSER and each.model_id == draft.model_id)
+    offer = next(iter(offers), None)
+    if card is None or offer is None:
+        raise PlacementError(f"{draft.node_id} does not draft with {draft.model_id}", "Plan again: the fleet has changed.")
+    return _drafter(card, offer, Links(able), drafting.own)
+
+
+def _offers(cards: Collection[NodeCard], verifier: Verifier, model_id: str) -> dict[tuple[NodeId, str], ModelOffer]:
+    """By node and model: those that could draft. Without a model to name, only models: every node looks up its own prompts."""
+    offers = {
+        (card.node_id, offer.model_id): offer
+        for card in cards
+        for offer in card.models
+        if offer.role is Role.PROPOSER and (offer.model_id == model_id or (not model_id and offer.weights))
+    }
+    if not offers:
+        which, model = (f" with {model_id[:200]!r}", model_id[:200]) if model_id else ("", "MODEL")
+        there = ", ".join(
+            sorted({offer.model_id for card in cards for offer in card.models if offer.role is Role.PROPOSER and offer.weights})
+        )
+        hint = f"Start a machine with --propose {model}" + (f", or choose of what there is: {there[:200]}." if there else ".")
+        raise PlacementError(f"Nobody in the fleet drafts{which}", hint)
+    fitting = {key: offer for key, offer in offers.items() if not offer.weights or offer.vocabulary == verifier.vocabulary}
+    if not fitting:
+        names = ", ".join(sorted({name for _, name in offers}))[:200]
+        raise VocabularyMismatch(
+            f"{names} can't draft: other tokens than those of the model it would draft for",
+            "A draft model has the same tokenizer: mostly it is a smaller one of the same family.",
+        )
+    return fitting
+
+
+def _drafter(card: NodeCard, offer: ModelOffer, links: Links, own: NodeId) -> Drafter:
+    link = links.between(own, card.node_id)
+    rtt_s = 0.0 if card.node_id == own else ASSUMED_RTT_S if link is None else link.rtt_s
+    return drafter_of(card.node_id, card.instance, offer.model_id, offer, rtt_s)
+
+
+class FleetLines:
+    """Opens lines."""
+
+    def __init__(self, fleet: FleetNode) -> None:
+        self._fleet = fleet
+
+    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
+        """As `drafter.OpenLine`."""
+        if drafter.node_id == self._fleet.node_id:
+            return DeskLine(self._fleet.desk, drafter.node_id, on_block, on_end)
+        return RemoteLine(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)
+
+    def channel(self, node_id: NodeId) -> grpc.aio.Channel:
+        """To a member, over the address that serves best.
+
+        Raises:
+            NodeUnreachable: it is not in view.
+            FleetError: its certificate is not good.
+        """
+        fleet = self._fleet
+        live = fleet.view().get(node_id)
+        if live is None:
+            raise NodeUnreachable(f"{node_id} is not in this fleet's view")
+        return fleet.channel(node_id, live.card.addresses, Use.DRAFT, Purpose.DRAFTS)

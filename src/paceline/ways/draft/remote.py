@@ -1,0 +1,238 @@
+"""Drafts from the node that the plan names: the engine's thread asks and goes on (`mailbox`); on the event loop one proposer at a time drafts (`talk`).
+
+Law: the engine is never held up but for the wait it names. Every ask is answered once: with a draft, or, where its proposer failed, is late or is not
+to be had, with an empty one. A drafter that failed is left out for a while (`Ledger`), and the next takes over, told everything anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from paceline.core.clock import Clock
+from paceline.core.errors import PacelineError, RemoteProposerError, VocabularyMismatch
+from paceline.core.ids import SequenceId
+from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
+from paceline.ways.draft.drafter import Drafter, Find, Key, OpenLine
+from paceline.ways.draft.mailbox import Mailbox
+from paceline.ways.draft.meter import DraftMeter
+from paceline.ways.draft.talk import Talk
+
+LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0
+"""How long who failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""
+MOST_DOUBLED = 8
+FORGIVEN = 64
+"""Blocks after which old failures no longer count."""
+
+
+@dataclass(slots=True)
+class _Record:
+    times: int = 0
+    until_s: float = 0.0
+    good: int = 0
+    """Blocks since it failed last."""
+
+
+class Ledger:
+    """Of one source."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._records: dict[Key, _Record] = {}
+
+    def failed(self, key: Key) -> float:
+        """How many seconds it is left out from now on."""
+        record = self._records.setdefault(key, _Record())
+        left_out_s = min(LEFT_OUT_S * 2 ** min(record.times, MOST_DOUBLED), LEFT_OUT_MOST_S)
+        record.times, record.until_s, record.good = record.times + 1, self._clock.monotonic() + left_out_s, 0
+        return left_out_s
+
+    def drafted(self, key: Key) -> None:
+        """It drafted a block."""
+        record = self._records.get(key)
+        if record is not None:
+            record.good += 1
+            if record.good == FORGIVEN:
+                del self._records[key]
+
+    def left_out(self) -> Collection[Key]:
+        """Those that are, now."""
+        now = self._clock.monotonic()
+        return [key for key, record in self._records.items() if record.until_s > now]
+
+    def next_s(self) -> float | None:
+        """Until the first of them is no longer; None: none is left out."""
+        now = self._clock.monotonic()
+        return min((record.until_s - now for record in self._records.values() if record.until_s > now), default=None)
+
+
+logger = logging.getLogger(__name__)
+
+GAIN = 0.1
+"""Of one answer's time, in what answers are expected to take."""
+
+
+class RemoteDrafts:
+    """Implements `engine.drafts.DraftSource`.
+
+    Args:
+        name: that metrics know it by; mostly the proposer's model id.
+    """
+
+    def __init__(self, name: str, meter: DraftMeter, clock: Clock) -> None:
+        self.name = name
+        self._meter, self._clock = meter, clock
+        self._mailbox, self._ledger = Mailbox(), Ledger(clock)
+        self._expected_s: float | None = None
+        self._find: Find | None = None
+        self._open: OpenLine | None = None
+        self._vocabulary_size = 0
+        self._talk: Talk | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self.trouble: PacelineError | None = None
+        """Why there is no drafter at present."""
+        self.failure: RemoteProposerError | None = None
+        """Of a proposer, the last one there was."""
+
+    # ------------------------------------------------------------------------------------------------------ for the engine's thread
+
+    @property
+    def expected_s(self) -> float | None:
+        """As `DraftSource`."""
+        return self._expected_s
+
+    @property
+    def block(self) -> int:
+        """As `DraftSource`."""
+        drafter = self.drafter
+        return 1 if drafter is None else drafter.block
+
+    def ask(self, ask: DraftAsk) -> None:
+        """As `DraftSource`."""
+        self._mailbox.ask(ask, self._clock.monotonic())
+
+    def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:
+        """As `DraftSource`."""
+        return self._mailbox.answers(wait_s)
+
+    def forget(self, sequence: SequenceId) -> None:
+        """As `DraftSource`."""
+        self._mailbox.forget(sequence)
+
+    def expect(self, sequence: SequenceId) -> None:
+        """A sequence has it for a source, until it is forgotten."""
+        self._mailbox.expect(sequence)
+
+    @property
+    def idle(self) -> bool:
+        """No sequence that goes on has it for a source."""
+        return self._mailbox.idle
+
+    # ------------------------------------------------------------------------------------------------------------ for its owner
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """Who drafts at present."""
+        talk = self._talk
+        return None if talk is None else talk.drafter
+
+    def attach(self, find: Find, open_line: OpenLine, vocabulary_size: int) -> None:
+        """Begin. On the event loop.
+
+        Args:
+            vocabulary_size: of the model drafted for.
+        """
+        self._find, self._open, self._vocabulary_size = find, open_line, vocabulary_size
+        self._mailbox.open(self._read_mail)
+        self.look()
+
+    def look(self) -> None:
+        """The view has changed: maybe a node can draft now, or the one that did no longer can."""
+        if self._find is None:
+            return
+        try:
+            found = self._find(self._ledger.left_out())
+        except PacelineError as error:
+            if str(self.trouble) != str(error):
+                level = logging.WARNING if isinstance(error, VocabularyMismatch) else logging.INFO
+                logger.log(level, "nobody drafts (%s): %s", self.name, error)
+            self.trouble, found = error, ()
+        # The present drafter goes on: another would have to be told everything.
+        talk = self._talk
+        kept = None if talk is None else next((one for one in found if one.is_same(talk.drafter)), None)
+        if talk is not None and kept is not None:
+            talk.drafter = kept
+        else:
+            self._change(found[0] if found else None)
+
+    async def detach(self) -> None:
+        """End. On the event loop; idempotent."""
+        self._find = self._open = None
+        self._change(None)
+        if self._again is not None:
+            self._again.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        self._mailbox.close()
+
+    # ------------------------------------------------------------------------------------------------------------ on the loop
+
+    def _read_mail(self) -> None:
+        over: list[SequenceId] = []
+        for item in self._mailbox.take():
+            if not isinstance(item, tuple):
+                over.append(item)
+            elif self._talk is None:
+                self._mailbox.answer(item[0], ())
+            else:
+                self._talk.ask(*item)
+        if self._talk is not None:
+            self._talk.leave(over)
+
+    def _on_good(self, block: BlockProposal, took_s: float, whole: bool) -> None:
+        self._meter.of(self.name).count(block)
+        self._meter.hop.observe(took_s)
+        if self._talk is not None:
+            self._ledger.drafted(self._talk.drafter.key)
+        if self._expected_s is not None and not whole:
+            self._expected_s += GAIN * (took_s - self._expected_s)
+
+    def _fail(self, talk: Talk, error: RemoteProposerError) -> None:
+        """Leave a proposer out for a while, and go on with another."""
+        if talk is not self._talk:
+            return
+        node_id = talk.drafter.node_id
+        self._meter.of(self.name).failures += 1
+        self._meter.failures[node_id, error.status] += 1
+        left_out_s = self._ledger.failed(talk.drafter.key)
+        logger.warning("%s drafts with %s no more for %g s: %s", node_id, talk.drafter.model_id, left_out_s, error)
+        self.failure = error
+        self._change(None)
+        if self._again is not None:
+            self._again.cancel()
+        next_s = self._ledger.next_s()
+        if next_s is not None:
+            self._again = asyncio.get_running_loop().call_later(next_s, self.look)
+        self.look()
+
+    def _change(self, drafter: Drafter | None) -> None:
+        """Let another node draft, or none."""
+        talk, self._talk, self._expected_s = self._talk, None, None
+        if talk is not None and (line := talk.end()) is not None:
+            task = asyncio.create_task(line.close())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        if drafter is None or self._open is None:
+            return
+        talk = self._talk = Talk(drafter, self._mailbox, self._vocabulary_size, self._clock, self._on_good, self._fail)
+        try:
+            talk.begin(self._open)
+        except PacelineError as error:
+            self._fail(talk, RemoteProposerError(error.message, error.hint, status="UNAVAILABLE"))
+            return
+        self._meter.changes += 1
+        self.trouble = None
+        logger.info("%s drafts with %s", drafter.node_id, drafter.model_id)
+        self._expected_s = drafter.takes_s(1, 8)

@@ -1,0 +1,162 @@
+"""A node's drafts, put together: what it drafts with for others, and whose drafts its own engine has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from paceline.core.errors import VocabularyMismatch
+from paceline.core.stats import DraftUse, EngineStats
+from paceline.engine.drafts import NGRAM
+from paceline.fleet.effects import Effect
+from paceline.fleet.eligibility import Use
+from paceline.machine.speed import vocabulary_id
+from paceline.net.member.node import FleetNode
+from paceline.node.build import BuiltNode
+from paceline.ways.draft.desk import ProposerDesk
+from paceline.ways.draft.finding import FleetLines, Verifier
+from paceline.ways.draft.meter import DraftMeter, DraftMetrics
+from paceline.ways.draft.proposing import LoadedProposer
+from paceline.ways.draft.sources import NodeDrafts
+
+DRAIN_S = 0.5
+"""How long a block being made is waited for at the end."""
+
+
+class DraftService:
+    """Of one node in a fleet. Made on the event loop."""
+
+    def __init__(self, fleet: FleetNode, proposers: Sequence[LoadedProposer]) -> None:
+        self._fleet, self._proposers = fleet, proposers
+        self._drafts: NodeDrafts | None = None
+        self._node: BuiltNode | None = None
+        self._stale = False
+        self.metrics = DraftMetrics(fleet.desk, self._meter, lambda: _drafting(self._drafts))
+        for one in proposers:
+            if one.model_id not in fleet.desk.model_ids:
+                fleet.desk.add(one.model_id, one.proposer)
+        fleet.listen(self._on_news)
+        fleet.show_drafts(self._use)
+
+    def attach(self, node: BuiltNode) -> None:
+        """Have drafts from the fleet for an engine of this node."""
+        self._node = node
+        if node.drafts is None or node.warm is None:
+            return
+        self._drafts = node.drafts
+        warm = node.warm
+        verifier = Verifier(self._fleet.node_id, warm.digest, str(warm.weights), warm.speed.vocabulary)
+        node.drafts.attach(verifier, node.model.tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), FleetLines(self._fleet).open)
+
+    async def stop(self) -> None:
+        """End. Bounded; idempotent."""
+        if self._drafts is not None:
+            await self._drafts.detach()
+        self._fleet.desk.close()
+        await close_proposers(self._fleet.desk, self._proposers)
+
+    def _on_news(self, effect: Effect) -> None:
+        del effect
+        if self._drafts is not None and not self._stale:
+            self._stale = True
+            # Soon, so that all that one message brought is looked at once.
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._stale = False
+        if self._drafts is not None:
+            self._drafts.look()
+
+    def _use(self) -> tuple[DraftUse, ...]:
+        return () if self._node is None else draft_use(self._node.host.stats(), self._node.drafts)
+
+    def _meter(self) -> DraftMeter | None:
+        return None if self._drafts is None else self._drafts.meter
+
+
+@asynccontextmanager
+async def drafting_alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[DraftMetrics]:
+    """Drafts of this process for its own engine, on a machine in no fleet, for as long as the block runs.
+
+    Raises:
+        VocabularyMismatch: a proposer has other tokens than the model.
+    """
+    desk = ProposerDesk({one.asked: one.proposer for one in proposers})
+    drafts = node.drafts
+    if drafts is not None:
+        vocabulary = vocabulary_id(node.model.tokenizer)
+        check_vocabulary(vocabulary, proposers, drafts.sources)
+        fitting = {one.asked: one.offer for one in proposers if one.offer.vocabulary == vocabulary}
+        drafts.attach_alone(desk, fitting, node.model.tokenizer.size)
+    try:
+        yield DraftMetrics(desk, lambda: None if drafts is None else drafts.meter, lambda: _drafting(drafts))
+    finally:
+        if drafts is not None:
+            await drafts.detach()
+        desk.close()
+        await close_proposers(desk, proposers)
+
+
+def check_vocabulary(vocabulary: str, proposers: Sequence[LoadedProposer], wanted: Collection[str]) -> None:
+    """Check that what is to draft here for this machine's own model has its tokens.
+
+    Args:
+        wanted: names that are to draft for it.
+
+    Raises:
+        VocabularyMismatch: one has others.
+    """
+    for one in proposers:
+        if one.offer.vocabulary != vocabulary and not {one.asked, one.model_id}.isdisjoint(wanted):
+            raise VocabularyMismatch(
+                f"{one.asked} can't draft here: other tokens than those of the model it would draft for",
+                "A draft model has the same tokenizer: mostly it is a smaller one of the same family.",
+            )
+
+
+async def close_proposers(desk: ProposerDesk, proposers: Sequence[LoadedProposer]) -> None:
+    """Free what they run on, unless one still drafts: the process ends with it then."""
+    if await asyncio.to_thread(desk.drained, DRAIN_S):
+        for one in proposers:
+            if one.runner is not None:
+                one.runner.close()
+
+
+def _drafting(drafts: NodeDrafts | None) -> dict[str, bool]:
+    """By source, whether a proposer drafts."""
+    return {} if drafts is None else {name: source.drafter is not None for name, source in drafts.sources.items()}
+
+
+OFF_HERE = "a machine that runs some of the layers gives other bytes for other batches, and a draft would change the answer"
+
+
+def draft_use(stats: EngineStats, drafts: NodeDrafts | None) -> tuple[DraftUse, ...]:
+    """What became of a node's drafts, as `paceline status` shows it, by kind: those that were verified, and those that could be.
+
+    Args:
+        drafts: its sources; None: prompt lookup alone, or nothing.
+    """
+    sources = {} if drafts is None else drafts.sources
+    names = dict.fromkeys((*stats.draft_blocks, *sources))
+    if not stats.drafts_off:
+        return tuple(_use(name, stats, drafts) for name in names)
+    return tuple(replace(_use(name, stats, drafts), trouble=OFF_HERE) for name in names or (NGRAM,))
+
+
+def _use(name: str, stats: EngineStats, drafts: NodeDrafts | None) -> DraftUse:
+    counted = DraftUse(name, stats.draft_blocks.get(name, 0), stats.drafted_tokens.get(name, 0), stats.accepted_tokens.get(name, 0))
+    source = None if drafts is None else drafts.sources.get(name)
+    if drafts is None or source is None:
+        return counted
+    drafter, asked, trouble = source.drafter, drafts.meter.of(name), source.trouble
+    return replace(
+        counted,
+        node_id="" if drafter is None else drafter.node_id,
+        model_id="" if drafter is None else drafter.model_id,
+        blocks=asked.blocks,
+        hop_s=drafts.meter.hop.mean_s,
+        failures=asked.failures,
+        trouble="" if drafter is not None or trouble is None else str(trouble),
+    )

@@ -1,0 +1,159 @@
+"""The sources of drafts of one engine, from when it is built, and the fleet they draw on, from when this node is in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.core.clock import Clock
+from paceline.core.ids import SequenceId
+from paceline.engine.drafts import AUTO, DRAFTS
+from paceline.fleet.card import ModelOffer
+from paceline.fleet.eligibility import MayDraft
+from paceline.ways.draft.desk import ProposerDesk
+from paceline.ways.draft.drafter import Drafter, Key, OpenLine
+from paceline.ways.draft.finding import Verifier, drafters, fitting_models
+from paceline.ways.draft.lines import Alone
+from paceline.ways.draft.meter import DraftMeter
+from paceline.ways.draft.remote import RemoteDrafts
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""After the start, for drafters to be seen, before it is said that there is none."""
+
+MOST_NAMED = 8
+"""Sources at once, unless sequences that go on have more. Raising it: more streams stay open, for models that no request may name again."""
+FLEET = "fleet"
+"""A request's `draft` for whatever model of the fleet drafts best."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """The drafters, from where this node is."""
+
+    loop: asyncio.AbstractEventLoop
+    find: Callable[[str, Collection[Key]], Sequence[Drafter]]
+    """Those with a model (empty: any), but for some."""
+    models: Callable[[], frozenset[str]]
+    """Ids of those there are."""
+    open_line: OpenLine
+    vocabulary_size: int
+
+
+class NodeDrafts:
+    """Made with the engine, attached later. Implements `engine.drafts.MoreSources`: a request may name any model that drafts in the fleet.
+
+    Args:
+        draft: as the person asked: "auto", "off", "ngram", or a draft model's id.
+        in_fleet: whether others may draft.
+    """
+
+    def __init__(self, draft: str, clock: Clock, *, in_fleet: bool) -> None:
+        self.meter = DraftMeter()
+        self._clock = clock
+        self._in_fleet = in_fleet
+        self._asked = (draft,) if draft not in DRAFTS else (FLEET,) if draft == AUTO and in_fleet else ()
+        """From the start, and for as long as the engine lives."""
+        self.sources: Mapping[str, RemoteDrafts] = {name: RemoteDrafts(name, self.meter, clock) for name in self._asked}
+        """By what a request's `draft` says, the one named last at the end. Replaced, never changed: both threads look at it."""
+        self._reach: _Reach | None = None
+        self._models: frozenset[str] = frozenset()
+        """Those that have a drafter."""
+        self._ending: set[asyncio.Task[None]] = set()
+        self._grace: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------------------------------------------------ for the engine's thread
+
+    def names(self) -> Collection[str]:
+        """As `MoreSources`."""
+        return {*self._asked, *self._models, *((FLEET,) if self._models or self._in_fleet else ())}
+
+    def find(self, name: str, sequence: SequenceId) -> RemoteDrafts | None:
+        """As `MoreSources`."""
+        if name in self._asked:
+            return self.sources[name]
+        reach, sources = self._reach, dict(self.sources)
+        if reach is None or name not in self.names():
+            return None
+        source = sources.pop(name, None)
+        try:
+            if source is None:
+                source = RemoteDrafts(name, self.meter, self._clock)
+                reach.loop.call_soon_threadsafe(self._attach, source)
+            many = len(sources) + 1 - MOST_NAMED
+            for idle in [one for one in sources.values() if self._may_go(one)][: max(0, many)]:
+                del sources[idle.name]
+                reach.loop.call_soon_threadsafe(self._end, idle)
+        except RuntimeError:  # the loop is closed: the process ends
+            return None
+        source.expect(sequence)
+        self.sources = {**sources, name: source}
+        return source
+
+    def _may_go(self, source: RemoteDrafts) -> bool:
+        return source.name not in self._asked and source.idle
+
+    # ----------------------------------------------------------------------------------------------------------- on the event loop
+
+    def attach(self, verifier: Verifier, vocabulary_size: int, seen: Callable[[], MayDraft], open_line: OpenLine) -> None:
+        """Draw on those of the fleet that may draft."""
+
+        def find(model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
+            return drafters(seen(), verifier, model_id, left_out)
+
+        def models() -> frozenset[str]:
+            return fitting_models(seen(), verifier)
+
+        loop = asyncio.get_running_loop()
+        self._begin(_Reach(loop, find, models, open_line, vocabulary_size))
+        self._grace = loop.call_later(GRACE_S, self.complain)
+
+    def attach_alone(self, desk: ProposerDesk, offers: Mapping[str, ModelOffer], vocabulary_size: int) -> None:
+        """Draw on this process alone.
+
+        Args:
+            offers: what they promise, by model.
+            vocabulary_size: of the model drafted for.
+        """
+        alone = Alone(desk, offers)
+        self._begin(_Reach(asyncio.get_running_loop(), alone.find, lambda: frozenset(offers), alone.open, vocabulary_size))
+
+    def look(self) -> None:
+        """The view has changed."""
+        if self._reach is not None:
+            self._models = self._reach.models()
+            for source in self.sources.values():
+                source.look()
+
+    def complain(self) -> None:
+        """Say which models that were asked for have no drafter."""
+        for name in self._asked:
+            source = self.sources[name]
+            if name != FLEET and source.drafter is None and source.trouble is not None:
+                logger.warning("answers come without drafts of %s, until somebody drafts with it: %s", name, source.trouble)
+
+    async def detach(self) -> None:
+        """End. Idempotent."""
+        self._reach = None
+        if self._grace is not None:
+            self._grace.cancel()
+        await asyncio.gather(*(source.detach() for source in self.sources.values()), *self._ending)
+
+    def _begin(self, reach: _Reach) -> None:
+        self._reach, self._models = reach, reach.models()
+        for source in self.sources.values():
+            self._attach(source)
+
+    def _attach(self, source: RemoteDrafts) -> None:
+        reach = self._reach
+        if reach is not None:
+            source.attach(partial(reach.find, "" if source.name == FLEET else source.name), reach.open_line, reach.vocabulary_size)
+
+    def _end(self, source: RemoteDrafts) -> None:
+        task = asyncio.create_task(source.detach())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)

@@ -1,0 +1,175 @@
+"""With one proposer, over one line: what it was told, what it was asked, and when its answers are late.
+
+Law: every ask is answered once, at the latest when the talk ends. Only what is new of a text is said, unless the proposer lost it. A proposer that breaks
+the contract, is late, or ends the line has failed, which is said once. Lives on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from paceline.core.clock import Clock
+from paceline.core.errors import RemoteProposerError
+from paceline.core.ids import SequenceId
+from paceline.engine.drafts import BlockProposal, DraftAsk
+from paceline.ways.draft.blocks import check_block, new_session
+from paceline.ways.draft.desk import BlockAsk
+from paceline.ways.draft.drafter import Drafter, Line, OpenLine
+from paceline.ways.draft.mailbox import Mailbox
+
+LATE_S, LATE_TIMES, LATEST_S = 0.5, 4.0, 30.0
+"""A block is late after so long, and so many times what its proposer's speed promises for it and for those before it, or what it took lately instead;
+at the latest after the last. Raising them: a proposer that hangs is noticed later, and meanwhile no proposer drafts."""
+MOST_SLOWER = 20.0
+"""Times that a proposer may be slower than its speed promises: it was measured with other lengths, while nothing else ran."""
+FASTER_AGAIN = 0.1
+"""Of one block, in how much slower it is."""
+MOST_ASKED = 32
+"""Blocks under way. Raising it: a proposer that many nodes ask refuses them sooner; lowering it: of many sequences some get no drafts."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    ask: DraftAsk
+    asked_s: float
+    late: asyncio.TimerHandle
+    takes_s: float
+    """What it should take, once it is its turn."""
+    promised_s: float
+    """What it should take with those before it."""
+    whole: bool
+    """All of the text was said."""
+
+
+class Talk:
+    """Begins with `begin`, and ends with `end`, on whichever side it failed.
+
+    Args:
+        mailbox: has the texts, and takes the answers.
+        vocabulary_size: of the model drafted for.
+        on_good: told of each block, of the seconds that it took, and whether all of its text was said for it.
+        on_fail: told why there will be no more.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        mailbox: Mailbox,
+        vocabulary_size: int,
+        clock: Clock,
+        on_good: Callable[[BlockProposal, float, bool], None],
+        on_fail: Callable[[Talk, RemoteProposerError], None],
+    ) -> None:
+        self.drafter = drafter
+        """With its newest figures."""
+        self._mailbox, self._vocabulary_size, self._clock = mailbox, vocabulary_size, clock
+        self._on_good, self._on_fail = on_good, on_fail
+        self._line: Line | None = None
+        self._sessions: dict[SequenceId, int] = {}
+        """Of sequences that it knows."""
+        self._waiting: dict[int, deque[_Waiting]] = {}
+        """By session, in the order of the asks, which is that of their blocks."""
+        self._slower = 1.0
+        """Than was promised."""
+
+    def begin(self, open_line: OpenLine) -> None:
+        """Reach it.
+
+        Raises:
+            PacelineError: it can't be reached.
+        """
+        self._line = open_line(self.drafter, self._on_block, self._fail)
+
+    def ask(self, ask: DraftAsk, asked_s: float) -> None:
+        """Ask for a block, unless too many are under way."""
+        if sum(map(len, self._waiting.values())) < MOST_ASKED:
+            self._tell(ask, asked_s, whole=ask.sequence not in self._sessions)
+        else:
+            # What is not said now is said later, with all before it.
+            self.leave((ask.sequence,))
+            self._mailbox.answer(ask, ())
+
+    def leave(self, sequences: Iterable[SequenceId]) -> None:
+        """It need not remember these: they are over, or told anew."""
+        sessions = [session for sequence in sequences if (session := self._sessions.pop(sequence, None)) is not None]
+        if sessions and self._line is not None:
+            self._line.send(None, sessions)
+
+    def end(self) -> Line | None:
+        """Answer all that wait, with nothing, and hear no more. The line is the caller's to close. Idempotent."""
+        line, self._line = self._line, None
+        waiting, self._waiting = self._waiting, {}
+        for each in (each for asks in waiting.values() for each in asks):
+            each.late.cancel()
+            self._mailbox.answer(each.ask, ())
+        return line
+
+    def _tell(self, ask: DraftAsk, asked_s: float, *, whole: bool) -> None:
+        """Ask, and say what is new, or everything."""
+        line = self._line
+        assert line is not None, "asks come neither before the beginning nor after the end"
+        first, tokens = ask.first_position, ask.token_ids
+        if whole:
+            self.leave((ask.sequence,))
+            text = self._mailbox.text(ask.sequence, first + len(tokens))
+            if text is None:  # no sequence waits for it any more
+                self._mailbox.answer(ask, ())
+                return
+            first, tokens = 0, text
+            self._sessions[ask.sequence] = new_session()
+        session = self._sessions[ask.sequence]
+        takes_s = self.drafter.takes_s(len(tokens), ask.length)
+        before_s = sum(each.takes_s for asks in self._waiting.values() for each in asks)
+        late_s = min(LATE_S + LATE_TIMES * self._slower * (before_s + takes_s), LATEST_S)
+        late = asyncio.get_running_loop().call_later(late_s, self._late, late_s)
+        self._waiting.setdefault(session, deque()).append(_Waiting(ask, asked_s, late, takes_s, before_s + takes_s, whole))
+        line.send(BlockAsk(self.drafter.model_id, session, first, tokens, ask.length))
+
+    def _on_block(self, session: int, block: BlockProposal | None) -> None:
+        if self._line is None:
+            return
+        peer, asks = self.drafter.node_id, self._waiting.get(session)
+        if not asks:
+            self._fail(RemoteProposerError(f"{peer} drafts what nobody asked for", status="DATA_LOSS"))
+            return
+        waiting = asks.popleft()
+        if not asks:
+            del self._waiting[session]
+        waiting.late.cancel()
+        ask = waiting.ask
+        if block is None and self._sessions.get(ask.sequence) != session:
+            self._mailbox.answer(ask, ())  # it is over, or told anew
+        elif block is None and not waiting.whole:
+            if asks:
+                self.leave((ask.sequence,))  # what is asked next is told with everything
+                self._mailbox.answer(ask, ())
+            else:
+                self._tell(ask, waiting.asked_s, whole=True)
+        else:
+            self._take(waiting, block)
+
+    def _take(self, waiting: _Waiting, block: BlockProposal | None) -> None:
+        peer, ask = self.drafter.node_id, waiting.ask
+        try:
+            if block is None:
+                raise RemoteProposerError(f"{peer} forgets what it is told", status="ABORTED")
+            check_block(block, ask.length, self._vocabulary_size, peer)
+        except RemoteProposerError as error:
+            self._mailbox.answer(ask, ())
+            self._fail(error)
+        else:
+            took_s = self._clock.monotonic() - waiting.asked_s
+            slower = min(took_s / waiting.promised_s, MOST_SLOWER) if waiting.promised_s > 0 else 1.0
+            self._slower = max(1.0, slower, self._slower + FASTER_AGAIN * (slower - self._slower))
+            self._on_good(block, took_s, waiting.whole)
+            self._mailbox.answer(ask, block.token_ids, block.branches)
+
+    def _late(self, late_s: float) -> None:
+        self._fail(RemoteProposerError(f"{self.drafter.node_id} drafted nothing in {late_s:.2f} s", status="DEADLINE_EXCEEDED"))
+
+    def _fail(self, error: RemoteProposerError) -> None:
+        if self._line is not None:
+            self._on_fail(self, error)

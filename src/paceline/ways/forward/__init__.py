@@ -1,0 +1,1 @@
+"""Answers that another node computes."""

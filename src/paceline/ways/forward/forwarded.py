@@ -1,0 +1,230 @@
+"""A request's stream on whichever node runs it: where one can't go on with it, another one does, from the tokens so far.
+
+Law: the client gets every token once, whichever node drew it. Every node is asked for the same numerics, prompt ids and seed, so what follows is what would
+have followed. An answer that no node has begun is refused at once where none takes it; one that has begun waits for a node to come back, for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol
+
+from paceline.core.clock import Clock
+from paceline.core.errors import (
+    NO_MACHINE,
+    ContextOverflow,
+    ExecutorUnavailable,
+    FleetError,
+    NodeUnreachable,
+    Overloaded,
+    PacelineError,
+    PipelineError,
+    UnknownModel,
+)
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
+from paceline.core.ids import NodeId, RequestId
+from paceline.core.inference import ChunkStream
+from paceline.ways.forward.routes import Stop
+
+MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow)
+"""Refusals that the next node may not share: gone, no longer loaded, busy, with less memory."""
+PATIENCE_S = 30.0
+"""How long an answer that has begun waits for a node that goes on with it. Raising it: one whose last node is gone for good ends later."""
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+"""Before all nodes are asked again; doubled each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part of an answer's way: one node runs it. Its stream is not opened yet."""
+
+    stop: Stop
+    stream: ChunkStream
+
+    @property
+    def node_id(self) -> NodeId:
+        return self.stop.node_id
+
+
+class Nodes(Protocol):
+    """Which nodes give the same bytes for a request, and how to reach them."""
+
+    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        """At the best node now that is not among those left; None where there is none."""
+        ...
+
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        """Hear that a request is over at a node, and why it left before its end."""
+        ...
+
+
+class Forwarded:
+    """A `ChunkStream` over as many as it takes. Nothing is opened before the first item is asked for."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        nodes: Nodes,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            request: with its seed.
+            clock: for how long an answer has waited for a node.
+        """
+        self._request, self._nodes, self._clock, self._sleep = request, nodes, clock, sleep
+        self._leg: Leg | None = None
+        self._n_legs = 0
+        self._so_far: dict[int, list[int]] = {index: [] for index in request.indices}
+        """Tokens of the sequences that have not ended."""
+        self._scores = dict.fromkeys(request.indices, 0)
+        """Log probabilities of the prompt's tokens that the client has, and..."""
+        self._heard = dict.fromkeys(request.indices, 0)
+        """...that the node which is asked has said: each begins with the first."""
+        self._begun = False
+        self._over = False
+        self._left: set[NodeId] = set()
+        """Nodes that failed since the answer last advanced, or since all were asked."""
+        self._trouble: PacelineError | None = None
+        """Why it left the last of them."""
+        self._refusal: PacelineError | None = None
+        """Why it can't begin, as the best of them said."""
+        self._until_s = inf
+        """When it gives up."""
+        self._pause_s = PAUSE_S
+
+    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
+        return self
+
+    async def __anext__(self) -> Sequence[GenerationChunk]:
+        """What was gained since the last item.
+
+        Raises:
+            UnknownModel, ContextOverflow, Overloaded, InvalidRequest: no node takes the request; as the best of them said.
+            FleetError: none could be reached, or there is none.
+        """
+        try:
+            while self._so_far and not self._over:
+                if self._leg is None and not await self._found_leg():
+                    return self._ended()
+                if item := await self._gained():
+                    return item
+        except BaseException:
+            await self.aclose()
+            raise
+        await self.aclose()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End it on the node that runs it. Idempotent."""
+        self._over = True
+        await self._hang_up()
+
+    async def _found_leg(self) -> bool:
+        """Find a node. False where an answer that has begun waited for one in vain."""
+        while True:
+            request = self._request
+            if self._begun:
+                so_far = {index: tuple(tokens) for index, tokens in self._so_far.items()}
+                request = replace(request, so_far=so_far, draft=None)  # another node may not draft with the same
+            if self._n_legs:
+                # An engine may be asked again that has not ended the leg before: what it still says of that one is none of this one's.
+                request = replace(request, request_id=RequestId(f"{request.request_id}.{self._n_legs}"))
+            self._leg = self._nodes.leg(request, self._left)
+            if self._leg is not None:
+                self._n_legs += 1
+                self._heard = dict.fromkeys(self._heard, 0)
+                return True
+            if not self._begun:
+                raise self._refusal or NodeUnreachable(
+                    "No machine of the fleet has this model loaded any more", "Try again in a few seconds."
+                )
+            if self._clock.monotonic() >= self._until_s:
+                return False
+            self._left.clear()
+            await self._sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    async def _gained(self) -> Sequence[GenerationChunk]:
+        """The next item of the node that is asked; empty where the answer leaves it, or it had nothing to say but that it works."""
+        leg = self._leg
+        assert leg is not None, "a node is asked once one was found"
+        try:
+            item = await anext(leg.stream)
+        except StopAsyncIteration:
+            await self._leave(leg, NodeUnreachable(f"{leg.node_id} ended the answer before its end"))
+            return ()
+        except MOVES_ON as error:
+            await self._leave(leg, error)
+            return ()
+        if any(self._lacks_scores(chunk, item) for chunk in item):
+            await self._leave(leg, FleetError(f"{leg.node_id} says no log probabilities of prompts: it runs an earlier version"))
+            return ()
+        lost = next((chunk for chunk in item if chunk.code is not None), None)
+        gained = [self._unsaid(chunk) for chunk in item if chunk.code is None and self._takes(chunk)]
+        if self._n_legs > 1:
+            gained = [replace(chunk, request_id=self._request.request_id) for chunk in gained]
+        if lost is not None:
+            why = ExecutorUnavailable(lost.error or "The machines it takes are not there", code=lost.code or "")
+            await self._leave(leg, why)
+        return gained
+
+    def _takes(self, chunk: GenerationChunk) -> bool:
+        """Take note of a chunk. What comes after a sequence's end is nothing to it."""
+        if chunk.notices:
+            return True
+        if chunk.index not in self._so_far:
+            return False
+        self._begun = True
+        self._left.clear()
+        self._until_s, self._pause_s = inf, PAUSE_S
+        self._so_far[chunk.index] += chunk.token_ids
+        if chunk.finish_reason is not None:
+            del self._so_far[chunk.index]
+        return True
+
+    def _lacks_scores(self, chunk: GenerationChunk, item: Sequence[GenerationChunk]) -> bool:
+        """Whether the answer goes on, or ends, before all was said of its prompt."""
+        if not self._request.scores_prompt or chunk.error is not None or not (chunk.token_ids or chunk.finish_reason):
+            return False
+        now = sum(len(one.prompt_logprobs) for one in item if one.index == chunk.index)
+        return self._heard.get(chunk.index, 0) + now < len(self._request.prompt_ids) - 1
+
+    def _unsaid(self, chunk: GenerationChunk) -> GenerationChunk:
+        """A chunk without what a node before said of the prompt's tokens."""
+        if not chunk.prompt_logprobs:
+            return chunk
+        known = self._scores[chunk.index] - self._heard[chunk.index]
+        self._heard[chunk.index] += len(chunk.prompt_logprobs)
+        self._scores[chunk.index] = max(self._scores[chunk.index], self._heard[chunk.index])
+        return replace(chunk, prompt_logprobs=chunk.prompt_logprobs[max(known, 0) :])
+
+    async def _leave(self, leg: Leg, error: PacelineError) -> None:
+        """Give up on a node."""
+        self._left.add(leg.node_id)
+        self._trouble = error
+        # What the best node says is what the client should hear, unless it said nothing.
+        if self._refusal is None or isinstance(self._refusal, FleetError):
+            self._refusal = error
+        self._until_s = min(self._until_s, self._clock.monotonic() + PATIENCE_S)
+        await self._hang_up(error)
+
+    async def _hang_up(self, error: PacelineError | None = None) -> None:
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            self._nodes.ended(leg, error)
+            await leg.stream.aclose()
+
+    def _ended(self) -> Sequence[GenerationChunk]:
+        """The end of an answer that can't go on."""
+        self._over = True
+        trouble = self._trouble
+        code = trouble.code if isinstance(trouble, ExecutorUnavailable | PipelineError) else NO_MACHINE
+        why = f"No machine goes on with this answer. The last one: {trouble}"
+        id_, reason = self._request.request_id, FinishReason.ERROR
+        return [GenerationChunk(id_, index, (), "", finish_reason=reason, error=why, code=code) for index in self._so_far]

@@ -1,0 +1,329 @@
+"""The whole fleet as one `Inference`: a request arrives here and runs where the plan says, and its answer streams back through here.
+
+Law: a request keeps the node it started with for as long as that advances; then it moves on to another node of its route that gives the same bytes,
+and goes on there from the tokens so far. A missing seed is drawn here. What this node runs itself, where no other could, costs nothing more than before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import grpc.aio
+
+from paceline.core.clock import Clock
+from paceline.core.errors import PacelineError
+from paceline.core.generation import GenerationRequest
+from paceline.core.ids import NodeId
+from paceline.core.inference import ChunkStream, Progress, ServedModel, fingerprint_of
+from paceline.core.stats import EngineStats
+from paceline.fleet.card import ModelOffer
+from paceline.fleet.effects import Effect
+from paceline.fleet.eligibility import MayAnswer, Use
+from paceline.net.member.node import FleetNode
+from paceline.ways.forward.client import RemoteStream
+from paceline.ways.forward.forwarded import Forwarded, Leg
+from paceline.ways.forward.local import LocalModels
+from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
+from paceline.ways.forward.routes import Route, Stop, Weights, routes
+from paceline.ways.forward.service import LoadedModel
+from paceline.ways.forward.sharing import Prompt, Sharing
+from paceline.ways.forward.tokenizers import Described, TokenizerStore
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, Weights]
+"""A model by name, and what it is."""
+
+RETRY_S = 5.0
+MOST_RETRY_S = 300.0
+"""After a tokenizer could not be had, it is asked for again, each time later. Raising them: a model of another node appears later."""
+MOST_SHOWN = 64
+"""Models of other nodes whose tokenizers are held. Raising it: what other nodes can make this one hold."""
+
+CONTEXT_S = 30.0
+"""Between two looks at the context of another node's model, which changes where machines lease it KV. Raising it: requests are refused for longer that
+would fit by now."""
+LATELY_S = 300.0
+"""For so long after its last machine went, a model counts as one that comes back. Raising it: clients ask longer for one that does not."""
+SETTLE_S = 3.0
+"""How long a start waits for a first look at the fleet. Raising it: a node whose fleet does not answer is ready later."""
+
+
+class FleetInference:
+    """Implements `core.inference.Inference` over this node's engine and every other node's."""
+
+    def __init__(
+        self,
+        fleet: FleetNode,
+        local: LocalModels,
+        tokenizers: TokenizerStore,
+        clock: Clock,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """On the event loop.
+
+        Args:
+            draw: numbers in [0, 1): which answers of others are computed again here.
+        """
+        self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
+        self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
+        self._proofs = Proofs(clock, self._changed, draw)
+        self._routes: dict[str, Route] = {}
+        self._described: OrderedDict[Key, Described] = OrderedDict()
+        """That used last at the end."""
+        self._set_aside: set[Key] = set()
+        """Made way for others; fetched again when asked for."""
+        self._fetching: dict[Key, asyncio.Task[None]] = {}
+        self._following: dict[Key, asyncio.Task[None]] = {}
+        """Looks at what is described."""
+        self._gone: dict[str, float] = {}
+        """Models that were served lately, and until when."""
+        self._stale = self._closed = False
+        self._unsettled_until = clock.monotonic() + SETTLE_S
+        """The fleet may have more than was seen yet."""
+        fleet.listen(self._on_news)
+        self._changed()
+
+    # -------------------------------------------------------------------------------------------------------------- for the server
+
+    def models(self) -> Sequence[ServedModel]:
+        """This node's own first, then those of others by name, as soon as their tokenizers are here. As the view was read last."""
+        own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
+        names = {model.name for model in own}
+        others = [
+            described.served(route.stops[0].numerics_id, route.size_bytes)
+            for name, route in self._routes.items()
+            if name not in names and (described := self._described.get((name, route.weights))) is not None
+        ]
+        return (*own, *others)
+
+    def expects(self, model: str) -> bool:
+        """See `Inference.expects`: its tokenizer may be on its way, or a machine may start anew; and at a start, the first look is still to come."""
+        gone_s = self._gone.get(model)
+        now = self._clock.monotonic()
+        return now < self._unsettled_until or model in self._routes or (gone_s is not None and now - gone_s < LATELY_S)
+
+    def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
+        """See `Inference.generate`."""
+        self._refresh()
+        route = self._routes.get(model)
+        if route is not None:
+            self._wanted(route)
+        if self._local.inference is not None and (route is None or [stop.node_id for stop in route.stops] == [self._fleet.node_id]):
+            return self._local.inference.generate(model, request)
+        if request.sampling.seed is None:
+            request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
+        return Forwarded(request, _Nodes(self, model, route), self._clock)
+
+    def stats(self) -> EngineStats:
+        return EngineStats() if self._local.inference is None else self._local.inference.stats()
+
+    def progress(self) -> Progress:
+        own = Progress(busy=False, seconds_since_step=0.0) if self._local.inference is None else self._local.inference.progress()
+        return replace(own, failing=self._fleet.background.failing)
+
+    # ------------------------------------------------------------------------------------------------------------- for its owner
+
+    def look_again(self) -> None:
+        """What this node has loaded changed."""
+        self._stale = True
+        self._refresh()
+
+    async def settle(self) -> None:
+        """Wait for a first look at the fleet, and for the tokenizers of what it has, as long as members answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._fleet.gossip.first_look()
+                self._refresh()
+                if self._fetching:
+                    await asyncio.wait(self._fetching.values())
+        self._unsettled_until = self._clock.monotonic()
+
+    async def close(self) -> None:
+        """Stop asking others for tokenizers. Idempotent."""
+        self._closed = True
+        await self._proofs.close()
+        tasks = [*self._fetching.values(), *self._following.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------------------------- inside
+
+    def _on_news(self, effect: Effect) -> None:
+        del effect
+        self._changed()
+
+    def _changed(self) -> None:
+        self._stale = True
+        # Soon, so that all that one message brought is planned with once.
+        asyncio.get_running_loop().call_soon(self._refresh)
+
+    def _refresh(self) -> None:
+        """Read the view again if it changed: rarely, so a request costs a look at a flag."""
+        if not self._stale:
+            return
+        self._stale = False
+        loaded = {model.name: Weights(model.digest, model.weights, model.tokenizer) for model in self._local.all}
+        meanings = {name: route.weights for name, route in self._routes.items()}
+        answerers: MayAnswer = self._fleet.eligible(Use.ANSWER)
+        before, self._routes = self._routes, routes(self._proofs.as_seen(answerers), loaded, meanings)
+        now = self._clock.monotonic()
+        self._gone = {name: at for name, at in self._gone.items() if now - at < LATELY_S and name not in self._routes}
+        self._gone |= dict.fromkeys(before.keys() - self._routes.keys(), now)
+        shown = {(name, route.weights) for name, route in self._routes.items() if name not in loaded}
+        self._described = OrderedDict((key, described) for key, described in self._described.items() if key in shown)
+        self._set_aside &= shown
+        for name, route in self._routes.items():
+            if name not in loaded:
+                self._fetch(route)
+        if not self._closed:
+            for stop, offer in self._proofs.to_prove(answerers):
+                self._prove(stop, offer)
+
+    def _prove(self, stop: Stop, offer: ModelOffer) -> None:
+        """Have another node, which claims to be faster than this one, show it."""
+        served, loaded = self._local.served(offer.model_id), self._local.find(offer.model_id)
+        if served is None or loaded is None:  # it has another name there
+            return
+        request = probe(served.tokenizer.encode(PROBE))
+        remote = LoadedModel(offer.model_id, offer.digest, offer.weights, offer.numerics_id, 0, 0)
+        stream = RemoteStream(lambda: self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER), stop.node_id, remote, request)
+        self._proofs.prove(stop, offer, stream, request, self._again(offer.model_id, stop, Weights(offer.digest, offer.weights)))
+
+    def _again(self, name: str, stop: Stop, weights: Weights) -> Again | None:
+        """What computes here what another node answers; None where the bytes are not the same."""
+        inference, loaded = self._local.inference, self._local.find(name)
+        if inference is None or loaded is None or not loaded.numerics_id or loaded.numerics_id != stop.numerics_id:
+            return None
+        if (loaded.digest, loaded.weights) != (weights.digest, weights.format) or not loaded.holds_identity:
+            return None
+        return lambda request: inference.generate(name, request)
+
+    def _shown(self, model: ServedModel) -> ServedModel:
+        """This node's model, with the fingerprint of the kernels that would answer."""
+        route, loaded = self._routes.get(model.name), self._local.find(model.name)
+        if route is None or loaded is None or route.stops[0].numerics_id == loaded.numerics_id:
+            return model
+        return replace(model, fingerprint=fingerprint_of(loaded.digest, loaded.weights, route.stops[0].numerics_id))
+
+    def leg(self, name: str, same: tuple[Weights, str], request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        """See `Nodes.leg`.
+
+        Args:
+            same: the weights and the numerics id that the answer is of.
+        """
+        self._refresh()
+        route = self._routes.get(name)
+        if route is None or route.weights != same[0]:
+            return None
+        prompt = Prompt(request.prompt_ids, f"{route.weights.digest}:{route.weights.format}", request.cache_salt)
+        stop = self._sharing.choose([stop for stop in route.stops if stop.numerics_id == same[1]], prompt, left)
+        if stop is None:
+            return None
+        self._sharing.began(stop.node_id, prompt)
+        return Leg(stop, self._stream(name, route, stop, request))
+
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        """See `Nodes.ended`."""
+        self._sharing.ended(leg.stop, error)
+        if error is not None:
+            self._fleet.meter.retried += 1
+            logger.info("a request leaves %s: %s", leg.node_id, error)
+
+    def own_load(self) -> int:
+        """Sequences that run and wait here."""
+        stats = self.stats()
+        return stats.running + stats.waiting
+
+    def _heard_s(self, node_id: NodeId) -> float | None:
+        live = self._fleet.view().get(node_id)
+        return None if live is None else self._clock.monotonic() - live.age_s
+
+    def _stream(self, name: str, route: Route, stop: Stop, request: GenerationRequest) -> ChunkStream:
+        if stop.node_id == self._fleet.node_id and self._local.inference is not None:
+            return self._local.inference.generate(name, request)
+        loaded = LoadedModel(name, route.weights.digest, route.weights.format, stop.numerics_id, 0, 0)
+
+        def dial() -> grpc.aio.Channel:
+            channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
+            self._fleet.meter.forwarded += 1
+            return channel
+
+        stream = RemoteStream(dial, stop.node_id, loaded, request)
+        return self._proofs.watched(stop, route.weights, stream, request, self._again(name, stop, route.weights))
+
+    def _wanted(self, route: Route) -> None:
+        """A model was asked for."""
+        key = (route.name, route.weights)
+        if key in self._described:
+            self._described.move_to_end(key)
+        elif key in self._set_aside:
+            self._set_aside.discard(key)
+            self._fetch(route)
+
+    def _fetch(self, route: Route) -> None:
+        """Get what it takes to show and tokenize for a model of others."""
+        key = (route.name, route.weights)
+        if key in self._described or key in self._fetching or key in self._set_aside or self._closed:
+            return
+        task = asyncio.create_task(self._describe(key), name=f"tokenizer of {route.name}")
+        self._fetching[key] = task
+        task.add_done_callback(lambda _: self._fetching.pop(key, None))
+
+    async def _describe(self, key: Key) -> None:
+        (name, weights), wait_s = key, RETRY_S
+        while (route := self._routes.get(name)) is not None and route.weights == weights:
+            for stop in route.stops:
+                if stop.node_id == self._fleet.node_id:  # its own card, while its engine is down
+                    continue
+                try:
+                    channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
+                    self._described[key] = await self._tokenizers.describe(channel, stop.node_id, name, weights)
+                except PacelineError as error:
+                    logger.warning("no tokenizer of %s from %s: %s", name, stop.node_id, error)
+                    continue
+                if len(self._described) > MOST_SHOWN:
+                    self._set_aside.add(self._described.popitem(last=False)[0])
+                if key not in self._following:
+                    task = self._following[key] = asyncio.create_task(self._follow(key), name=f"context of {name}")
+                    task.add_done_callback(lambda _: self._following.pop(key, None))
+                return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MOST_RETRY_S)
+
+    async def _follow(self, key: Key) -> None:
+        """Ask the best node for its context again and again, as long as the model is shown."""
+        name, weights = key
+        while True:
+            await asyncio.sleep(CONTEXT_S)
+            route = self._routes.get(name)
+            if route is None or key not in self._described:
+                return
+            stop = route.stops[0]
+            with suppress(PacelineError):  # it is told where a request fails by it
+                channel = self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER)
+                described = await self._tokenizers.describe(channel, stop.node_id, name, weights)
+                if key in self._described:
+                    self._described[key] = described
+
+
+class _Nodes:
+    """Those that give the bytes which the best one at the start of a request gives."""
+
+    def __init__(self, fleet: FleetInference, name: str, route: Route | None) -> None:
+        self._fleet, self._name = fleet, name
+        self._same = None if route is None else (route.weights, route.stops[0].numerics_id)
+
+    def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
+        return None if self._same is None else self._fleet.leg(self._name, self._same, request, left)
+
+    def ended(self, leg: Leg, error: PacelineError | None) -> None:
+        self._fleet.ended(leg, error)

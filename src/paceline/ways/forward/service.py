@@ -1,0 +1,176 @@
+"""GenerateService: runs what this node has loaded, for another node that was asked. It never forwards, so a request can't go in circles.
+
+The caller's end is the generation's end: grpc cancels the handler, which closes the stream, which frees its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+from uuid import uuid4
+
+import grpc.aio
+
+from paceline.core.errors import ContextOverflow, PacelineError, UnknownModel
+from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.ids import RequestId
+from paceline.core.shown import printable
+from paceline.engine.grammar import VERSION
+from paceline.net.rpc_faults import abort
+from paceline.net.trust.handlers import caller_of
+from paceline.net.wire import generate_pb2 as wire
+from paceline.net.wire.generate_pb2_grpc import GenerateServiceServicer
+from paceline.ways.forward.codec import numerics_asked, read_request, write_chunks
+
+NOTICE_S = 1.0
+"""From one sign to the next that an answer is worked on. Raising it: who waits for it gives up a machine that sleeps later."""
+PART_BYTES = 1 << 20
+"""Of a tokenizer, in one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What exactly a node has loaded under a name."""
+
+    name: str
+    digest: str
+    weights: str
+    numerics_id: str
+    created: int
+    """Unix seconds."""
+    max_context: int
+    tokenizer: str = ""
+    """SHA-256 of its packed tokenizer and template."""
+    holds_identity: bool = False
+    """A row's bytes don't depend on what runs beside it."""
+
+
+class Chunks(Protocol):
+    """As `core.inference.ChunkStream`."""
+
+    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]: ...
+    def aclose(self) -> Coroutine[Any, Any, None]: ...
+
+
+class LoadedModels(Protocol):
+    """What a node runs itself."""
+
+    def find(self, name: str) -> LoadedModel | None: ...
+
+    async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
+        """SHA-256 (hex) and bytes of a loaded model's tokenizer."""
+        ...
+
+    def generate(self, model: str, request: GenerationRequest) -> Chunks: ...
+
+    def advances(self) -> bool:
+        """Whether the engine gets on with what it has to do."""
+        ...
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerateServicer(GenerateServiceServicer):
+    """Answers members."""
+
+    def __init__(self, models: LoadedModels) -> None:
+        self._models = models
+
+    # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
+    async def Generate(self, request: wire.GenerateRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            self._check(request)
+            # Ids are the caller's; two callers may have chosen one.
+            wanted = read_request(request, RequestId(f"{request.request_id[:64]}@{uuid4().hex}"), caller_of(context))
+            async with (
+                aclosing(self._models.generate(request.model_id, wanted)) as stream,
+                _Notices(context, self._models.advances) as notices,
+            ):
+                async for chunks in stream:
+                    await notices.write(write_chunks(chunks))
+        except PacelineError as error:
+            await abort(context, error)
+
+    async def DescribeModel(self, request: wire.DescribeModelRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loaded = self._models.find(request.model_id)
+        if loaded is None:
+            await abort(context, _not_here(request.model_id))
+        try:
+            digest, packed = await self._models.packed_tokenizer(loaded.name)
+        except PacelineError as error:
+            await abort(context, error)
+        description = wire.DescribeModelResponse(
+            digest=loaded.digest,
+            quantization=loaded.weights,
+            numerics_id=loaded.numerics_id,
+            created_unix=loaded.created,
+            max_context=loaded.max_context,
+            tokenizer_sha256=digest,
+        )
+        await context.write(description)
+        for at in range(0, len(packed), PART_BYTES):
+            await context.write(wire.DescribeModelResponse(tokenizer_part=packed[at : at + PART_BYTES]))
+
+    def _check(self, request: wire.GenerateRequest) -> None:
+        """A caller whose view is out of date must not get other bytes than it promised."""
+        loaded = self._models.find(request.model_id)
+        if loaded is None:
+            raise _not_here(request.model_id)
+        formed = request.HasField("grammar")
+        if formed and request.grammar.version != VERSION:
+            raise UnknownModel(f"Grammars are followed by {VERSION} here, and {printable(request.grammar.version, 100)} is asked for")
+        numerics = numerics_asked(loaded.numerics_id, VERSION if formed else None)
+        if (loaded.digest, loaded.weights, numerics) != (request.digest, request.quantization, request.numerics_id):
+            raise UnknownModel(f"Another {request.model_id[:200]} is loaded here than the one asked for")
+        longest = max((len(one.token_ids) for one in request.so_far), default=0)
+        if len(request.prompt_ids) + longest > loaded.max_context:  # before as many numbers are made of them
+            raise ContextOverflow(
+                f"Prompt and answer have {len(request.prompt_ids) + longest} tokens and the model's context {loaded.max_context}",
+                field="prompt",
+            )
+
+
+class _Notices:
+    """Says every `NOTICE_S`, beside an answer that is silent, that it is worked on.
+
+    Args:
+        advances: whether it is.
+    """
+
+    def __init__(self, context: Context, advances: Callable[[], bool]) -> None:
+        self._context, self._advances = context, advances
+        self._writing = asyncio.Lock()
+        self._written = False
+        """Since the last notice was due."""
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._tell(), name="notices of a generation")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def write(self, message: wire.GenerateResponse) -> None:
+        """Send what the answer gained."""
+        self._written = True
+        async with self._writing:
+            await self._context.write(message)
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(NOTICE_S)
+            if not self._written and self._advances():
+                async with self._writing:
+                    await self._context.write(wire.GenerateResponse())
+            self._written = False
+
+
+def _not_here(name: str) -> UnknownModel:
+    return UnknownModel(f"The model {name[:200]!r} is not loaded here")

@@ -1,0 +1,1 @@
+"""One model's layers over several machines."""

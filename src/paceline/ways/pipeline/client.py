@@ -1,0 +1,225 @@
+"""A stage on another node, as an orchestrator holds it. The stage lives as long as the call that opened it.
+
+What it reports is kept as it comes. When it is gone, whichever way, `lost` says why, at once and for good; so `lost` is all there is to
+watch, and it may be watched from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from paceline.core import errors
+from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled
+from paceline.core.ids import BatchId, NodeId
+from paceline.net.rpc_faults import error_of, unless_closed
+from paceline.net.wire import shard_pb2 as wire
+from paceline.net.wire.shard_pb2_grpc import ShardServiceStub
+from paceline.ways.pipeline.codec import read_event, write_connect, write_open, write_warm
+from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageReport, StageRequest
+
+FIRST_WORD_S = 6.0
+"""Longest wait for a node's first word: a host that has the layers opens at once, any other says that it loads. Raising it: a route over a
+machine that is asleep is given up later, and machines that are awake take over later."""
+SILENCE_S = 20.0
+"""Longest wait for news while a stage loads, and for a further byte. Raising it holds on longer to one that hangs."""
+PREPARE_S = 300.0
+"""The same while there are no bytes to count: before it is known how many there are, and once all are there and kernels are compiled."""
+SILENT_REPORTS = 8
+"""Reports that may be missing in a row, of a stage that is open."""
+LEAST_SILENCE_S = 2.0
+LISTENED = 8
+"""Parts in which silence is waited for. Time in which this process stood still passes in one of them: it is not the other's silence."""
+CALL_S = 10.0
+"""For ConnectStage and EchoRows."""
+
+Call = grpc.aio.UnaryStreamCall[wire.OpenStageRequest, wire.OpenStageResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoss:
+    """Why a stage is gone."""
+
+    error: PacelineError
+    fault: StageFault | None = None
+    """What it said itself, where it could; `fault.blames` may be another node."""
+
+
+class RemoteStage:
+    """One session with one stage. Made by `open_stage`; close it. Attributes may be read from any thread, methods are for its event loop."""
+
+    def __init__(self, node_id: NodeId, request: StageRequest, opened: StageOpened, channel: grpc.aio.Channel, call: Call) -> None:
+        self.node_id: Final = node_id
+        self.request: Final = request
+        self.opened: Final = opened
+        self.report = StageReport()
+        """The latest."""
+        self.lost: Final[Future[StageLoss]] = Future()
+        """Done once the stage is gone, by its fault, its end or `close`."""
+        self._call: Final = call
+        self._stub: Final = ShardServiceStub(channel)
+        self._silence_s: Final = max(LEAST_SILENCE_S, SILENT_REPORTS * request.report_s)
+        self._follower: Final = asyncio.create_task(self._follow(), name=f"stage-at-{node_id}")
+
+    @property
+    def fault(self) -> StageFault | None:
+        """What the stage said at its end."""
+        return self.lost.result().fault if self.lost.done() else None
+
+    async def connect(self, to: NextStage) -> None:
+        """Say where results go; returns once the stage has reached it.
+
+        Raises:
+            ShardUnavailable: it can't reach it. The stage itself is as good as before.
+            NodeUnreachable: the stage's own node is gone.
+            FleetError: it refuses.
+        """
+        with _heard(self.node_id):
+            await self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S)
+
+    async def echo(self, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:
+        """Rows of a batch that was not sent yet, as they arrive there.
+
+        Raises:
+            FleetError: the stage is gone, or refuses.
+        """
+        asked = wire.EchoRowsRequest(session_id=self.request.session_id, batch_id=batch_id, first_row=first_row, n_rows=n_rows)
+        with _heard(self.node_id):
+            return (await self._stub.EchoRows(asked, timeout=CALL_S)).rows
+
+    async def close(self) -> None:
+        """End the session there too. Idempotent."""
+        self._lose(StageLoss(PipelineError(f"The session with {self.node_id} was closed")))
+        self._call.cancel()
+        await asyncio.wait({self._follower})
+
+    async def _follow(self) -> None:
+        """Keep reports until there are no more."""
+        try:
+            while True:
+                match await _next(self._call, self.node_id, self.request, self._silence_s):
+                    case StageReport() as report:
+                        self.report = report
+                    case StageFault() as fault:
+                        self._lose(StageLoss(error_of_fault(fault, self.node_id), fault))
+                        return
+                    case _:
+                        raise FleetError(f"{self.node_id} says out of turn how far it is")
+        except PacelineError as error:
+            self._lose(StageLoss(error))
+        finally:
+            self._call.cancel()
+
+    def _lose(self, loss: StageLoss) -> None:
+        if not self.lost.done():
+            self.lost.set_result(loss)
+
+
+async def open_stage(
+    channel: grpc.aio.Channel,
+    node_id: NodeId,
+    request: StageRequest,
+    on_loading: Callable[[StageLoading], None] | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> RemoteStage:
+    """Ask a node for a stage, and wait for as long as it loads further bytes. Cancelled, no session is left there.
+
+    Args:
+        channel: to that node, for as long as the stage.
+        node_id: the node, for messages.
+        on_loading: told of weights on their way.
+
+    Raises:
+        PipelineError: the node refuses, or loads nothing more.
+        FleetError: it can't be reached, or makes no sense.
+    """
+    with _heard(node_id):
+        call = ShardServiceStub(channel).OpenStage(write_open(request))
+    silence_s, most, moved_s = FIRST_WORD_S, 0, now()
+    try:
+        while True:
+            event, silence_s = await _next(call, node_id, request, silence_s), SILENCE_S
+            match event:
+                case StageOpened() as opened:
+                    return RemoteStage(node_id, request, opened, channel, call)
+                case StageLoading(done, total) as loading:
+                    if on_loading is not None:
+                        on_loading(loading)
+                    if done > most:
+                        most, moved_s = done, now()
+                    still_s = SILENCE_S if done < total else PREPARE_S
+                    if now() - moved_s > still_s:
+                        raise PipelineStalled(f"{node_id} loaded nothing more for {still_s:g} s, at {done} of {total} bytes")
+                case StageFault() as fault:
+                    raise error_of_fault(fault, node_id)
+                case StageReport():
+                    raise FleetError(f"{node_id} reports of a stage that is not open")
+    except BaseException:
+        call.cancel()
+        raise
+
+
+async def warm_layers(channel: grpc.aio.Channel, node_id: NodeId, request: StageRequest) -> StageLoading | None:
+    """Have a node load layers that may come to be needed, or go on keeping them. Nothing is leased.
+
+    Returns:
+        How far the load is; None: they are in memory.
+
+    Raises:
+        PipelineError: the node refuses, as it has not the memory.
+        FleetError: it can't be reached.
+    """
+    with _heard(node_id):
+        said = await ShardServiceStub(channel).WarmLayers(write_warm(request), timeout=CALL_S)
+    return None if said.loaded else StageLoading(said.loading.bytes_done, said.loading.bytes_total)
+
+
+def tensor_addresses(addresses: Iterable[str], port: int) -> tuple[str, ...]:
+    """Where a node's tensor streams are: on the hosts of its addresses, in that order."""
+    return tuple(dict.fromkeys(f"{address.rpartition(':')[0]}:{port}" for address in addresses))
+
+
+def error_of_fault(fault: StageFault, node_id: NodeId) -> PacelineError:
+    """A stage's fault as the error it names."""
+    kinds = {kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PipelineError)}
+    return kinds.get(fault.code, PipelineError)(f"{node_id}: {fault.message}")
+
+
+async def _next(call: Call, node_id: NodeId, request: StageRequest, silence_s: float) -> StageEvent:
+    """The next event.
+
+    Raises:
+        FleetError: there is none, for whatever reason.
+    """
+    reading = asyncio.ensure_future(call.read())
+    try:
+        for _ in range(LISTENED):
+            if (await asyncio.wait({reading}, timeout=silence_s / LISTENED))[0]:
+                break
+        else:
+            raise PipelineStalled(f"{node_id} has said nothing for {silence_s:g} s")
+        with _heard(node_id):
+            message = await reading
+    finally:
+        reading.cancel()
+    if not isinstance(message, wire.OpenStageResponse):  # grpc's mark of a stream's end
+        raise NodeUnreachable(f"{node_id} ended the session")
+    return read_event(message, request)
+
+
+@contextmanager
+def _heard(node_id: NodeId) -> Generator[None]:
+    """Has whatever ends a call as a `FleetError`."""
+    try:
+        with unless_closed(node_id):
+            yield
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error, node_id) from error

@@ -1,0 +1,89 @@
+"""What is said of a pipeline's routes, as they break and others take over: to the log, to clients that ask, to the meter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from paceline.core.clock import Clock
+from paceline.core.errors import ExecutorUnavailable
+from paceline.core.generation import Notice
+from paceline.ways.pipeline.executor.route import Fault, Opening, Route
+from paceline.ways.pipeline.executor.watch import PipelineWatch
+
+logger = logging.getLogger(__name__)
+
+LOADING_S = 2.0
+"""Between two notices of how far a load is. Lowering it: clients that wait read more of them."""
+
+
+class RouteNews:
+    """Of one pipeline.
+
+    Args:
+        layers: that its routes run, for messages.
+        clock: for how often it is said how far a load is.
+    """
+
+    def __init__(self, layers: str, numerics_id: str, watch: PipelineWatch, clock: Clock) -> None:
+        self._layers, self._numerics_id, self._watch, self._clock = layers, numerics_id, watch, clock
+        self._said_at = 0.0
+        self._notices: list[Notice] = []
+        self._fault: Fault | None = None
+        """Of the route before."""
+        self.failovers = 0
+
+    def take(self) -> Sequence[Notice]:
+        """What clients have not been told."""
+        taken, self._notices = self._notices, []
+        return taken
+
+    def lost(self, fault: Fault) -> None:
+        """A route broke."""
+        logger.warning("the pipeline broke: %s: %s", fault.node_id or "nobody knows who", fault.message)
+        self._note("shard_status", status="degraded", node=fault.node_id or "unknown", code=fault.code, reason=fault.message)
+        self._fault = fault
+        self._watch.lost(fault)
+
+    def opening(self, opening: Opening) -> None:
+        """Machines load the layers."""
+        self._watch.opening(opening)
+        now = self._clock.monotonic()
+        if self._fault is None or not opening.nodes or now - self._said_at < LOADING_S:
+            return
+        self._said_at = now
+        logger.info("layers %s are being loaded by %s: %s", self._layers, " and ".join(opening.nodes), opening)
+        left = {} if opening.seconds_left is None else {"seconds_left": f"{opening.seconds_left:.0f}"}
+        self._note("shard_status", status="loading", nodes=", ".join(opening.nodes), percent=str(opening.percent), **left)
+
+    def found(self, route: Route, seconds: float) -> None:
+        """There is a route over others, found in so long."""
+        self._watch.constructed(seconds)
+        shards = ", ".join(f"{stage.shard_id} on {stage.node_id}" for stage in route.stages)
+        if any(stage.numerics_id not in {"", self._numerics_id} for stage in route.stages):
+            logger.warning("machines of the pipeline compute other bytes than this one: %s", shards)
+            self._note("shard_status", status="other numerics", route=shards)
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            logger.warning("the pipeline goes on over %s", shards)
+            self._note("shard_failover", lost=fault.node_id or "unknown", route=shards)
+            self._watch.failed_over()
+            self.failovers += 1
+
+    def aborted(self, error: ExecutorUnavailable) -> None:
+        """There is none."""
+        self._note("pipeline_aborted", code=error.code, reason=error.message)
+
+    def fell_back(self, reason: str) -> None:
+        """This machine took over."""
+        self._note("local_fallback", layers=self._layers, reason=reason)
+        self._watch.fell_back()
+        self._fault = None
+
+    def restored(self) -> None:
+        """Others take over from it again."""
+        logger.warning("layers %s run on other machines again", self._layers)
+        self._note("shard_status", status="restored", layers=self._layers)
+
+    def _note(self, kind: str, **detail: str) -> None:
+        self._notices.append(Notice(kind, detail))

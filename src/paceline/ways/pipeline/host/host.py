@@ -1,0 +1,298 @@
+"""Runs layers for other members: the `ShardHost` of a node.
+
+A session is what its caller's call iterates over: leaving the iteration, however, stops the session, and its stream and its KV are free once its
+thread has ended. Weights go on loading for a caller that went away, and stay for a while: it finds them when it comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from paceline.core.background import Background
+from paceline.core.clock import Clock
+from paceline.core.errors import (
+    BadPipelineRequest,
+    FleetError,
+    NodeUnreachable,
+    PipelineError,
+    PipelineStalled,
+    ShardUnavailable,
+    TensorStreamError,
+)
+from paceline.core.ids import BatchId, NodeId
+from paceline.core.model import BLOCK_TOKENS
+from paceline.net.trust.certificates import Member
+from paceline.ways.pipeline.executor.sessions import (
+    TICKET_BYTES,
+    NextStage,
+    StageEvent,
+    StageFault,
+    StageLoading,
+    StageOpened,
+    StageRequest,
+)
+from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
+from paceline.ways.pipeline.host.limits import HostLimits
+from paceline.ways.pipeline.host.meter import ShardMeter
+from paceline.ways.pipeline.host.session import Place, Session, Surroundings
+from paceline.ways.pipeline.host.shard import Claim, Shard
+from paceline.ways.pipeline.host.warm import WarmShards
+
+logger = logging.getLogger(__name__)
+
+ECHO_S = 8.0
+"""How long a caller waits for a batch to be echoed. Under what callers give the call."""
+JOIN_S = 1.0
+"""What a stop gives sessions to end: a batch in progress is computed to its end."""
+LOOK_S = 5.0
+"""How often idle shards are looked for."""
+
+Key = tuple[NodeId, bytes]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A session that was asked for."""
+
+    session: Session | None = None
+    connecting: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it has a fault."""
+
+
+class NodeShardHost:
+    """Serves shards. Lives on one event loop.
+
+    Args:
+        warm: its shards.
+        ends: this node's tensor port.
+        limits: bounds.
+        meter: counts.
+        clock: all time.
+        check_caller: raises NotTrusted for members that are not served.
+    """
+
+    def __init__(
+        self,
+        warm: WarmShards,
+        ends: TensorEnds,
+        limits: HostLimits,
+        meter: ShardMeter,
+        clock: Clock,
+        check_caller: Callable[[Member], None],
+    ) -> None:
+        self.warm = warm
+        self._ends, self._limits, self._meter, self._clock, self._check = ends, limits, meter, clock, check_caller
+        self._open: dict[Key, _Open] = {}
+        self._live: set[Session] = set()
+        """Sessions of which something may still run."""
+        self._ended = asyncio.Event()
+        self._closed = False
+        self._reaper: asyncio.Task[None] | None = None
+
+    # -------------------------------------------------------------------------------------------------------------- for its owner
+
+    def start(self, background: Background) -> None:
+        """Begin to evict what is idle."""
+        self._reaper = background.keep(self._reap, "shard-reaper")
+
+    async def close(self) -> None:
+        """End every session and free every shard. Bounded; idempotent."""
+        self._closed = True
+        if self._reaper is not None:
+            self._reaper.cancel()
+            await asyncio.gather(self._reaper, return_exceptions=True)
+            self._reaper = None
+        for session in self._live:
+            session.stop()
+        for asked in self._open.values():
+            asked.news.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_S):
+                while self._live:
+                    self._ended.clear()
+                    await self._ended.wait()
+        if self._live:
+            logger.warning("%d sessions did not end in time; their memory stays taken", len(self._live))
+        await self.warm.close()
+
+    @property
+    def sessions(self) -> int:
+        """Of which something may still run."""
+        return len(self._live)
+
+    def revoked(self, node_id: NodeId) -> None:
+        """Nothing that a revoked node sends is run any more, and nothing is sent to it. Its own sessions end with its calls."""
+        for session in tuple(self._live):
+            if node_id in session.peers:
+                session.fail(StageFault(PipelineError.code, f"{node_id} was revoked", node_id))
+                session.stop()  # now, however long its caller takes to hear of it
+
+    # --------------------------------------------------------------------------------------------------------------- for callers
+
+    def admit(self, caller: Member) -> None:
+        """As `ShardHost.admit`."""
+        self._check(caller)
+
+    async def open(self, request: StageRequest, caller: Member) -> AsyncGenerator[StageEvent]:
+        """As `ShardHost.open`."""
+        key = (caller.node_id, request.session_id)
+        if key in self._open:
+            raise BadPipelineRequest("A session of this id is open")
+        mine = self._open[key] = _Open()
+        try:
+            async with aclosing(self._session(mine, request, caller)) as events:
+                async for event in events:
+                    yield event
+        except ShardUnavailable:
+            self._meter.sessions_refused += 1
+            raise
+        finally:
+            del self._open[key]
+
+    async def _session(self, mine: _Open, request: StageRequest, caller: Member) -> AsyncGenerator[StageEvent]:
+        if self._closed:
+            raise ShardUnavailable("This machine is stopping")
+        shard, claim = await self.warm.claim(request, (caller.node_id, request.kv) if request.kv else None)
+        try:
+            async with aclosing(self._loading(shard, request.report_s)) as loading:
+                async for progress in loading:
+                    yield progress
+            if claim.kv is not None:
+                shard.stop(claim.kv)
+            await self.warm.await_ending(shard)
+            resumed = None if claim.kv is None else shard.resume(request, claim.kv)
+            session = self._begin(shard, claim, request, mine, resumed)
+        except BaseException:
+            self.warm.release(shard, claim)
+            raise
+        try:
+            self._meter.sessions_opened += 1
+            yield self._opened(shard, session, resumed=resumed is not None)
+            while session.fault is None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(request.report_s):
+                        await mine.news.wait()
+                if session.stopping and session.fault is None:
+                    raise ShardUnavailable("This machine is stopping")
+                yield session.report
+            yield session.report  # how far it came
+            yield session.fault
+        finally:
+            session.stop()
+
+    def warm_layers(self, request: StageRequest) -> StageLoading | None:
+        """As `ShardHost.warm_layers`."""
+        shard = self.warm.prepare(request)
+        return None if shard.loaded is not None else StageLoading(*shard.meter.progress)
+
+    async def connect(self, session_id: bytes, caller: Member, to: NextStage) -> None:
+        """As `ShardHost.connect`."""
+        found = self._find(session_id, caller)
+        session = found.session
+        if session is None or found.connecting:
+            raise BadPipelineRequest("This session is not open yet, or connected already")
+        go = self._ends.way(to, session.request.dtype)
+        found.connecting = True
+        deadline = self._clock.monotonic() + self._limits.connect_s
+        try:
+            sink = await opened_in_thread(partial(go, deadline))
+        except (NodeUnreachable, TensorStreamError) as error:
+            found.connecting = False  # the caller may know another way
+            raise ShardUnavailable(error.message) from error
+        session.begin(to, sink)
+
+    async def echo(self, session_id: bytes, caller: Member, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:
+        """As `ShardHost.echo`."""
+        session = self._find(session_id, caller).session
+        if session is None:
+            raise BadPipelineRequest("This session is not open yet")
+        rows = session.echo(batch_id, first_row, n_rows)
+        try:
+            async with asyncio.timeout(ECHO_S):
+                return await asyncio.wrap_future(rows)
+        except TimeoutError:
+            raise PipelineStalled(f"Batch {batch_id} did not come within {ECHO_S:g} s") from None
+        finally:
+            session.forget_echo(batch_id, rows)
+
+    # -------------------------------------------------------------------------------------------------------------------- inside
+
+    def _find(self, session_id: bytes, caller: Member) -> _Open:
+        """A caller's own session: another caller's can't be named."""
+        found = self._open.get((caller.node_id, session_id))
+        if found is None:
+            raise BadPipelineRequest("There is no such session")
+        return found
+
+    async def _loading(self, shard: Shard, every_s: float) -> AsyncGenerator[StageLoading]:
+        """How far a load is, until it is over.
+
+        Raises:
+            PipelineError: it failed.
+        """
+        load = shard.loading
+        assert load is not None
+        while not load.done():
+            await asyncio.wait({load}, timeout=every_s)
+            if not load.done():
+                yield StageLoading(*shard.meter.progress)
+        if load.cancelled():
+            raise ShardUnavailable("This machine is stopping")
+        await load
+
+    def _begin(self, shard: Shard, claim: Claim, request: StageRequest, mine: _Open, resumed: Place | None) -> Session:
+        """A session on a loaded shard."""
+        if shard.loaded is None or self._closed:
+            raise ShardUnavailable("This machine is stopping")
+        place = resumed or shard.place(request)
+        loop, ticket = asyncio.get_running_loop(), secrets.token_bytes(TICKET_BYTES)
+        try:
+            expected = self._ends.expect(ticket, request.dtype, place.width)
+        except FleetError as error:
+            shard.leases.give_back(place.lease)
+            raise ShardUnavailable("This machine takes no activations any more") from error
+        session: Session
+
+        def ended() -> None:
+            self._live.discard(session)
+            self.warm.release(shard, claim)
+            self._ended.set()
+
+        around = Surroundings(self._limits, self._meter, self._clock, partial(_tell, loop, mine.news.set), partial(_tell, loop, ended))
+        session = Session(request, place, ticket, expected, around)
+        claim.session = mine.session = session
+        self._live.add(session)
+        return session
+
+    def _opened(self, shard: Shard, session: Session, *, resumed: bool) -> StageOpened:
+        loaded = shard.loaded
+        assert loaded is not None, "a shard with a claim is not evicted"
+        runner = loaded.runner
+        return StageOpened(
+            self._ends.port,
+            session.ticket,
+            min(session.place.lease.n_blocks * runner.block_size // BLOCK_TOKENS, session.request.n_blocks),
+            runner.block_size,
+            runner.numerics_id,
+            runner.one_path,
+            runner.holds_identity,
+            resumed,
+        )
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._limits.idle_s))
+            await self.warm.evict_idle()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+    """From any thread. A loop that is closed is told nothing."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(what)

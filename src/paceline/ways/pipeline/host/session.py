@@ -1,0 +1,323 @@
+"""A session at work: one thread that receives, runs, sends, and counts. It never logs, stores or keeps activations past the forward pass.
+
+Law: `on_end` is called once, when nothing of the session runs any more: only then may its KV go to another. `stop` brings that about from any
+thread. What ends a session against its caller's will is its fault, and says whom it blames.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.clock import Clock
+from paceline.core.errors import (
+    BadPipelineRequest,
+    FleetError,
+    PipelineError,
+    PipelineStalled,
+    ShardCorrupt,
+    ShardUnavailable,
+    StreamClosed,
+    StreamIdle,
+    StreamStalled,
+    TensorStreamError,
+)
+from paceline.core.ids import BatchId, NodeId
+from paceline.core.model import LayerRange
+from paceline.engine.local import WireBits
+from paceline.ways.pipeline.executor.links import ActivationSink
+from paceline.ways.pipeline.executor.sessions import NextStage, StageFault, StageReport, StageRequest
+from paceline.ways.pipeline.executor.stage_batch import StageBatch
+from paceline.ways.pipeline.host.echoes import Echoes
+from paceline.ways.pipeline.host.ends import Expected, Incoming
+from paceline.ways.pipeline.host.leases import Lease
+from paceline.ways.pipeline.host.limits import HostLimits
+from paceline.ways.pipeline.host.meter import Latencies, ShardMeter
+from paceline.ways.pipeline.host.turns import Turns
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+"""A thread that waits for work looks so often whether it was stopped, should nothing wake it."""
+
+
+class RunsBatches(Protocol):
+    """`ways.pipeline.executor.stage.Stage`."""
+
+    def take_blocks_of(self, tokens: int) -> None: ...
+    def run(self, batch: StageBatch, x_TD: WireBits) -> WireBits: ...
+    def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A session's part of a shard."""
+
+    shard_id: str
+    stage: RunsBatches
+    turns: Turns
+    lease: Lease
+    width: int
+    """Of a row."""
+    layers: LayerRange
+    max_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a session needs of its host."""
+
+    limits: HostLimits
+    meter: ShardMeter
+    clock: Clock
+    on_fault: Callable[[], None]
+    """Told of a fault, in any thread."""
+    on_end: Callable[[], None]
+    """Told once, in any thread, that nothing runs any more."""
+
+
+class Session:
+    """One caller's use of one shard. Made on the event loop; `begin` starts its thread."""
+
+    def __init__(self, request: StageRequest, place: Place, ticket: bytes, expected: Expected, around: Surroundings) -> None:
+        """A session that waits to be connected.
+
+        Args:
+            request: what was asked.
+            place: where it runs.
+            ticket: what its sender brings.
+            expected: its input, once a stream brings the ticket.
+            around: what it needs of its host.
+        """
+        self.request, self.place, self.ticket = request, place, ticket
+        self._expected, self._limits, self._meter, self._clock = expected, around.limits, around.meter, around.clock
+        self._on_fault, self._on_end = around.on_fault, around.on_end
+        self._echoes = Echoes(2 * place.width)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._source: Incoming | None = None
+        self._sink: ActivationSink | None = None
+        self._to: NodeId | None = None
+        self.stopping = False
+        self.holds_kv = True
+        """What ran was run to its end: another session may go on with its KV."""
+        self.fault: StageFault | None = None
+        self._latencies = Latencies()
+        self._received = self._computed = self._sent = 0
+        self._busy_s = 0.0
+
+    # ------------------------------------------------------------------------------------------------------------- for the host
+
+    @property
+    def report(self) -> StageReport:
+        """How far it is."""
+        received, computed = self._received, self._computed
+        return StageReport(received, min(computed, received), self._sent, self.waiting, self._latencies.p95, self._busy_s)
+
+    @property
+    def waiting(self) -> int:
+        """Batches that came and were not computed yet."""
+        return max(0, self._received - self._computed)
+
+    def begin(self, to: NextStage, sink: ActivationSink) -> None:
+        """Start, with where results go: the session's own from here on.
+
+        Raises:
+            BadPipelineRequest: it is connected already, or has ended; or its lease is no whole blocks of the batches'.
+            ShardUnavailable: the system has no thread left.
+        """
+        with self._lock:
+            if self.stopping or self._thread is not None:
+                sink.close()
+                raise BadPipelineRequest("This session is connected already, or has ended")
+            if to.block_size is not None:
+                try:
+                    self.place.stage.take_blocks_of(to.block_size)
+                except BadPipelineRequest:
+                    sink.close()
+                    raise
+            self._sink, self._to = sink, to.node_id
+            # A daemon, so that kernels which never end can't keep the process alive.
+            self._thread = threading.Thread(
+                target=self._live, args=(to.node_id, sink), name=f"paceline-stage-{self.place.shard_id}", daemon=True
+            )
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._thread = None
+                sink.close()
+                raise ShardUnavailable("This machine has no thread left") from error
+
+    def stop(self) -> None:
+        """End it. Returns at once; idempotent."""
+        with self._lock:
+            first, self.stopping = not self.stopping, True
+            never_began = self._thread is None
+        self._close_ends()
+        if first and never_began:
+            self._echoes.close()
+            self._on_end()
+
+    def fail(self, fault: StageFault) -> None:
+        """End it against its caller's will."""
+        with self._lock:
+            if self.stopping or self.fault is not None:
+                return
+            self.fault = fault
+        self._on_fault()
+
+    def echo(self, batch_id: BatchId, first_row: int, n_rows: int) -> Future[bytes]:
+        """Rows of a batch to come.
+
+        Raises:
+            BadPipelineRequest: it came already, or too much is asked.
+        """
+        return self._echoes.ask(batch_id, first_row, n_rows)
+
+    def forget_echo(self, batch_id: BatchId, rows: Future[bytes]) -> None:
+        """The caller that asked waits no more."""
+        self._echoes.forget(batch_id, rows)
+
+    @property
+    def peers(self) -> frozenset[NodeId]:
+        """Whom it receives from and sends to."""
+        source = self._source
+        return frozenset(node_id for node_id in (self._to, None if source is None else source.peer) if node_id is not None)
+
+    # ---------------------------------------------------------------------------------------------------------------- its thread
+
+    def _live(self, to: NodeId, sink: ActivationSink) -> None:
+        try:
+            self._work(to, sink)
+        except _Ended as ended:
+            error, blames = ended.error, ended.blames
+            if isinstance(error, ShardCorrupt) and not self.stopping:
+                self._meter.corrupt()
+            self.fail(StageFault(error.code, error.message, blames))
+        except Exception as error:
+            if not self.stopping:
+                logger.exception("a session on %s failed", self.place.shard_id)
+            self.fail(StageFault(PipelineError.code, f"The stage failed: {type(error).__name__}", None))
+        finally:
+            self._close_ends()
+            self._echoes.close()
+            self._on_end()
+
+    def _work(self, to: NodeId, sink: ActivationSink) -> None:
+        """Batch after batch, until the session is stopped or broken."""
+        source = self._accept()
+        if source is None:
+            return
+        stage, shard_id = self.place.stage, self.place.shard_id
+        now, limits, echoes = self._clock.monotonic, self._limits, self._echoes
+        slowest_s = 0.0
+        while not self.stopping:
+            received = self._receive(source)
+            if received is None:
+                continue
+            batch, x_TD = received
+            arrived = now()
+            self._received += 1
+            echoes.came(batch.batch_id, x_TD)
+            behind = batch.behind(self.request.layers)
+            try:
+                sink.prepare(behind, x_TD.shape[1])
+            except FleetError as error:
+                raise _Ended(_meaning(error, "The output"), to) from error
+            try:
+                with self.place.turns.take(limits.turn_s):
+                    began = now()
+                    self.holds_kv = False
+                    out_TD = stage.run(batch, x_TD)
+                    out_TD = (out_TD if behind is batch else out_TD[:0]).copy()  # the runner's buffer is another session's next
+                    self.holds_kv = True
+                    self._busy_s += now() - began
+            except (BadPipelineRequest, ShardCorrupt) as error:
+                raise _Ended(error, source.peer) from error
+            except PipelineError as error:
+                raise _Ended(error, None) from error
+            self._computed += 1
+            # The next stage may be as slow as this machine was, and busy with more than one.
+            slowest_s = max(0.99 * slowest_s, now() - arrived)
+            try:
+                sink.send(behind, out_TD, now() + limits.stall_s + 4 * slowest_s)
+            except FleetError as error:
+                raise _Ended(_meaning(error, "The output"), to) from error
+            try:
+                source.acknowledge()
+            except FleetError as error:
+                raise _Ended(_meaning(error, "The input"), source.peer) from error
+            self._sent += 1
+            took_ms = 1000 * (now() - arrived)
+            self._latencies.add(took_ms)
+            self._meter.observe(shard_id, took_ms)
+
+    def _accept(self) -> Incoming | None:
+        """The input, however long it takes: the caller that opened the session ends it when that is too long."""
+        while not self.stopping:
+            try:
+                source = self._expected.accept(self._clock.monotonic() + IDLE_S)
+            except StreamStalled:
+                continue
+            except TensorStreamError as error:
+                raise _Ended(_meaning(error, "The input"), None) from error
+            with self._lock:
+                self._source = source
+            if self.stopping:  # which may have been too early to close it
+                source.close()
+                return None
+            return source
+        return None
+
+    def _receive(self, source: Incoming) -> tuple[StageBatch, WireBits] | None:
+        """The next batch; None where none came yet."""
+        now = self._clock.monotonic
+        try:
+            try:
+                return source.receive(now() + IDLE_S, self._rehearse)
+            except StreamIdle:
+                return None
+            except StreamStalled:
+                # It began, maybe just now: it has its own time.
+                return source.receive(now() + self._limits.stall_s)
+        except FleetError as error:
+            raise _Ended(_meaning(error, "The input"), source.peer) from error
+
+    def _rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
+        """While nothing comes, and no other session computes here."""
+        with self.place.turns.take_free() as mine:
+            if mine:
+                self.place.stage.rehearse(batch, x_TD)
+
+    def _close_ends(self) -> None:
+        with self._lock:
+            ends = [end for end in (self._source, self._sink) if end is not None]
+        self._expected.close()
+        for end in ends:
+            end.close()
+
+
+class _Ended(Exception):
+    """Leaves the thread's work with whom to blame."""
+
+    def __init__(self, error: PipelineError, blames: NodeId | None) -> None:
+        super().__init__(error.message)
+        self.error, self.blames = error, blames
+
+
+def _meaning(error: FleetError, what: str) -> PipelineError:
+    """What a broken stream is to a pipeline."""
+    text = f"{what} broke: {error.message}"
+    match error:
+        case StreamStalled():
+            return PipelineStalled(text)
+        case StreamClosed():
+            return ShardUnavailable(text)
+        case TensorStreamError():
+            return ShardCorrupt(text)
+        case _:
+            return PipelineError(text)

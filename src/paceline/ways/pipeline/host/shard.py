@@ -1,0 +1,209 @@
+"""Layers of a model in this machine's memory, or on their way there, and who uses them. All of this happens on the event loop.
+
+A claim is a stream in use: from the moment a caller asks for the layers until nothing of their session runs any more. So the bound of streams
+holds while weights load, and a shard without claims may be evicted at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import ShardUnavailable
+from paceline.core.ids import NodeId
+from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
+from paceline.engine.local import LayerRunner
+from paceline.fleet.card import ModelShape
+from paceline.ways.pipeline.executor.sessions import StageRequest
+from paceline.ways.pipeline.executor.stage import Stage
+from paceline.ways.pipeline.host.leases import KEPT_BACK, Leases
+from paceline.ways.pipeline.host.load_meter import LoadMeter
+from paceline.ways.pipeline.host.session import Place, Session
+from paceline.ways.pipeline.host.turns import Turns
+
+KvName = tuple[NodeId, bytes]
+"""The caller, and what it calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load gave."""
+
+    name: str
+    """The model's, on this machine."""
+    spec: ModelSpec
+    shape: ModelShape
+    runner: LayerRunner[Any]
+    max_rows: int
+    memory_bytes: int
+    """Weights, KV, and room for rows."""
+    size_bytes: int
+    """Of the whole model's weights as far as they are in files here."""
+
+
+class Claim:
+    """One stream in use. Its identity is what counts.
+
+    Args:
+        kv: under which the session's KV is kept; None: it is not.
+    """
+
+    def __init__(self, kv: KvName | None = None) -> None:
+        self.kv = kv
+        self.session: Session | None = None
+
+
+class Shard:
+    """A range of layers.
+
+    Args:
+        request: by whom it is loaded.
+        max_streams: claims at most.
+        now: on the monotonic clock.
+    """
+
+    def __init__(self, request: StageRequest, max_streams: int, now: float) -> None:
+        self.model_id = request.model_id
+        self.digest, self.weights, self.layers = request.digest, request.weights, request.layers
+        self.max_streams = max_streams
+        self.claims: set[Claim] = set()
+        self.used_at = now
+        self.turns = Turns()
+        self.loading: asyncio.Task[None] | None = None
+        self.meter = LoadMeter()
+        self.loaded: Loaded | None = None
+        self.leases = Leases(0)
+        self._kept: dict[KvName, tuple[Place, float]] = {}
+        """KV of sessions that have ended, and until when it is kept. The oldest first."""
+        self.gone = False
+        """Evicted, or never to be loaded."""
+        self.change = asyncio.Event()
+        """Set when a claim is released; the caller that waits clears it."""
+
+    @property
+    def shard_id(self) -> str:
+        """<model>:<first>-<last>."""
+        name = self.digest[:12] if self.loaded is None else self.loaded.name
+        return f"{name}:{self.layers}"
+
+    @property
+    def is_idle(self) -> bool:
+        return self.loaded is not None and not self.claims
+
+    @property
+    def is_loading(self) -> bool:
+        return self.loading is not None and not self.loading.done()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.claims) >= self.max_streams
+
+    @property
+    def is_ending(self) -> bool:
+        """A stream is about to become free."""
+        return any(claim.session is not None and claim.session.stopping for claim in self.claims)
+
+    @property
+    def queue_depth(self) -> int:
+        return sum(claim.session.waiting for claim in self.claims if claim.session is not None)
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self.loaded is None else self.loaded.memory_bytes
+
+    def holds(self, digest: str, weights: WeightsFormat, layers: LayerRange) -> bool:
+        """Whether these layers are among its own."""
+        mine = self.layers
+        return (self.digest, self.weights) == (digest, weights) and mine.start <= layers.start and layers.stop <= mine.stop
+
+    def suits(self, request: StageRequest) -> bool:
+        """Whether it is large enough for a request, were it the only one."""
+        loaded = self.loaded
+        return loaded is None or (
+            loaded.max_rows >= request.max_rows and self.leases.n_blocks >= _own_blocks(request.least_blocks, loaded.runner)
+        )
+
+    def end(self, claim: Claim, until: float | None) -> None:
+        """A stream is over: its KV is kept for the session that goes on with it, or given back.
+
+        Args:
+            until: when it is kept, on the monotonic clock; None: it is not.
+        """
+        self.claims.discard(claim)
+        session, name = claim.session, claim.kv
+        if session is None:
+            return
+        # A session that takes long to end may find its name taken.
+        taken = name in self._kept or any(other.kv == name and other.session is not None for other in self.claims)
+        if until is None or name is None or taken or not session.holds_kv:
+            self.leases.give_back(session.place.lease)
+        else:
+            self._kept[name] = session.place, until
+
+    def stop(self, name: KvName) -> None:
+        """End the session that has this KV: its caller goes on with another."""
+        for claim in self.claims:
+            if claim.kv == name and claim.session is not None:
+                claim.session.stop()
+
+    def drop_kept(self, now: float) -> None:
+        """What no session went on with in time."""
+        for name, (_, until) in tuple(self._kept.items()):
+            if until <= now:
+                self._drop(name)
+
+    def resume(self, request: StageRequest, name: KvName) -> Place | None:
+        """What the last session of this name left; None: nothing, or nothing that fits. Its lease is to be given back."""
+        place, _ = self._kept.get(name, (None, 0.0))
+        loaded = self.loaded
+        if place is None or loaded is None:
+            return None
+        fits = place.layers == request.layers and place.max_rows == min(request.max_rows, loaded.max_rows)
+        if not fits or place.lease.n_blocks < _own_blocks(request.least_blocks, loaded.runner):
+            self._drop(name)
+            return None
+        del self._kept[name]
+        return place
+
+    def _drop(self, name: KvName) -> None:
+        self.leases.give_back(self._kept.pop(name)[0].lease)
+
+    def place(self, request: StageRequest) -> Place:
+        """Room for a session, once it is loaded. Its lease is to be given back. What is kept makes way.
+
+        Raises:
+            ShardUnavailable: there is less than was asked for.
+        """
+        loaded = self.loaded
+        assert loaded is not None, "a shard with a claim is not evicted"
+        if not self.suits(request):
+            raise ShardUnavailable(f"{self.shard_id} was loaded with less room than is asked for")
+        later = max(0, self.max_streams - 1 - sum(claim.session is not None for claim in self.claims))
+        least = _own_blocks(request.least_blocks, loaded.runner)
+        wanted = max(least, request.n_blocks * BLOCK_TOKENS // loaded.runner.block_size)
+        kept_back = later * _own_blocks(KEPT_BACK, loaded.runner)
+        lease = self.leases.take(wanted, least, kept_back)
+        while self._kept and (lease is None or lease.n_blocks < wanted):
+            if lease is not None:
+                self.leases.give_back(lease)
+            self._drop(next(iter(self._kept)))
+            lease = self.leases.take(wanted, least, kept_back)
+        if lease is None:
+            raise ShardUnavailable(f"{self.shard_id} has fewer than {request.least_blocks} KV blocks free")
+        max_rows = min(request.max_rows, loaded.max_rows)
+        stage = Stage(
+            loaded.runner,
+            request.layers,
+            base_block=lease.base,
+            n_blocks=lease.n_blocks,
+            max_rows=max_rows,
+            max_context=loaded.spec.max_context,
+            width=loaded.spec.hidden,
+        )
+        return Place(self.shard_id, stage, self.turns, lease, loaded.spec.hidden, request.layers, max_rows)
+
+
+def _own_blocks(n_blocks: int, runner: LayerRunner[Any]) -> int:
+    """A runner's own blocks that hold as much as so many of 16 tokens."""
+    return -(-n_blocks * BLOCK_TOKENS // runner.block_size)

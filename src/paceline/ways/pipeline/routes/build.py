@@ -1,0 +1,273 @@
+"""Puts a pipeline together: this machine's part of the model, the router to the others, the executor, the engine.
+
+Law: what a person asked for is built, or an error says why not. The plan decides how many layers stay here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.backends.options import LoadProgress
+from paceline.core.clock import Clock
+from paceline.core.errors import PipelineDisabled
+from paceline.core.ids import NodeId
+from paceline.core.inference import ServedModel
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
+from paceline.engine.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.grammar import Grammars
+from paceline.engine.intake import context_of
+from paceline.engine.local import LayerRunner
+from paceline.machine.host import EngineHost
+from paceline.machine.offers import WarmModel
+from paceline.machine.settings import NodeSettings
+from paceline.machine.setup import Setup, set_up
+from paceline.machine.speed import Speed, vocabulary_id
+from paceline.node.build import BuiltNode
+from paceline.ways.draft.sources import NodeDrafts
+from paceline.ways.pipeline.executor.fallback import Fallback, LocalRoute
+from paceline.ways.pipeline.executor.limits import PipelineLimits
+from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.route import Opening
+from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, ActivationDtype, StageRequest
+from paceline.ways.pipeline.host.ends import TensorEnds
+from paceline.ways.pipeline.routes.ahead import begin_loads
+from paceline.ways.pipeline.routes.choosing import Wanted, typical_request
+from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
+from paceline.ways.pipeline.routes.opening import Opener, SeesFleet
+from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers, fitting, longest_context
+from paceline.ways.pipeline.routes.router import FleetRouter
+from paceline.ways.pipeline.routes.spare_keeper import SpareKeeper
+from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
+
+if TYPE_CHECKING:
+    from paceline.backends.cpu.sampler import CompiledSampler
+
+
+def loads_the_rest(own: NodeId, setup: Setup, head: LayerRunner[Any], max_rows: int) -> Callable[[], LocalRoute]:
+    """What a `Fallback` loads.
+
+    Args:
+        setup: the head's, so that bytes are the same; the model is whole on this machine.
+        head: embedding, head and first layers.
+    """
+    spec = setup.opened.spec
+    layers = LayerRange(head.layers.stop, spec.n_layers)
+
+    def load() -> LocalRoute:
+        """The route.
+
+        Raises:
+            OutOfMemory: it does not fit.
+        """
+        kv = setup.room(layers, edges=False, unasked=True)
+        runner = setup.load(layers, min(kv.n_blocks, head.n_blocks * head.block_size // BLOCK_TOKENS), max_rows, edges=False)
+        return LocalRoute(own, setup.opened.name, runner, max_rows=max_rows, max_context=spec.max_context, width=spec.hidden)
+
+    return load
+
+
+LEAST_TOKENS = 256
+"""Of KV, for which machines are worth asking where no context was asked for. Raising it leaves out machines that are nearly full."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPipeline:
+    """An engine over several machines, ready to step."""
+
+    engine: Engine
+    rebuild: Callable[[], Engine]
+    """Makes another engine on the executor, in place of one that failed."""
+    executor: PipelineExecutor
+    router: FleetRouter
+    model: ServedModel
+    config: EngineConfig
+    warm: WarmModel
+    summary: str
+    drafts: NodeDrafts | None
+    """Made elsewhere; None: the kernels here do not allow for drafts."""
+    sampler: CompiledSampler
+    grammars: Grammars
+
+    def close(self) -> None:
+        """End what the engine runs on."""
+        self.executor.close()
+        self.sampler.close()
+
+
+def build_pipeline(
+    settings: NodeSettings,
+    order: PipelineOrder,
+    fleet: SeesFleet,
+    ends: TensorEnds,
+    loop: asyncio.AbstractEventLoop,
+    clock: Clock,
+    *,
+    meter: PipelineMeter,
+    progress: LoadProgress | None,
+    on_opening: Callable[[Opening], None] | None,
+    on_end: Callable[[], None],
+) -> BuiltNode:
+    """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there.
+
+    `on_end` is called once the pipeline has ended.
+    """
+    built = build_engine_over(settings, order, fleet, ends, loop, clock, meter=meter, progress=progress, on_opening=on_opening)
+
+    def release() -> None:
+        try:
+            built.close()
+        finally:
+            on_end()
+
+    def rebuild() -> MeteredEngine:
+        return MeteredEngine(built.rebuild(), meter, clock)
+
+    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild, built.grammars)
+    return BuiltNode(host, built.model, (), built.summary, built.warm, drafts=built.drafts)
+
+
+def build_engine_over(
+    settings: NodeSettings,
+    order: PipelineOrder,
+    fleet: SeesFleet,
+    ends: TensorEnds,
+    loop: asyncio.AbstractEventLoop,
+    clock: Clock,
+    *,
+    meter: PipelineMeter | None = None,
+    progress: LoadProgress | None = None,
+    on_opening: Callable[[Opening], None] | None = None,
+) -> BuiltPipeline:
+    """Load this machine's part and open a route through the others. Blocks: it is called in a thread.
+
+    Args:
+        settings: the model, and this machine's share of it.
+        loop: its event loop, which must run meanwhile.
+        progress: called with (bytes read, bytes to read) of this machine's part.
+        on_opening: told how far the others are with their layers, some times a second, by the thread that calls.
+
+    Raises:
+        PipelineDisabled: this machine's settings don't allow it.
+        ExecutorUnavailable: no node can run the other layers.
+        UserError: something asked for can't be had.
+    """
+    asked = order.settings
+    if not asked.enabled:
+        raise PipelineDisabled(
+            "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
+        )
+    setup = set_up(settings, spread=True)
+    opened, spec, weights, digest = setup.opened, setup.opened.spec, setup.weights, setup.digest
+    check_layers(order, opened.name, spec.n_layers)
+    planned, own, kv = fitting(fleet, order, setup, clock)
+    config = replace(setup.config(kv), step_timeout_s=1e6)  # the pipeline has bounds of its own
+    max_rows = config.max_rows
+    n_blocks = _whole_blocks(kv.tokens)
+    least_blocks = _whole_blocks(settings.context or min(kv.context, LEAST_TOKENS))
+    wanted = Wanted(
+        opened.name,
+        digest,
+        weights,
+        spec.n_layers,
+        len(own),
+        context=longest_context(setup),
+        kv_tokens=least_blocks * BLOCK_TOKENS,
+        rows=max_rows,
+        objective=order.objective,
+        pins=order.pins,
+        max_shards=asked.max_shards_per_request,
+        min_host_trust=asked.min_host_trust,
+        allow_self=asked.allow_self_as_shard,
+    )
+    request = StageRequest(
+        bytes(SESSION_ID_BYTES),
+        opened.name,
+        digest,
+        weights,
+        LayerRange(len(own), spec.n_layers),
+        n_blocks=n_blocks,
+        least_blocks=least_blocks,
+        max_rows=max_rows,
+        dtype=asked.activation_dtype,
+        report_s=asked.report_ms / 1000,
+    )
+    # Others fetch and load theirs meanwhile.
+    ahead = begin_loads(fleet, request, wanted, loop)
+    head = setup.load(own, n_blocks, max_rows, progress)
+    wanted = replace(wanted, numerics_id=head.numerics_id)
+    opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop)
+    meter = meter or PipelineMeter()
+    if on_opening is not None:
+        meter.listen(on_opening)
+    spares = SpareKeeper(fleet, request, wanted, loop) if asked.keep_spares else None
+    router = FleetRouter(fleet, opener, wanted, loop, clock, meter, spares, ahead)
+    fallback = None
+    if asked.fallback_to_local:
+        rest = loads_the_rest(fleet.node_id, setup, head, max_rows)
+        fallback = Fallback(rest, asked.fallback_to_local_after_failures, clock)
+    check = None
+    if asked.spot_check_every and head.holds_identity and request.dtype is ActivationDtype.BF16:
+        holders = Holders(fleet.cards, fleet.trust, fleet.node_id, wanted, router.excluded)
+        check = SpotCheck(asked.spot_check_every, opener, holders, head.numerics_id, router.quarantine, loop)
+    limits = PipelineLimits(
+        stall_s=asked.stall_seconds,
+        search_s=asked.search_seconds,
+        row_s=planned.estimate.ttft_s / typical_request(wanted.context)[0],
+        max_rows=max_rows,
+        max_context=spec.max_context,
+    )
+    try:
+        executor = PipelineExecutor(head, spec.n_layers, router, limits, clock, check, fallback, meter)
+    except BaseException:
+        router.close()
+        head.close()
+        raise
+    with ExitStack() as undo:
+        undo.callback(executor.close)
+        # An answer that began goes on with less, where machines that take over have less.
+        opener.least_blocks = min(request.least_blocks, _whole_blocks(LEAST_TOKENS))
+        model = setup.served(head, kv, clock)
+        speed = Speed(planned.estimate.tokens_per_s, 0.0, head.numerics_id, head.holds_identity, vocabulary_id(opened.tokenizer))
+        stages = ", ".join(map(str, executor.stages))
+        here = f"layers {own.words} here" if own else "no layers here"
+        context = context_of(config, executor)
+        summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}"
+        # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
+        drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
+        drafting = setup.drafting(head, drafts)
+        sampler = setup.sampler()
+        undo.callback(sampler.close)
+        grammars = Grammars(opened.tokenizer)
+
+        def make() -> Engine:
+            return Engine(executor, opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=grammars)
+
+        def rebuild() -> Engine:
+            executor.reset()
+            return make()
+
+        built = BuiltPipeline(
+            make(),
+            rebuild,
+            executor,
+            router,
+            model,
+            config,
+            replace(setup.warm(kv, speed), context=context),
+            summary,
+            drafts,
+            sampler,
+            grammars,
+        )
+        undo.pop_all()
+        return built
+
+
+def _whole_blocks(tokens: int) -> int:
+    """Blocks of 16 tokens that hold so many, whatever the other machines keep together."""
+    return -(-tokens // WIDEST_BLOCK) * (WIDEST_BLOCK // BLOCK_TOKENS)

@@ -1,0 +1,106 @@
+"""A node as its pipelines see it. What belongs to the event loop is asked there, whichever thread asks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import grpc.aio
+
+from paceline.core.background import Background
+from paceline.core.errors import FleetError
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.fleet.card import NodeCard
+from paceline.fleet.effects import Effect
+from paceline.fleet.eligibility import Use
+from paceline.fleet.view import FleetView
+from paceline.net.member.node import FleetNode
+
+ANSWER_S = 5.0
+
+Answer = TypeVar("Answer")
+
+
+class FleetEyes:
+    """A `router.SeesFleet`. Made on the event loop.
+
+    Args:
+        shard_age_s: what a card says of loaded shards is not believed when it is older.
+        least: trust of machines that hold layers; None: as the node's settings say.
+    """
+
+    def __init__(self, fleet: FleetNode, shard_age_s: float, least: Trust | None = None) -> None:
+        self._fleet, self._shard_age_s = fleet, shard_age_s
+        self._policy = fleet.trust if least is None else replace(fleet.trust, host=least)
+        self._loop = asyncio.get_running_loop()
+        self._news = threading.Event()
+        fleet.listen(self._on_news)
+
+    @property
+    def node_id(self) -> NodeId:
+        return self._fleet.node_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._fleet.addresses
+
+    @property
+    def background(self) -> Background:
+        """The node's work beside requests."""
+        return self._fleet.background
+
+    def cards(self) -> Sequence[NodeCard]:
+        """The live ones; old ones without their shards."""
+        return [live.card if live.age_s <= self._shard_age_s else without_shards(live.card) for live in self._view().nodes]
+
+    def trust(self) -> dict[NodeId, Trust]:
+        """What certificates say."""
+        return self._view().trust
+
+    def order(self, addresses: Sequence[str]) -> tuple[str, ...]:
+        """The likeliest first."""
+        return self._fleet.book.order(addresses)
+
+    def channel(self, node_id: NodeId) -> grpc.aio.Channel:
+        """For sessions with a node, over the address that serves best. On the event loop.
+
+        Raises:
+            FleetError: it is not in view, or its certificate is not good.
+        """
+        live = self._fleet.view().get(node_id)
+        if live is None or not live.card.addresses:
+            raise FleetError(f"{node_id} is not in view any more")
+        return self._fleet.channel(node_id, live.card.addresses, Use.HOLD_LAYERS, trust=self._policy)
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Until something changes in the fleet, but no longer. Not on the event loop."""
+        self._news.clear()
+        self._news.wait(seconds)
+
+    def _view(self) -> FleetView:
+        return self._asked(self._fleet.view)
+
+    def _asked(self, question: Callable[[], Answer]) -> Answer:
+        try:
+            if asyncio.get_running_loop() is self._loop:
+                return question()
+        except RuntimeError:
+            pass  # another thread
+
+        async def answer() -> Answer:
+            return question()
+
+        return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(ANSWER_S)
+
+    def _on_news(self, effect: Effect) -> None:
+        del effect
+        self._news.set()
+
+
+def without_shards(card: NodeCard) -> NodeCard:
+    """A card that tells of no loaded layers: of what the machine could load it still does."""
+    return replace(card, models=tuple(offer for offer in card.models if offer.shard is None))

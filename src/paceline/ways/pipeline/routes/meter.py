@@ -1,0 +1,186 @@
+"""What an orchestrator counts of its pipelines, a node's page of it, and an engine whose requests are timed: until their first token, and how fast the
+others come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.core.clock import Clock
+from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.ids import RequestId
+from paceline.core.stats import EngineStats
+from paceline.machine.engine_thread import StepEngine
+from paceline.server.metrics import Histogram
+from paceline.ways.pipeline.executor.route import Fault, Opening
+from paceline.ways.pipeline.host.meter import ShardMeter
+
+CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)
+FIRST_TOKEN_BOUNDS_MS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0, 6400.0, 12800.0, 25600.0, 60000.0)
+RATE_BOUNDS = (0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 512.0)
+
+
+class PipelineMeter:
+    """Counted by the engine's thread and by the event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._corruption = 0
+        self.construct_ms = Histogram(CONSTRUCT_BOUNDS_MS)
+        self.first_token_ms = Histogram(FIRST_TOKEN_BOUNDS_MS)
+        self.tokens_per_second = Histogram(RATE_BOUNDS)
+        self.losses = self.failovers = self.fallbacks = 0
+        self._listeners: list[Callable[[Opening], None]] = []
+
+    @property
+    def corruption(self) -> int:
+        """Stages that sent garbage, or wrong numbers."""
+        return self._corruption
+
+    def corrupt(self) -> None:
+        """One more."""
+        with self._lock:
+            self._corruption += 1
+
+    def listen(self, listener: Callable[[Opening], None]) -> None:
+        """Have routes on their way told to a further listener, in the engine's thread."""
+        self._listeners.append(listener)
+
+    # ---------------------------------------------------------------------------------- as a PipelineWatch, in the engine's thread
+
+    def opening(self, opening: Opening) -> None:
+        for listener in self._listeners:
+            listener(opening)
+
+    def constructed(self, seconds: float) -> None:
+        self.construct_ms.observe(seconds * 1000)
+
+    def lost(self, fault: Fault) -> None:
+        del fault
+        self.losses += 1
+
+    def failed_over(self) -> None:
+        self.failovers += 1
+
+    def fell_back(self) -> None:
+        self.fallbacks += 1
+
+    # --------------------------------------------------------------------------------------------------- in the engine's thread
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token, so long after it came."""
+        self.first_token_ms.observe(seconds * 1000)
+
+    def answered(self, tokens_per_s: float) -> None:
+        """A request is over; so fast came what followed its first token."""
+        self.tokens_per_second.observe(tokens_per_s)
+
+
+class PipelineMetrics(Collector):
+    """For `server.metrics.MetricsPage.add`.
+
+    Args:
+        shards: of the layers it runs for others, where it does.
+    """
+
+    def __init__(self, pipelines: PipelineMeter, shards: ShardMeter | None) -> None:
+        self._pipelines, self._shards = pipelines, shards
+
+    def describe(self) -> list[Metric]:
+        """Nothing ahead of time."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a metric."""
+        meter = self._pipelines
+        yield meter.construct_ms.family(
+            "paceline_pipeline_construct_ms", "Milliseconds until machines for all layers were found and ready."
+        )
+        yield meter.first_token_ms.family("paceline_first_token_ms", "Milliseconds from a request to its first token, over a pipeline.")
+        yield meter.tokens_per_second.family("paceline_tokens_per_second", "Of a request over a pipeline, after its first token.")
+        yield CounterMetricFamily("paceline_pipelines_lost", "Times that a pipeline in use broke.", value=meter.losses)
+        yield CounterMetricFamily("paceline_failovers", "Times that other machines took over.", value=meter.failovers)
+        yield CounterMetricFamily("paceline_fallback_to_local", "Times that this machine took over alone.", value=meter.fallbacks)
+        corruption = self._pipelines.corruption + (0 if self._shards is None else self._shards.corruption)
+        yield CounterMetricFamily(
+            "paceline_shard_corruption_detected",
+            "Times that another machine sent what is no activations, or was found to compute wrong numbers.",
+            value=corruption,
+        )
+
+
+class _Timed:
+    """A request under way."""
+
+    __slots__ = ("added_s", "first_s", "last_s", "left", "tokens")
+
+    def __init__(self, added_s: float, left: int) -> None:
+        self.added_s, self.left = added_s, left
+        self.first_s: float | None = None
+        self.last_s = added_s
+        self.tokens = 0
+        """After the first."""
+
+
+class MeteredEngine:
+    """A `StepEngine` over another."""
+
+    def __init__(self, engine: StepEngine, meter: PipelineMeter, clock: Clock) -> None:
+        self._engine, self._meter, self._clock = engine, meter, clock
+        self._timed: dict[RequestId, _Timed] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def add(self, request: GenerationRequest) -> None:
+        self._engine.add(request)
+        self._timed[request.request_id] = _Timed(self._clock.monotonic(), len(request.indices))
+
+    def abort(self, request_id: RequestId) -> None:
+        self._engine.abort(request_id)
+
+    def recall(self, gone: Collection[RequestId], shortest: int | None, *, stops: bool) -> None:
+        self._engine.recall(gone, shortest, stops=stops)
+
+    @property
+    def advanced(self) -> int:
+        return self._engine.advanced
+
+    def submit(self) -> None:
+        self._engine.submit()
+
+    def collect(self) -> list[GenerationChunk]:
+        chunks = self._engine.collect()
+        now_s = self._clock.monotonic()
+        for chunk in chunks:
+            timed = self._timed[chunk.request_id]
+            if chunk.token_ids:
+                self._count(timed, len(chunk.token_ids), now_s)
+            if chunk.finish_reason is not None:
+                timed.left -= 1
+                if not timed.left:
+                    self._end(self._timed.pop(chunk.request_id))
+        return chunks
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def check_invariants(self) -> None:
+        self._engine.check_invariants()
+
+    def _count(self, timed: _Timed, tokens: int, now_s: float) -> None:
+        if timed.first_s is None:
+            timed.first_s = now_s
+            self._meter.first_token(now_s - timed.added_s)
+        else:
+            timed.tokens += tokens
+        timed.last_s = now_s
+
+    def _end(self, timed: _Timed) -> None:
+        if timed.first_s is not None and timed.last_s > timed.first_s:
+            self._meter.answered(timed.tokens / (timed.last_s - timed.first_s))

@@ -1,0 +1,311 @@
+"""Finds stages that compute plausible wrong numbers: now and then, rows of a prompt are computed by other holders of the layers, too.
+
+Law: only what this node sent and what came back to it is known at first hand, so a whole chain of second holders runs from the one, and must
+end with the very bytes of the other. No stage can tell such a batch from any other, but for one drawn each time, which is asked what arrived:
+that says on which side of it to look, clears no stage, and convicts only one that told of a wrong input although the end is right. Of the suspects,
+each is given its input again in a session like any other; who then differs from the second holder is left out, or the second holder, where a
+third one sides against it. Where all repeat what they should have said, it can't be known which lied, and all suspects are left out.
+What is checked needs no KV from before: rows from position 0 of a sequence. Later rows go unseen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from paceline.core.background import in_background_of
+from paceline.core.errors import FleetError, PipelineError, ShardCorrupt, WeightsMismatch
+from paceline.core.ids import BatchId, NodeId, SequenceId
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
+from paceline.core.trust import Trust
+from paceline.engine.executor import Path
+from paceline.engine.local import WireBits
+from paceline.fleet.card import NodeCard
+from paceline.ways.pipeline.executor.route import Fault, Route
+from paceline.ways.pipeline.executor.stage_batch import StageBatch, check_activations
+from paceline.ways.pipeline.routes.choosing import Part, Wanted, allowed_hosts, choose, warm_cover
+from paceline.ways.pipeline.routes.fleet_route import FleetRoute
+from paceline.ways.pipeline.routes.opening import NotOpened
+
+
+class Holders:
+    """Others that could compute a route's layers once more. On the event loop.
+
+    Args:
+        left_out: who must take no part.
+    """
+
+    def __init__(
+        self,
+        cards: Callable[[], Sequence[NodeCard]],
+        trust: Callable[[], Mapping[NodeId, Trust]],
+        own: NodeId,
+        wanted: Wanted,
+        left_out: Callable[[], frozenset[NodeId]],
+    ) -> None:
+        self._cards, self._trust, self._own = cards, trust, own
+        self._wanted, self._left_out = replace(wanted, pins=()), left_out
+
+    def chain(self, stages: Sequence[Part]) -> list[list[Part]]:
+        """For each stage, others that run its layers: nodes outside the route where they cover it, else any node that has the layers loaded."""
+        outside = self._left_out() | {stage.node_id for stage in stages}
+        try:
+            parts = choose(self._cards(), self._trust(), self._own, self._wanted, outside)
+        except PipelineError:
+            chain = [self.third(stage.layers, frozenset({stage.node_id})) for stage in stages]
+            return chain if all(chain) else []
+        return [[part for whole in parts if (part := _within(whole, stage.layers)) is not None] for stage in stages]
+
+    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[Part]:
+        """Others that have the layers loaded; none where they don't cover."""
+        wanted = replace(self._wanted, own_layers=layers.start, n_layers=layers.stop)
+        allowed = allowed_hosts(self._cards(), self._trust(), self._own, wanted)
+        try:
+            return warm_cover(allowed, self._own, wanted, self._left_out() | but)
+        except WeightsMismatch:
+            return []
+
+
+def _within(part: Part, layers: LayerRange) -> Part | None:
+    start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
+    return Part(part.node_id, LayerRange(start, stop)) if start < stop else None
+
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 256
+"""Of a check. Raising it: more of a prompt is looked at, and second holders work more."""
+MOST_BYTES = 1 << 20
+"""Of the rows; what a stage echoes at most."""
+CHECK_S = 60.0
+"""For a whole check. One that takes longer is given up and says nothing."""
+
+
+class OpensRoutes(Protocol):
+    """`opening.Opener`."""
+
+    async def open(self, parts: Sequence[Part], *, blocks: int | None = None) -> FleetRoute: ...
+
+
+class FindsHolders(Protocol):
+    """Who could compute layers a second time. On the event loop."""
+
+    def chain(self, stages: Sequence[Part]) -> list[list[Part]]:
+        """For each stage of a route, others that run its layers; empty where there are not enough for all."""
+        ...
+
+    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[Part]:
+        """Yet others that have the layers loaded; empty where there are none."""
+        ...
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Rows of one sequence in one batch."""
+
+    route: FleetRoute
+    batch_id: BatchId
+    rows: slice
+    sent_TD: WireBits
+    asked: int
+    """The stage that is asked what arrived; 0: none is, since what arrives at the first one is known."""
+    told: Future[bytes | None] | None = None
+    came_TD: WireBits = field(default_factory=lambda: np.zeros((0, 0), np.uint16))
+
+
+class SpotCheck:
+    """A `ways.pipeline.executor.watch.Inspector`.
+
+    Args:
+        one_in: of the batches that begin a sequence, how many are between two checks, on average.
+        opener: of short routes to second holders.
+        numerics_id: of this node: others give other bytes and can't be compared.
+        leave_out: told of a fault, from the event loop.
+    """
+
+    def __init__(
+        self,
+        one_in: int,
+        opener: OpensRoutes,
+        holders: FindsHolders,
+        numerics_id: str,
+        leave_out: Callable[[Fault], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._one_in, self._opener, self._holders = one_in, opener, holders
+        self._numerics_id, self._leave_out, self._loop = numerics_id, leave_out, loop
+        self._random = random.SystemRandom()
+        self._sample: _Sample | None = None
+        self._route: FleetRoute | None = None
+        """In use."""
+        self._running: Future[None] | None = None
+        self._said_alone = False
+        self.passed = 0
+        self.failed = 0
+
+    # ------------------------------------------------------------------------------------------------------ for the engine's thread
+
+    def sent(self, route: Route, batch: StageBatch, x_TD: WireBits) -> None:
+        if not isinstance(route, FleetRoute):  # one that stays here
+            self._route = self._sample = None
+            return
+        if route is not self._route:
+            self._route, self._sample = route, None
+        if self._sample is not None or (self._running is not None and not self._running.done()):
+            return
+        rows = _beginning(batch, min(MOST_ROWS, MOST_BYTES // (2 * x_TD.shape[1])))
+        if rows is None or any(stage.numerics_id != self._numerics_id for stage in route.stages) or self._random.randrange(self._one_in):
+            return
+        asked = self._random.randrange(len(route.stages))
+        sample = _Sample(route, batch.batch_id, rows, np.array(x_TD[rows]), asked)
+        if asked:
+            sample.told = in_background_of(self._loop, self._told(sample), "asking a stage what arrived")
+        self._sample = sample
+
+    def came(self, batch: StageBatch, x_TD: WireBits) -> None:
+        sample = self._sample
+        if sample is None or sample.batch_id != batch.batch_id:
+            return
+        self._sample = None
+        sample.came_TD = np.array(x_TD[sample.rows])
+        self._running = in_background_of(self._loop, self._check(sample), "a spot check")
+
+    def close(self) -> None:
+        """Give up what is being checked."""
+        if self._running is not None:
+            self._running.cancel()
+
+    # ---------------------------------------------------------------------------------------------------------- on the event loop
+
+    async def _check(self, sample: _Sample) -> None:
+        stages = [Part(stage.node_id, stage.layers) for stage in sample.route.stages]
+        chain = self._holders.chain(stages)
+        if not chain:
+            if not self._said_alone:
+                logger.info("no spot check: no other node could run the layers of %s", _names(stages))
+            self._said_alone = True
+            return
+        try:
+            async with asyncio.timeout(CHECK_S):
+                right = [sample.sent_TD]
+                for parts in chain:
+                    right.append(await self._run(parts, right[-1]))
+                suspects = await self._suspects(sample, right)
+                if not suspects:
+                    self.passed += 1
+                    return
+                self.failed += 1
+                for fault in await self._blame(stages, chain, right, suspects):
+                    self._act(fault)
+        except (NotOpened, FleetError, TimeoutError) as error:
+            logger.info("a spot check could not be made: %s", error or "it took too long")
+
+    async def _told(self, sample: _Sample) -> bytes | None:
+        """What arrived at the stage that is asked; None where it does not tell."""
+        rows = sample.rows
+        try:
+            return await sample.route.sessions[sample.asked].echo(sample.batch_id, rows.start, rows.stop - rows.start)
+        except FleetError as error:
+            logger.info("a spot check goes on without what arrived at %s: %s", sample.route.stages[sample.asked].node_id, error)
+            return None
+
+    async def _suspects(self, sample: _Sample, right: Sequence[WireBits]) -> list[int]:
+        """Places of the stages of which one, at least, did not do what it should have. None: all did."""
+        ends_right = np.array_equal(sample.came_TD, right[-1])
+        tells_right = True
+        if sample.told is not None:
+            told = await asyncio.wrap_future(sample.told)
+            if told is None:
+                sample.asked = 0
+            else:
+                tells_right = told == right[sample.asked].tobytes()
+        if ends_right:
+            return [] if tells_right else [sample.asked]
+        return list(range(sample.asked, len(right) - 1) if tells_right else range(sample.asked + 1))
+
+    async def _blame(
+        self, stages: Sequence[Part], chain: Sequence[Sequence[Part]], right: Sequence[WireBits], suspects: Sequence[int]
+    ) -> list[Fault]:
+        """Of the suspects, those who differ once more; or all, where none does."""
+        found: list[Fault] = []
+        for place in suspects:
+            stage, others = stages[place], chain[place]
+            again = await self._again([stage], right[place])
+            if again is None or np.array_equal(again, right[place + 1]):
+                continue
+            third = self._holders.third(stage.layers, frozenset({stage.node_id, *(part.node_id for part in others)}))
+            said = await self._again(third, right[place]) if third else None
+            if said is not None and np.array_equal(said, again):
+                # The second holder is the one who is wrong, and what was computed after it says nothing.
+                return [_fault(part.node_id, stage.layers, f"{stage.node_id} and {_names(third)}") for part in others]
+            found.append(_fault(stage.node_id, stage.layers, _names(others)))
+        if found:
+            return found
+        return [_fault(stages[place].node_id, stages[place].layers, _names(chain[place])) for place in suspects]
+
+    async def _again(self, parts: Sequence[Part], x_TD: WireBits) -> WireBits | None:
+        """`_run`; None where it can't be."""
+        try:
+            return await self._run(parts, x_TD)
+        except (NotOpened, FleetError) as error:
+            logger.info("%s can't be asked once more: %s", _names(parts), error)
+            return None
+
+    async def _run(self, parts: Sequence[Part], x_TD: WireBits) -> WireBits:
+        """What layers make of the first rows of a sequence, in a session of its own.
+
+        Raises:
+            NotOpened, FleetError: no holder can say.
+        """
+        n_rows = len(x_TD)
+        route = await self._opener.open(parts, blocks=-(-n_rows // WIDEST_BLOCK) * WIDEST_BLOCK // BLOCK_TOKENS)
+        blocks = list(range(-(-n_rows // route.block_size)))
+        batch = StageBatch(BatchId(1), [SequenceId(1)], [n_rows], [0], [int(Path.PROMPT)], [len(blocks)], blocks)
+
+        def there_and_back() -> WireBits:
+            until = time.perf_counter() + CHECK_S
+            route.sink.send(batch, x_TD, until)
+            _, y_TD = route.source.receive(until)
+            check_activations(y_TD, n_rows, x_TD.shape[1])
+            return np.array(y_TD)
+
+        try:
+            if any(stage.numerics_id != self._numerics_id for stage in route.stages):
+                raise FleetError(f"{_names(parts)} computes with other numerics")
+            return await asyncio.to_thread(there_and_back)
+        finally:
+            route.close()
+
+    def _act(self, fault: Fault) -> None:
+        logger.warning("%s", fault.message)
+        self._leave_out(fault)
+        route = self._route
+        if route is not None and any(stage.node_id == fault.node_id for stage in route.stages):
+            route.accuse(fault)
+
+
+def _beginning(batch: StageBatch, most: int) -> slice | None:
+    """Rows of a sequence that begins in this batch."""
+    start = 0
+    for count, first, path in zip(batch.row_counts, batch.first_positions, batch.paths, strict=True):
+        if first == 0 and path == Path.PROMPT:
+            return slice(start, start + min(count, most))
+        start += count
+    return None
+
+
+def _fault(node_id: NodeId, layers: LayerRange, others: str) -> Fault:
+    told = f"A spot check found that {node_id} computes other bytes for layers {layers.words} than {others}"
+    return Fault(node_id, ShardCorrupt.code, told)
+
+
+def _names(parts: Sequence[Part]) -> str:
+    return " and ".join(dict.fromkeys(part.node_id for part in parts))

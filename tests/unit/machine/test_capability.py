@@ -1,0 +1,324 @@
+"""What a node says of itself, on this machine, with real files."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.backends import memory
+from paceline.backends.table import Kernels
+from paceline.core.clock import SystemClock
+from paceline.core.ids import NodeId
+from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
+from paceline.core.weights import EMBEDDING, HEAD, tensor_shapes
+from paceline.engine.config import EngineConfig
+from paceline.engine.sampling import PlainSampler
+from paceline.fleet.card import ModelOffer, Role, ShardState
+from paceline.fleet.figures import two_digits
+from paceline.machine import memory_rate as rates
+from paceline.machine.capability import LOOKUP, SelfPortrait
+from paceline.machine.cores import usable_cores
+from paceline.machine.devices import LocalDevice, local_devices, processor_name
+from paceline.machine.offers import Shelf, learn_digests
+from paceline.machine.settings import NodeSettings
+from paceline.machine.shapes import model_shape
+from paceline.machine.speed import Speed, SpeedCache, SpeedKey, learn_speed, measure, vocabulary_id
+from paceline.node.build import build_engine, introduced
+from paceline.store.catalog import BUNDLED, MANIFEST, open_model
+from paceline.store.home import Home
+from paceline.testing.null_backend import ByteVocabulary, NullRunner
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be busy where tests run."""
+    monkeypatch.setattr(rates, "is_disturbed", lambda: False)
+    monkeypatch.setattr("paceline.machine.speed.is_disturbed", lambda: False)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_in_all_is_the_machine_s_or_its_container_s(tmp_path: Path) -> None:
+    whole = memory.total_bytes(cgroup=tmp_path)
+    assert whole > 1 << 28
+    (tmp_path / "memory.current").write_text("0\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.total_bytes(cgroup=tmp_path) == whole
+    (tmp_path / "memory.max").write_text(f"{1 << 28}\n")
+    assert memory.total_bytes(cgroup=tmp_path) == 1 << 28
+
+
+def test_the_memory_s_rate_is_measured_once_in_an_uptime(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([5e9, 7e9, 9e9])
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+    monkeypatch.setattr(rates.platform, "node", lambda: "another")
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 7e9
+    home.memory_rate.write_text("{")
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 9e9
+
+
+def test_a_rate_measured_beside_busy_programs_is_measured_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([5e9, 4e9, 7e9])
+    monkeypatch.setattr(rates, "is_disturbed", lambda: True)
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+    monkeypatch.setattr(rates, "is_disturbed", lambda: False)
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+    assert rates.memory_rate(home, 2, lambda _: next(measured)) == 5e9
+
+
+def test_this_machine_s_memory_has_a_rate() -> None:
+    assert 1e8 < rates.stream_rate(1) < 1e13
+
+
+# --------------------------------------------------------------------------------------------------------------- speed
+
+
+def test_a_speed_is_measured_once_for_its_key(home: Home) -> None:
+    vocabulary = ByteVocabulary(64)
+    config = EngineConfig(max_context=256, max_running=2)
+    key = SpeedKey("d", "int4", 2)
+    runner = NullRunner(n_blocks=64, block_size=4)
+    first = learn_speed(home, key, runner, vocabulary, config, SystemClock(), PlainSampler(vocabulary.size))
+    assert first.tokens_per_second > 0
+    assert first.prefill_tokens_per_second > 0
+    assert (first.numerics_id, first.holds_identity) == ("null", True)
+    run = runner.rows_run
+    assert learn_speed(home, key, runner, vocabulary, config, SystemClock(), PlainSampler(vocabulary.size)) == first
+    assert runner.rows_run == run
+    learn_speed(home, replace(key, threads=1), runner, vocabulary, config, SystemClock(), PlainSampler(vocabulary.size))
+    assert runner.rows_run > run
+
+
+def test_other_numerics_are_measured_anew_and_both_kept(home: Home) -> None:
+    cache, key = SpeedCache(home), SpeedKey("d", "int4", 2)
+    old, new = Speed(1.0, 2.0, "old", True, "v"), Speed(3.0, 4.0, "new", True, "v")
+    cache.keep(key, old)
+    assert cache.find(key) == old
+    assert cache.find(key, "new") is None
+    cache.keep(key, new)
+    assert cache.find(key) == new
+    assert cache.find(key, "old") == old
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "[]",
+        '{"last": "n"}',
+        '{"last": "n", "speeds": {"n": 5}}',
+        '{"last": "n", "speeds": {"n": {"tokens_per_second": "fast"}}}',
+        '{"last": 5, "speeds": {}}',
+    ],
+)
+def test_a_damaged_cache_is_an_empty_one(damage: str, home: Home) -> None:
+    cache, key = SpeedCache(home), SpeedKey("d", "int4", 2)
+    cache.keep(key, Speed(1.0, 2.0, "n", True, "v"))
+    (path,) = home.speeds.iterdir()
+    whole = json.loads(path.read_text())
+    path.write_text(damage)
+    assert cache.find(key) is None
+    whole["speeds"]["n"]["tokens_per_second"] = math.inf
+    path.write_text(json.dumps(whole))
+    assert cache.find(key) is None
+
+
+class Ticks:
+    """A clock that goes on by `step_s` each time it is read."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self._step_s = 0.0, step_s
+
+    def monotonic(self) -> float:
+        self.now_s += self._step_s
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(("step_s", "most_rows"), [(1e-6, 1000), (2.0, 90)])
+def test_a_slow_model_is_measured_by_a_shorter_run(step_s: float, most_rows: int) -> None:
+    from paceline.engine.engine import Engine
+    from paceline.engine.local import LocalExecutor
+
+    runner, vocabulary = NullRunner(n_blocks=400, block_size=4), ByteVocabulary(64)
+    clock = Ticks(step_s)
+    engine = Engine(LocalExecutor(runner), vocabulary, EngineConfig(max_context=1024, prefix_cache=False), clock)
+    decode, prefill = measure(engine, vocabulary, 1024, clock)
+    assert decode > 0
+    assert prefill > 0
+    assert most_rows / 2 < runner.rows_run < most_rows
+
+
+def test_a_vocabulary_s_id_is_that_of_its_tokens() -> None:
+    assert vocabulary_id(ByteVocabulary(64)) == vocabulary_id(ByteVocabulary(64))
+    others = [
+        ByteVocabulary(65),
+        ByteVocabulary(64, frozenset({1})),
+        ByteVocabulary(64, spellings=(b"", b"ab")),
+        ByteVocabulary(64, spellings=(b"", b"a")),
+    ]
+    assert len({vocabulary_id(each) for each in (ByteVocabulary(64), *others)}) == 5
+
+
+# ------------------------------------------------------------------------------------------------------------ the models
+
+
+def test_a_shape_adds_up_to_what_the_weights_take(home: Home) -> None:
+    source = open_model(BUNDLED, home).weights
+    spec, names = source.spec, tensor_shapes(source.spec)
+    norms = sum(4 * prod(shape) for shape in names.values() if len(shape) == 1)
+    numbers, edge = (sum(prod(names[name]) for name in some) for some in (names, names.keys() & {EMBEDDING, HEAD}))
+    numbers -= norms // 4
+    for weights, bits, edge_bits in ((WeightsFormat.INT4, 5, 8.5), (WeightsFormat.INT8, 8.5, 8.5), (WeightsFormat.BF16, 16, 16)):
+        shape = model_shape(spec, weights, source.type_of, Kernels.AVX512_BF16)
+        held = ((numbers - edge) * bits + edge * edge_bits) / 8 + norms
+        assert shape.n_layers * shape.layer_bytes + shape.edge_bytes == held
+        assert shape.kv_bytes_per_token_per_layer * 30 == spec.kv_bytes_per_token(spec.all_layers)
+
+
+def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
+    shelf = Shelf(home, 2, local_devices(home))
+    (before,) = shelf.offers()
+    assert (before.model_id, before.weights, before.digest, before.warm) == (BUNDLED, "stored", "", False)
+    assert learn_digests(home, lambda: True) == 0
+    assert shelf.offers()[0].digest == ""
+    assert learn_digests(home, lambda: False) == 1
+    assert learn_digests(home, lambda: False) == 0
+    (after,) = shelf.offers()
+    assert len(after.digest) == 64
+    assert after.files == after.digest  # of one GGUF file
+    assert replace(after, digest="", files="") == before
+
+
+def test_a_model_that_was_loaded_once_has_its_speed(home: Home) -> None:
+    learn_digests(home, lambda: False)
+    shelf = Shelf(home, 2, local_devices(home))
+    (offer,) = shelf.offers()
+    SpeedCache(home).keep(SpeedKey(offer.digest, "stored", 2), Speed(123.4, 567.8, "n", True, "v"))
+    (offer,) = shelf.offers()
+    said = (offer.tokens_per_second, offer.prefill_tokens_per_second, offer.numerics_id, offer.holds_identity, offer.vocabulary)
+    assert said == (123.4, 567.8, "n", True, "v")
+
+
+def test_a_damaged_model_hides_no_other(home: Home, tmp_path: Path) -> None:
+    folder = home.models / "org" / "broken"
+    folder.mkdir(parents=True)
+    (folder / "x.gguf").write_bytes(b"GGUF nothing")
+    (folder / MANIFEST).write_text(json.dumps({"files": {"x.gguf": {}}}))
+    shelf = Shelf(home, 2, local_devices(home))
+    assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
+    assert learn_digests(home, lambda: False) == 1
+    assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
+
+
+# ------------------------------------------------------------------------------------------------------------- the card
+
+
+def test_a_card_is_measured(home: Home) -> None:
+    portrait = SelfPortrait(NodeId("me"), home)
+    card = portrait.card(("10.0.0.1:1",))
+    assert (card.node_id, card.addresses, card.version) == ("me", ("10.0.0.1:1",), 0)
+    for figure in (card.memory_total_bytes, card.memory_free_bytes, card.memory_bytes_per_s):
+        assert figure == two_digits(figure) > 0
+    assert card.memory_free_bytes <= card.memory_total_bytes
+    assert str(card.backend) in {"cpu-avx512bf16", "torch-cpu", "torch-cuda"}
+    assert card.device
+    assert card.software
+    assert [offer.role for offer in card.models] == [Role.VERIFIER, Role.PROPOSER]
+    assert card.ring_address == ""
+
+
+def test_a_look_that_sees_the_same_changes_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([10_400_000_000, 10_600_000_000, 10_400_000_000, 10_700_000_000, 11_000_000_000])
+    monkeypatch.setattr("paceline.machine.devices.available_bytes", lambda: next(free))
+    portrait = SelfPortrait(NodeId("me"), home)
+    assert [portrait.look() for _ in range(5)] == [True, False, False, False, True]
+    assert portrait.card().memory_free_bytes == 11_000_000_000
+
+
+def test_shards_come_and_go_without_a_look(home: Home) -> None:
+    portrait = SelfPortrait(NodeId("me"), home)
+    before = portrait.card()
+    assert not before.serves_shards
+    idle = ShardState(LayerRange(0, 8), max_streams=4, memory_bytes=123_456_789)
+    other = replace(idle, layers=LayerRange(8, 30), queue_depth=117)
+    offers = [ModelOffer("m", Role.SHARD, "int4", warm=True, shard=shard) for shard in (idle, other)]
+    assert portrait.show_shards(offers, [9_876_543_210])
+    card = portrait.card()
+    assert (card.serves_shards, card.shard_memory_bytes) == (True, 9_800_000_000)
+    assert [offer.shard for offer in card.models if offer.role is Role.SHARD] == [
+        replace(idle, memory_bytes=120_000_000),
+        replace(other, queue_depth=120, memory_bytes=120_000_000),
+    ]
+    noise = replace(offers[1], shard=replace(other, queue_depth=122, memory_bytes=124_000_000))
+    assert not portrait.show_shards([offers[0], noise], [9_870_000_000])
+    assert portrait.show_shards([replace(offers[0], shard=replace(idle, streams=1))], [9_870_000_000])
+    assert portrait.show_shards([], None)
+    assert portrait.card() == before
+
+
+@pytest.mark.parametrize("gpu_bytes", [24 << 30, 100 << 20])
+def test_each_device_of_a_card_has_its_own_memory_and_speed_and_what_fits_it(home: Home, gpu_bytes: int) -> None:
+    """A table of devices as a machine with a GPU has it: what a card says of one is a function of what is asked of it."""
+    gpu = LocalDevice(Kernels.CUDA, (WeightsFormat.BF16,), lambda: "some GPU", lambda: gpu_bytes, lambda: gpu_bytes // 2, lambda: 9e11)
+    (own,) = local_devices(home)
+    processors = replace(own, weights=(WeightsFormat.STORED, WeightsFormat.INT4), free_bytes=lambda: 7 << 30, memory_rate=lambda: 5e10)
+    portrait = SelfPortrait(NodeId("me"), home, (gpu, processors))
+    portrait.show_shards((), [gpu_bytes // 4, 6 << 30])
+    card = portrait.card()
+    for weights, device, rate, shards in (("bf16", "some GPU", 9e11, gpu_bytes // 4), ("stored", own.name(), 5e10, 6 << 30)):
+        seen = card.running(weights)
+        assert (seen.device, seen.memory_bytes_per_s, seen.shard_memory_bytes) == (device, rate, two_digits(shards))
+    assert card.running("int4").memory_free_bytes == two_digits(7 << 30)
+    offered = [offer.weights for offer in card.models if offer.role is Role.VERIFIER]
+    assert offered == (["bf16", "stored"] if gpu_bytes > 1 << 30 else ["stored"])
+
+
+def test_what_is_loaded_is_warm_and_measured(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build_engine(NodeSettings(context=512))
+    try:
+        warm = introduced(built, home, SystemClock())
+        portrait = SelfPortrait(NodeId("me"), home)
+        portrait.look([warm])
+        offer, lookup = portrait.card().models
+        assert lookup == LOOKUP
+        assert offer.warm
+        assert offer.digest == built.setup.digest
+        assert offer.numerics_id == built.executor.numerics_id
+        assert offer.holds_identity
+        assert offer.tokens_per_second == two_digits(warm.speed.tokens_per_second) > 0
+        assert offer.prefill_tokens_per_second == two_digits(warm.speed.prefill_tokens_per_second) > 0
+        assert offer.vocabulary == vocabulary_id(built.setup.opened.tokenizer)
+        assert offer.shape is not None
+        assert offer.shape.max_context == 512
+        assert built.engine.stats().steps == 0
+        # The measuring left nothing behind: the engine answers as if it had never been.
+        assert built.runner.block_size == BLOCK_TOKENS
+        again = introduced(built, home, SystemClock())
+        assert again == warm
+        portrait.look()
+        assert not portrait.card().models[0].warm
+    finally:
+        built.executor.close()
+
+
+def test_a_processor_has_a_name(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Fast One\nprocessor\t: 1\nmodel name\t: Fast One\n")
+    assert processor_name(tmp_path / "cpuinfo").startswith("Fast One, ")
+    assert processor_name(tmp_path / "nothing").endswith(("core", "cores"))
+    assert np.isfinite(usable_cores())

@@ -1,0 +1,38 @@
+"""Which device runs a model here: a function of the model, of what was asked, and of what a GPU says of itself, which stands in a table here."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.backends import cpu
+from paceline.backends.table import Kernels
+from paceline.core.model import WeightsFormat
+from paceline.machine import accelerator
+from paceline.machine.settings import NodeSettings
+from paceline.machine.setup import set_up
+
+PROCESSORS = Kernels.AVX512_BF16 if cpu.runs_here() else Kernels.TORCH
+SMALL, LARGE = 200 << 20, 8 << 30
+"""The bundled model takes 257 MiB in bf16."""
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "weights", "spread", "kernels", "said"),
+    [
+        (LARGE, None, False, Kernels.CUDA, ""),
+        (SMALL, None, False, PROCESSORS, "the GPU is not used: in bf16 the weights need"),
+        (SMALL, WeightsFormat.BF16, False, PROCESSORS, "the GPU is not used: in bf16 the weights need"),
+        (LARGE, None, True, PROCESSORS, ""),
+        # Of several machines, each takes as many layers as the plan says: the whole need not fit.
+        (SMALL, WeightsFormat.BF16, True, Kernels.CUDA, ""),
+    ],
+)
+def test_the_gpu_is_used_where_what_it_is_to_hold_fits(
+    monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, weights: WeightsFormat | None, spread: bool, kernels: Kernels, said: str
+) -> None:
+    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
+    monkeypatch.setattr(accelerator, "free_cuda_bytes", lambda: gpu_bytes)
+    setup = set_up(NodeSettings(weights=weights), spread=spread)
+    assert setup.kernels is kernels
+    assert [note for note in setup.notes if note.startswith("the GPU")] == ([] if not said else [setup.notes[0]])
+    assert not said or setup.notes[0].startswith(said)

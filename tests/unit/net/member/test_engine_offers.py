@@ -1,0 +1,88 @@
+"""What a node offers while its engine is down: nothing of it; and what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import closing
+from typing import cast
+
+import pytest
+from tests.unit.machine.echo_engine import EchoEngine
+from tests.unit.machine.test_host import drain, host_of, request
+from tests.unit.machine.weights.conftest import new_home  # noqa: F401
+from tests.unit.net.member.nodes import in_loop, until, until_seen
+from tests.unit.ways.pipeline.host.test_serving import card_of, nodes
+
+from paceline.core.errors import ExecutorUnavailable, PacelineError
+from paceline.core.inference import ServedModel
+from paceline.core.model import WeightsFormat
+from paceline.core.text import Tokenizer
+from paceline.fleet.card import ModelShape
+from paceline.machine.offers import WarmModel
+from paceline.machine.speed import Speed
+from paceline.node.build import BuiltNode
+from paceline.node.serving import FleetServing
+from paceline.store.home import Home
+from paceline.testing.fleets import TestFleet
+
+SHAPE = ModelShape(n_layers=2, hidden=64, layer_bytes=1 << 16, edge_bytes=1 << 16, kv_bytes_per_token_per_layer=64, max_context=128)
+
+
+def built(*engines: EchoEngine) -> BuiltNode:
+    """A node with an engine, and those that take its place."""
+    speed = Speed(10.0, 100.0, "n" * 16, holds_identity=True, vocabulary="v" * 32)
+    warm = WarmModel("echo", "d" * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
+    host = host_of(engines[0], 4, *engines[1:])
+    return BuiltNode(host, ServedModel("echo", 0, 100, cast("Tokenizer", None), "fp"), (), "echo", warm)
+
+
+def offers_echo(viewer: FleetServing, name: str) -> bool:
+    return any(offer.warm and offer.model_id == "echo" for offer in card_of(viewer, name).models)
+
+
+@in_loop
+async def test_an_engine_that_failed_is_off_the_card_until_there_is_another(new_home: Callable[[str], Home]) -> None:  # noqa: F811
+    first, second, last = EchoEngine(crash_at=1), EchoEngine(), EchoEngine(crash_at=1)
+    mended, broken = built(first, second), built(last)
+    with closing(mended), closing(broken):
+        async with nodes(TestFleet(), ("a", new_home("a"), None), ("b", new_home("b"), None)) as (a, b):
+            await until_seen(a.fleet, "a", "b")
+            await asyncio.gather(a.attach(mended), b.attach(broken))
+            await until(lambda: offers_echo(a, "b") and offers_echo(b, "a"))
+            [ended] = await drain(broken.host.generate("echo", request()))
+            assert ended.code == "engine_gone"
+            assert not b._local.all
+            await until(lambda: not offers_echo(a, "b"))
+            # One that is mended is asked again, by itself and others.
+            await drain(mended.host.generate("echo", request()))
+            await until(lambda: mended.host.is_up and offers_echo(b, "a"))
+            assert len(await drain(mended.host.generate("echo", request("after")))) == 3
+
+
+@in_loop
+async def test_a_request_moves_on_to_a_node_whose_engine_lives(new_home: Callable[[str], Home]) -> None:  # noqa: F811
+    broken, sound = built(EchoEngine(crash_at=1)), built(EchoEngine())
+    with closing(broken), closing(sound):
+        async with nodes(TestFleet(), ("a", new_home("a"), None), ("b", new_home("b"), None)) as (a, b):
+            await until_seen(a.fleet, "a", "b")
+            await asyncio.gather(a.attach(broken), b.attach(sound))
+            await until(lambda: offers_echo(a, "a") and offers_echo(a, "b"))  # else the first request may not be a's own
+            # Its first token never came, so that the other answers it from the beginning; and those after it.
+            for name in ("one", "two"):
+                chunks = await drain(a.inference.generate("echo", request(name)))
+                assert [chunk.token_ids for chunk in chunks if chunk.token_ids] == [(0,), (1,), (2,)]
+                assert not broken.host.is_up
+
+
+@in_loop
+async def test_another_node_is_told_so(new_home: Callable[[str], Home]) -> None:  # noqa: F811
+    broken = built(EchoEngine(crash_at=1))
+    with closing(broken):
+        async with nodes(TestFleet(), ("a", new_home("a"), None)) as (a,):
+            await a.attach(broken)
+            await drain(broken.host.generate("echo", request()))
+            with pytest.raises(ExecutorUnavailable) as refused:
+                await drain(a.inference.generate("echo", request("late")))
+            assert isinstance(refused.value, PacelineError)
+            assert refused.value.code == "engine_gone"

@@ -1,0 +1,130 @@
+"""Errors keep their type over gRPC, and a peer can make us raise none but those we know."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+import grpc.aio
+import pytest
+
+from paceline.core.errors import (
+    BadPipelineRequest,
+    ContextOverflow,
+    FleetError,
+    InvalidRequest,
+    MessageTooLarge,
+    NodeUnreachable,
+    NotTrusted,
+    Overloaded,
+    PacelineError,
+    PeerFloods,
+    PipelineDisabled,
+    PipelineStalled,
+    ShardCorrupt,
+    ShardUnavailable,
+    UnknownModel,
+    WeightsMismatch,
+)
+from paceline.net.rpc_faults import FAULT_KEY, error_of, fleet_error_of, metadata_of, status_of
+
+
+def travelled(error: PacelineError) -> PacelineError:
+    trailing = grpc.aio.Metadata(*metadata_of(error))
+    return error_of(grpc.aio.AioRpcError(status_of(error), grpc.aio.Metadata(), trailing, error.message), "b")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UnknownModel("no such", "look"), grpc.StatusCode.NOT_FOUND),
+        (InvalidRequest("bad", field="top_p"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ContextOverflow("long", "less", field="messages"), grpc.StatusCode.OUT_OF_RANGE),
+        (Overloaded("full", retry_after_s=7), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (PeerFloods("often", retry_after_s=0.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (MessageTooLarge("much"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (BadPipelineRequest("odd"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ShardUnavailable("full", "ask another"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (WeightsMismatch("others"), grpc.StatusCode.FAILED_PRECONDITION),
+        (PipelineDisabled("off"), grpc.StatusCode.FAILED_PRECONDITION),
+        (PipelineStalled("still"), grpc.StatusCode.ABORTED),
+        (ShardCorrupt("NaN"), grpc.StatusCode.DATA_LOSS),
+        (NotTrusted("a guest", who="n"), grpc.StatusCode.PERMISSION_DENIED),
+        (PacelineError("broken"), grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_an_error_keeps_its_type_and_fields(error: PacelineError, status: grpc.StatusCode) -> None:
+    arrived = travelled(error)
+    assert status_of(error) is status
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED])
+def test_a_node_that_is_gone_is_unreachable(code: grpc.StatusCode) -> None:
+    failed = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "why")
+    assert isinstance(error_of(failed, "b"), NodeUnreachable)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "said"),
+    [
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed to connect to remote host: Connection refused",
+            "nothing listens there",
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "the connection broke off"),
+        (grpc.StatusCode.UNAVAILABLE, "Stream removed (recvmsg:Connection timed out (110))", "it does not answer"),
+        (grpc.StatusCode.UNAVAILABLE, "Stream removed (ping timeout)", "it does not answer"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "last error: UNKNOWN: ipv4:127.0.0.1:9: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:CERTIFICATE",
+            "it is in another fleet, or no node",
+        ),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "it did not answer in time"),
+        (grpc.StatusCode.CANCELLED, "", "the connection was closed"),
+        (grpc.StatusCode.UNAVAILABLE, "Too many pings", "Too many pings"),
+    ],
+)
+def test_what_grpc_says_is_said_in_plain_words(code: grpc.StatusCode, details: str, said: str) -> None:
+    failed = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    assert error_of(failed, "b").message == f"b can't be reached ({said})"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        b"",
+        b"{",
+        b"[]",
+        json.dumps({"kind": "KeyboardInterrupt", "message": "", "hint": ""}).encode(),
+        json.dumps({"kind": "Overloaded", "message": "", "hint": ""}).encode(),
+        json.dumps({"kind": "Overloaded", "message": "", "hint": "", "retry_after_s": "soon"}).encode(),
+    ],
+)
+def test_a_fault_that_is_none_of_ours_is_the_status_it_came_with(fault: bytes) -> None:
+    trailing = grpc.aio.Metadata((FAULT_KEY, fault))
+    arrived = error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), trailing, "odd"), "b")
+    assert type(arrived) is FleetError
+    assert "odd" in arrived.message
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        b'{"kind": "Overloaded", "message": "m", "hint": "", "retry_after_s": Infinity}',
+        b'{"kind": "Overloaded", "message": "m", "hint": "", "retry_after_s": NaN}',
+        b'{"kind": "InvalidRequest", "message": "\\u001b]0;pwned\\u0007\\nall is well", "hint": "\\u001b[2J", "field": "\\u001b"}',
+        b"[" * 8000,
+        b"\xff",
+    ],
+)
+def test_nothing_a_peer_names_breaks_or_commands_anything(fault: bytes) -> None:
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), grpc.aio.Metadata((FAULT_KEY, fault)), details="\x1b]0;pwned\x07\n"
+    )
+    error = error_of(failed, "b")
+    assert str(error).isprintable()
+    assert isinstance(fleet_error_of(failed, "b"), FleetError)

@@ -1,0 +1,92 @@
+"""A decoder made of a plan: real nodes, real mTLS, and the same tokens whoever drafts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from tests.unit.net.member.nodes import until
+from tests.unit.ways.draft.fleet import DraftFleet, on_fleet
+from tests.unit.ways.draft.proposers import TooLong
+from tests.unit.ways.draft.test_finding import SMALL, VERIFIER, card
+
+from paceline.core.clock import SystemClock
+from paceline.core.errors import PlacementError, RemoteProposerError
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import NodeId, RequestId
+from paceline.engine.config import EngineConfig
+from paceline.engine.local import LocalExecutor
+from paceline.engine.proposers.models import DraftModelProposer
+from paceline.fleet.placement import plan
+from paceline.fleet.plan import Choice, PlanRequest, Way
+from paceline.testing.engines import VOCAB, VOCABULARY, answer_alone
+from paceline.testing.null_backend import NullRunner
+from paceline.ways.draft.decoder import DistributedSpeculativeDecoder
+
+CONFIG = EngineConfig(max_context=200, prefill_chunk=64)
+SAMPLED = SamplingParams(temperature=1.0, seed=5)
+
+
+def runner() -> NullRunner:
+    return NullRunner(n_blocks=80, vocab=VOCAB, one_path=True)
+
+
+def placement(node_id: str, model_id: str = "small") -> Choice:
+    """What a plan says where one machine verifies and another drafts."""
+    cards = [card("a", VERIFIER), card(node_id, replace(SMALL, model_id=model_id))]
+    return plan(cards, PlanRequest("big", ways=frozenset({Way.DRAFT}), proposer=NodeId(node_id))).chosen
+
+
+def expected(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    return answer_alone(GenerationRequest(RequestId("r"), tuple(prompt), 40, sampling), one_path=True).token_ids
+
+
+def finish(decoder: DistributedSpeculativeDecoder) -> list[int]:
+    while decoder.has_work:
+        decoder.step()
+    return decoder.token_ids
+
+
+def finish_again_and_again(decoder: DistributedSpeculativeDecoder, prompt: Sequence[int]) -> None:
+    """The model is quick: its proposer may be heard of later."""
+    while True:
+        finish(decoder)
+        decoder.begin(prompt, 40, SAMPLED)
+
+
+@on_fleet
+async def test_tokens_are_those_without_drafts_and_a_failed_proposer_is_told_once(fleet: DraftFleet) -> None:
+    b, c = fleet.others
+    b.desk.add("small", DraftModelProposer(runner(), vocabulary_size=VOCAB))
+    c.desk.add("small", TooLong())
+    make = DistributedSpeculativeDecoder.from_placement
+    decoder = make(placement("b0"), LocalExecutor(runner()), VOCABULARY, CONFIG, fleet.a, SystemClock())
+    prompt = [3, 4, 5, 6]
+    for sampling in (SamplingParams(temperature=0, seed=1), SAMPLED):
+        decoder.begin(prompt, 40, sampling)
+        assert await asyncio.to_thread(finish, decoder) == expected(prompt, sampling)
+    await until(lambda: b.desk.stats["small"].blocks > 0)  # the model may be quicker
+
+    decoder.place(placement("b1"))
+    decoder.begin(prompt, 40, SAMPLED)
+    with pytest.raises(RemoteProposerError, match="b1 drafted"):
+        await asyncio.to_thread(finish_again_and_again, decoder, prompt)
+    assert await asyncio.to_thread(finish, decoder) == expected(prompt, SAMPLED)  # it was said, and is said no more
+    decoder.place(placement("b0"))
+    decoder.begin(prompt, 40, SAMPLED)
+    assert await asyncio.to_thread(finish, decoder) == expected(prompt, SAMPLED)
+    await decoder.close()
+    await until(lambda: b.desk.sessions == 0)
+
+
+@on_fleet
+async def test_a_plan_without_drafts_or_of_another_fleet_makes_no_decoder(fleet: DraftFleet) -> None:
+    make = DistributedSpeculativeDecoder.from_placement
+    alone = plan([card("a", VERIFIER)], PlanRequest("big", ways=frozenset({Way.ALONE}))).chosen
+    with pytest.raises(PlacementError, match="without drafts"):
+        make(alone, LocalExecutor(runner()), VOCABULARY, CONFIG, fleet.a, SystemClock())
+    for gone in (placement("z"), placement("b0", "another")):
+        with pytest.raises(PlacementError, match="does not draft with"):
+            make(gone, LocalExecutor(runner()), VOCABULARY, CONFIG, fleet.a, SystemClock())

@@ -1,0 +1,76 @@
+"""A machine that drafts for itself with the bundled model, and what it says of that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from tests.unit.net.member.nodes import in_loop
+
+from paceline.core.clock import SystemClock
+from paceline.core.errors import VocabularyMismatch
+from paceline.core.generation import GenerationRequest, SamplingParams
+from paceline.core.ids import RequestId
+from paceline.fleet.card import Role
+from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
+from paceline.node.build import BuiltNode, build_node
+from paceline.ways.draft.proposing import LoadedProposer, load_proposer, lookup
+from paceline.ways.draft.service import check_vocabulary, draft_use, drafting_alone
+
+DRAFT = f"jacobi:{DEFAULT_MODEL}"
+
+
+@pytest.fixture(scope="module")
+def proposer() -> Iterator[LoadedProposer]:
+    made = load_proposer(DRAFT, 1, None, SystemClock())
+    yield made
+    assert made.runner is not None
+    made.runner.close()
+
+
+async def answer(node: BuiltNode, draft: str) -> list[int]:
+    prompt = tuple(node.model.tokenizer.encode("One, two, three, four, five, six, seven,"))
+    request = GenerationRequest(RequestId(draft), prompt, 24, SamplingParams(temperature=0), draft=draft)
+    return [token async for chunks in node.host.generate(node.model.name, request) for chunk in chunks for token in chunk.token_ids]
+
+
+def test_a_model_is_measured_and_offered(proposer: LoadedProposer) -> None:
+    offer = proposer.offer
+    assert (offer.model_id, offer.role, offer.warm) == (DRAFT, Role.PROPOSER, True)
+    assert min(offer.tokens_per_second, offer.prefill_tokens_per_second) > 1
+    check_vocabulary(offer.vocabulary, [proposer], {DRAFT})
+    check_vocabulary("another", [proposer], {"fleet"})
+    with pytest.raises(VocabularyMismatch, match=DRAFT):
+        check_vocabulary("another", [proposer], {DRAFT})
+    assert lookup(SystemClock()).offer.tokens_per_second > 1000
+
+
+@in_loop
+async def test_it_drafts_for_the_engine_beside_it(proposer: LoadedProposer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.ways.draft.talk.LATE_S", 20.0)  # whatever else the machine does
+    clock = SystemClock()
+    node = build_node(NodeSettings(kv_tokens=512, context=256, max_running=2, threads=1, draft=DRAFT), clock=clock)
+    assert node.drafts is not None
+    async with drafting_alone(node, [replace(proposer, runner=None)]) as metrics:
+        assert await answer(node, DRAFT) == await answer(node, "off")
+        had = node.drafts.meter.of(DRAFT)
+        assert had.blocks > 0
+        assert 0 < had.diffusion_steps <= had.forward_passes
+        registry = CollectorRegistry()
+        registry.register(metrics)
+        page = generate_latest(registry).decode()
+        for line in (
+            f'paceline_draft_source_blocks_total{{source="{DRAFT}"}} {had.blocks}.0',
+            f'paceline_draft_source_available{{source="{DRAFT}"}} 1.0',
+            f"paceline_draft_hop_seconds_count {had.blocks}.0",
+        ):
+            assert line in page
+        (seen,) = (each for each in draft_use(node.host.stats(), node.drafts) if each.by == DRAFT)
+        assert (seen.node_id, seen.model_id, seen.failures, seen.trouble) == ("here", DRAFT, 0, "")
+        assert seen.hop_s > 0
+        assert seen.blocks == had.blocks
+    assert node.drafts.sources[DRAFT].expected_s is None
+    await asyncio.to_thread(node.close)

@@ -1,0 +1,87 @@
+"""A route: nodes with the very same weights, in the plan's order, and this node first where the hop is not worth it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.ids import NodeId
+from paceline.fleet.card import ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.eligibility import Eligible, Use
+from paceline.ways.forward.routes import Weights, routes
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
+ONE, OTHER = Weights("1" * 64, "int4"), Weights("2" * 64, "int4")
+
+
+def offer(speed: float, weights: Weights = ONE, name: str = "m", **changes: object) -> ModelOffer:
+    base = ModelOffer(name, Role.VERIFIER, weights.format, speed, 10 * speed, weights.digest, True, "numerics", True, 98_000_000, SHAPE)
+    return replace(base, **changes)
+
+
+def card(node_id: NodeId, *offers: ModelOffer) -> NodeCard:
+    return NodeCard(node_id, 1, (f"{node_id}:1",), b"i", 120, 0, memory_total_bytes=1 << 34, memory_free_bytes=1 << 33, models=offers)
+
+
+def order(own: NodeId, *cards: NodeCard, meanings: dict[str, Weights] | None = None) -> list[str]:
+    loaded = {o.model_id: Weights(o.digest, o.weights) for c in cards if c.node_id == own for o in c.models if o.warm}
+    found = routes(Eligible(Use.ANSWER, own, cards), loaded, meanings or {})
+    return [stop.node_id for stop in found["m"].stops] if "m" in found else []
+
+
+def test_the_faster_node_comes_first() -> None:
+    assert order(A, card(B, offer(100)), card(C, offer(300))) == ["c", "b"]
+
+
+def test_a_request_stays_unless_another_node_is_much_faster() -> None:
+    assert order(A, card(A, offer(100)), card(B, offer(110))) == ["a", "b"]
+    assert order(A, card(A, offer(100)), card(B, offer(300))) == ["b", "a"]
+
+
+def test_two_nodes_of_one_speed_don_t_send_everything_to_one_of_them() -> None:
+    cards = (card(A, offer(100)), card(B, offer(100)))
+    assert order(A, *cards)[0] == "a"
+    assert order(B, *cards)[0] == "b"
+
+
+def test_only_models_that_run_and_verify_are_on_a_route() -> None:
+    assert order(A, card(B, offer(100, warm=False))) == []
+    assert order(A, card(B, offer(100, role=Role.PROPOSER))) == []
+    assert order(A, card(B, offer(100, digest=""))) == []
+
+
+def test_other_weights_under_the_same_name_are_another_model() -> None:
+    cards = (card(A, offer(50)), card(B, offer(300, OTHER)))
+    assert order(A, *cards) == ["a"]
+    assert order(A, card(A, offer(50)), card(B, offer(300, replace(ONE, format="bf16")))) == ["a"]
+
+
+def test_a_name_keeps_its_meaning_while_somebody_offers_it() -> None:
+    cards = (card(B, offer(50)), card(C, offer(300, OTHER)))
+    assert order(A, *cards) == ["c"]
+    assert order(A, *cards, meanings={"m": ONE}) == ["b"]
+    assert order(A, cards[1], meanings={"m": ONE}) == ["c"]
+
+
+def test_nodes_of_unknown_speed_come_last_and_alone_they_do() -> None:
+    unknown = offer(0, prefill_tokens_per_second=0)
+    assert order(A, card(B, unknown), card(C, offer(10))) == ["c", "b"]
+    assert order(A, card(C, unknown), card(B, unknown)) == ["b", "c"]
+    assert order(B, card(A, unknown), card(B, unknown)) == ["b", "a"]
+
+
+@given(st.permutations([card(A, offer(100)), card(B, offer(100)), card(C, offer(90), offer(5, OTHER, "x"))]), st.sampled_from([A, B, C]))
+def test_the_order_of_cards_is_nobody_s_business(cards: list[NodeCard], own: NodeId) -> None:
+    ordered = sorted(cards, key=lambda c: c.node_id)
+    assert routes(Eligible(Use.ANSWER, own, tuple(cards)), {}, {}) == routes(Eligible(Use.ANSWER, own, tuple(ordered)), {}, {})
+
+
+def test_a_stop_says_what_the_plan_expects_and_what_the_card_says_is_under_way() -> None:
+    cards = (card(B, offer(100, under_way=4)), card(C, offer(0, prefill_tokens_per_second=0)))
+    stops = {stop.node_id: stop for stop in routes(Eligible(Use.ANSWER, A, cards), {}, {})["m"].stops}
+    assert (stops[B].under_way, stops[C].under_way) == (4, 0)
+    assert stops[B].expected_s is not None
+    assert stops[C].expected_s is None

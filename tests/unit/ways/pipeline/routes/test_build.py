@@ -1,0 +1,82 @@
+"""Layers that no machine could ever run are refused before any is looked for, and what a build that fails had begun is ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+
+from paceline.core.clock import SystemClock
+from paceline.core.errors import ConfigError, OutOfMemory, PlacementError
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange
+from paceline.fleet.plan import Pin
+from paceline.machine.config_file import PipelineSettings
+from paceline.machine.settings import NodeSettings
+from paceline.ways.pipeline.routes import build
+from paceline.ways.pipeline.routes import order as orders
+from paceline.ways.pipeline.routes.build import build_engine_over
+from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers
+
+BEE = NodeId("bee")
+
+
+def order(own_layers: int | None, *spans: LayerRange | None) -> PipelineOrder:
+    return PipelineOrder(PipelineSettings(), tuple(Pin(BEE, span) for span in spans), own_layers)
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        (order(30), "--own-layers 30 leaves none"),
+        (order(99), "--own-layers 99 leaves none"),
+        (order(None, LayerRange(5, 41)), "bee layers 5 to 40, and m has 30"),
+        (order(None, LayerRange(30, 31)), "bee layers 30,"),
+    ],
+)
+def test_layers_that_are_not_there(asked: PipelineOrder, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_layers(asked, "m", 30)
+
+
+@pytest.mark.parametrize("asked", [order(None), order(0), order(29), order(None, None), order(1, LayerRange(1, 30))])
+def test_layers_that_are(asked: PipelineOrder) -> None:
+    check_layers(asked, "m", 30)
+
+
+@pytest.mark.parametrize("broken", ["served", "sampler", "Engine"])
+def test_what_fails_behind_the_route_ends_the_route(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    setup, executor, fake = MagicMock(), MagicMock(), MagicMock()
+    setup.opened.spec.n_layers, setup.settings.context, fake.kv.context = 4, None, 512
+    for name in ("check_layers", "begin_loads", "Opener", "FleetRouter", "SpareKeeper", "Holders", "SpotCheck", "Wanted", "StageRequest",
+                 "PipelineLimits", "Speed", "vocabulary_id", "context_of", "NodeDrafts", "Engine"):  # fmt: skip
+        monkeypatch.setattr(build, name, getattr(fake, name))
+    monkeypatch.setattr(build, "set_up", lambda *_, **__: setup)
+    monkeypatch.setattr(build, "fitting", lambda *_: (fake.planned, LayerRange(0, 2), fake.kv))
+    monkeypatch.setattr(build, "_whole_blocks", lambda _: 16)
+    monkeypatch.setattr(build, "typical_request", lambda _: (1, 1))
+    monkeypatch.setattr(build, "replace", lambda made, **_: made)
+    monkeypatch.setattr(build, "PipelineExecutor", lambda *_: executor)
+    fake.Wanted.return_value.context = 1
+    fake.StageRequest.return_value.least_blocks, fake.planned.estimate.ttft_s = 16, 1.0
+    (fake if broken == "Engine" else setup).configure_mock(**{f"{broken}.side_effect": OutOfMemory("for this")})
+    with pytest.raises(OutOfMemory, match="for this"):
+        build_engine_over(NodeSettings("m", context=512), PipelineOrder(PipelineSettings(enabled=True)), fake, fake, fake, SystemClock())
+    executor.close.assert_called_once()
+    assert setup.sampler.return_value.close.called == (broken == "Engine")
+
+
+def test_where_too_little_memory_is_here_and_no_machine_takes_more_what_is_short_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(_: object, asked: PipelineOrder, *__: object) -> Any:
+        if asked.own_layers is not None:
+            raise PlacementError("no machine can run the other layers")
+        return SimpleNamespace(stages=[SimpleNamespace(layers=range(3))])
+
+    def room(layers: LayerRange) -> None:
+        raise OutOfMemory(f"KV of {len(layers)} layers needs 3.0 GiB")
+
+    monkeypatch.setattr(orders, "_planned", planned)
+    with pytest.raises(OutOfMemory, match="KV of 3 layers needs"):
+        orders.fitting(cast("Any", None), order(None), cast("Any", SimpleNamespace(room=room)), SystemClock())

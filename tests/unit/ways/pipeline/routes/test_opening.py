@@ -1,0 +1,152 @@
+"""Opening routes over real sessions, and ending them: nothing is left of a route that did not come about, and stages blame only whom they know."""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from tests.unit.net.member.nodes import BOUND_S, in_loop, until
+from tests.unit.ways.pipeline.host.hosts import SPEC, Hosting, Net, User, hosting, in_thread, wanted
+from tests.unit.ways.pipeline.routes.test_spot_check import Eyes, part
+
+from paceline.core.errors import StreamStalled, UnsupportedModel
+from paceline.core.ids import NodeId
+from paceline.ways.pipeline.executor.sessions import StageFault
+from paceline.ways.pipeline.host.ends import Expected, Incoming
+from paceline.ways.pipeline.routes.fleet_route import FleetRoute
+from paceline.ways.pipeline.routes.opening import NotOpened, Opener
+
+
+@dataclass(slots=True)
+class Two:
+    """A fleet in which `a` and `b` host layers."""
+
+    a: Hosting
+    b: Hosting
+    user: User
+    opener: Opener
+
+    async def open(self) -> FleetRoute:
+        return await self.opener.open([part("a", 0, 3), part("b", 3, 6)])
+
+    async def nothing_is_left(self) -> None:
+        await until(
+            lambda: not (self.a.host.sessions or self.b.host.sessions or self.user.listener._expected or self.user.listener._streams)
+        )
+
+
+@asynccontextmanager
+async def two() -> AsyncIterator[Two]:
+    net = Net()
+    async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
+        eyes = Eyes(user, {a.node_id: a, b.node_id: b})
+        yield Two(a, b, user, Opener(eyes, user.ends, wanted(0, 6), SPEC.hidden, 16, asyncio.get_running_loop()))
+
+
+@in_loop
+async def test_a_route_that_is_given_up_half_open_leaves_no_session_behind() -> None:
+    async with two() as fleet:
+        fleet.b.loads.gate.clear()
+        opening = asyncio.create_task(fleet.open())
+        await until(lambda: fleet.a.host.sessions == 1 and bool(fleet.b.loads.asked))
+        opening.cancel()
+        await asyncio.wait({opening})
+        assert opening.cancelled()
+        await fleet.nothing_is_left()
+
+
+@in_loop
+async def test_where_one_refuses_no_other_is_waited_for_and_what_it_loads_stays() -> None:
+    async with two() as fleet:
+        fleet.a.loads.fault = UnsupportedModel("no such layers here")
+        fleet.b.loads.gate.clear()
+        with pytest.raises(NotOpened) as refused:
+            await fleet.open()
+        assert {**refused.value.refusals}.keys() == {"a"}
+        assert fleet.b.warm.shards[0].is_loading
+        fleet.b.loads.gate.set()
+        await until(lambda: fleet.b.warm.shards[0].is_idle)
+        await fleet.nothing_is_left()
+
+
+@in_loop
+async def test_a_route_that_can_t_be_had_names_the_machine_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two() as fleet:
+        fleet.b.listener.close()  # so that a can't reach it
+        with pytest.raises(NotOpened) as refused:
+            await fleet.open()
+        assert {**refused.value.refusals}.keys() == {"b"}
+        await fleet.nothing_is_left()
+
+
+@in_loop
+async def test_a_route_says_whose_kernels_give_other_bytes_for_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two() as fleet:
+        route = await fleet.open()
+        assert [stage.holds_identity for stage in route.stages] == [True, True]
+        await in_thread(route.close)
+        await fleet.nothing_is_left()
+        monkeypatch.setattr(fleet.b.runner, "holds_identity", False)
+        route = await fleet.open()
+        assert [stage.holds_identity for stage in route.stages] == [True, False]
+        await in_thread(route.close)
+        await fleet.nothing_is_left()
+
+
+@dataclass(slots=True)
+class Held:
+    """An `Expected` whose stream is fetched, and handed over when a test says so; or never comes."""
+
+    inner: Expected
+    comes: bool
+    fetched: threading.Event
+    gate: threading.Event
+
+    def accept(self, deadline: float) -> Incoming:
+        if not self.comes:
+            raise StreamStalled("Nobody came")
+        stream = self.inner.accept(deadline)
+        self.fetched.set()
+        assert self.gate.wait(BOUND_S)
+        return stream
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@in_loop
+async def test_a_route_that_is_given_up_or_fails_at_its_end_leaves_no_stream_and_no_ticket(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two() as fleet:
+        expect, fetched, gate = fleet.user.ends.expect, threading.Event(), threading.Event()
+        monkeypatch.setattr(fleet.user.ends, "expect", lambda *args: Held(expect(*args), comes, fetched, gate))
+        opening = asyncio.create_task(fleet.open())
+        if comes:
+            await in_thread(fetched.wait, BOUND_S)
+            opening.cancel()
+        await asyncio.wait({opening})
+        gate.set()
+        assert opening.cancelled() if comes else isinstance(opening.exception(), NotOpened)
+        await fleet.nothing_is_left()
+
+
+@pytest.mark.parametrize(("named", "held"), [("b", "b"), ("c", "a"), ("user", "a"), ("a", "a")])
+@in_loop
+async def test_a_stage_may_blame_its_neighbours_and_nobody_else(named: str, held: str) -> None:
+    async with two() as fleet:
+        route = await fleet.open()
+        (session,) = fleet.a.host._live
+        session.fail(StageFault("shard_corrupt", "it was not me", NodeId(named)))
+        await until(lambda: route.fault() is not None)
+        fault = route.fault()
+        assert fault is not None
+        assert (fault.node_id, fault.code) == (held, "shard_corrupt")
+        route.close()
+        await fleet.nothing_is_left()
