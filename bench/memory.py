@@ -17,11 +17,11 @@ from typing import Any
 
 from paceline.backends import table
 from paceline.backends.table import Kernels
-from paceline.bench.engine import PromptMaker, drive
 from paceline.core.clock import SystemClock
 from paceline.core.model import WeightsFormat
+from paceline.machine.build import build_engine
+from paceline.machine.drive import PromptMaker, drive
 from paceline.machine.settings import NodeSettings
-from paceline.node.build import build_engine
 from paceline.store.catalog import open_model, resolve
 from paceline.store.home import Home
 

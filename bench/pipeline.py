@@ -22,13 +22,13 @@ from typing import Any
 
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
-from paceline.bench.engine import PromptMaker, drive
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
+from paceline.machine.drive import PromptMaker, drive
 from paceline.machine.setup import load_runner
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.listener import TensorListener

@@ -25,8 +25,8 @@ from tests.fleet.network import Network, network, why_not
 
 from paceline.bench.local_fleet import found_fleet
 from paceline.core.clock import SystemClock
+from paceline.machine.build import build_engine, introduced
 from paceline.machine.settings import NodeSettings
-from paceline.node.build import build_engine, introduced
 from paceline.store.home import Home
 
 MODEL = "smollm2-135m"

@@ -18,17 +18,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.bench.engine import PromptMaker, drive
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
 from paceline.fleet.figures import two_digits
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import PlanRequest, Way
+from paceline.machine.build import build_engine, introduced
 from paceline.machine.capability import SelfPortrait
+from paceline.machine.drive import PromptMaker, drive
 from paceline.machine.memory_rate import stream_rate
 from paceline.machine.settings import NodeSettings
-from paceline.node.build import build_engine, introduced
 from paceline.store.home import Home
 
 LENGTHS = ((128, 128), (512, 128), (2048, 64))

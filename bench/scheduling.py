@@ -20,11 +20,11 @@ from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 
-from paceline.bench.engine import PromptMaker
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream
 from paceline.machine.cores import usable_cores
+from paceline.machine.drive import PromptMaker
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
 from size_rows import machine

@@ -31,8 +31,8 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftSource
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor
+from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
-from paceline.node.build import BuiltEngine, build_engine
 from paceline.store.catalog import open_model
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor

@@ -7,11 +7,11 @@ from typing import Any
 
 from worker import Engine, Job, Times, serve
 
-from paceline.bench.engine import drive
 from paceline.core.clock import SystemClock
 from paceline.core.model import WeightsFormat
+from paceline.machine.build import build_engine
+from paceline.machine.drive import drive
 from paceline.machine.settings import NodeSettings
-from paceline.node.build import build_engine
 
 
 class PacelineEngine:

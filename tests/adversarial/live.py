@@ -20,19 +20,23 @@ from paceline.core.inference import ServedModel
 from paceline.core.text import Tokenizer
 from paceline.core.trust import Trust
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafts import NGRAM
 from paceline.engine.engine import Engine
+from paceline.engine.proposers.ngram import NGramProposer
 from paceline.machine.host import EngineHost
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
-from paceline.net.server import Register
+from paceline.net.server import Service
 from paceline.net.wire import generate_pb2
-from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub, add_GenerateServiceServicer_to_server
+from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub
 from paceline.testing.engines import VOCAB, VOCABULARY
 from paceline.testing.executors import InOrderExecutor
 from paceline.testing.fleets import TestFleet
 from paceline.testing.null_backend import NullRunner
+from paceline.ways.draft.desk import ProposerDesk
+from paceline.ways.draft.proposer_service import proposer_service
 from paceline.ways.forward.local import LocalModels
-from paceline.ways.forward.service import GenerateServicer, LoadedModel
+from paceline.ways.forward.service import LoadedModel, generate_service
 
 T = TypeVar("T")
 BOUND_S = 100.0
@@ -94,7 +98,7 @@ def request(*prompt: int, n: int = 1, max_tokens: int = 4, sampling: generate_pb
 
 
 @contextmanager
-def live_node(root: Path, config: EngineConfig = CONFIG, services: Sequence[Register] = ()) -> Generator[LiveNode, None, None]:
+def live_node(root: Path, config: EngineConfig = CONFIG, services: Sequence[Service] = ()) -> Generator[LiveNode, None, None]:
     with loop_in_thread() as loop:
         whole = _live(root, config, loop, services)
         live = asyncio.run_coroutine_threadsafe(whole.__aenter__(), loop).result(BOUND_S)
@@ -105,9 +109,7 @@ def live_node(root: Path, config: EngineConfig = CONFIG, services: Sequence[Regi
 
 
 @asynccontextmanager
-async def _live(
-    root: Path, config: EngineConfig, loop: asyncio.AbstractEventLoop, services: Sequence[Register]
-) -> AsyncGenerator[LiveNode]:
+async def _live(root: Path, config: EngineConfig, loop: asyncio.AbstractEventLoop, services: Sequence[Service]) -> AsyncGenerator[LiveNode]:
     fleet = TestFleet()
     node, guest = make_node(fleet, root, "desk"), make_node(fleet, root, "visitor", trust=Trust.GUEST)
     member = make_node(fleet, root, "laptop")
@@ -116,9 +118,11 @@ async def _live(
     engine = Engine(executor, VOCABULARY, config, SystemClock(), sampler=sampler)
     model = ServedModel("null", 0, config.max_context, cast("Tokenizer", None), "fp")
     host = EngineHost(engine, sampler.close, model, config, SystemClock())
-    servicer = GenerateServicer(LocalModels(host, (LoadedModel("null", "d", "", "", 0, config.max_context),), node.meter))
+    models = LocalModels(host, (LoadedModel("null", "d", "", "", 0, config.max_context),), node.meter)
+    desk = ProposerDesk({NGRAM: NGramProposer()})
     await node.start(
-        lambda _: lambda server: add_GenerateServiceServicer_to_server(servicer, server),
+        lambda _: generate_service(models),
+        lambda guard: proposer_service(desk, guard.peer),
         *(lambda _, one=one: one for one in services),
     )
     try:
@@ -127,4 +131,5 @@ async def _live(
         await guest.pool.close()
         await member.pool.close()
         await node.stop()
+        desk.close()
         await asyncio.to_thread(host.close)

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import grpc.aio
 from tests.unit.net.member.nodes import QUICK, Still, until_seen
 from tests.unit.store.conftest import GgufModel
 
@@ -24,20 +23,19 @@ from paceline.core.stats import EngineStats
 from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, ModelShape, Role
 from paceline.fleet.eligibility import TrustPolicy
-from paceline.machine.weights import weights_service
+from paceline.machine.weights import give_weights
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings, parse_preset
-from paceline.net.server import Register
+from paceline.net.server import Service
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
-from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
 from paceline.testing.fleets import TestFleet
 from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.local import LocalModels
-from paceline.ways.forward.service import GenerateServicer, LoadedModel
+from paceline.ways.forward.service import LoadedModel, generate_service
 from paceline.ways.forward.tokenizers import TokenizerStore
 
 NAME, DIGEST, NUMERICS = "m", "d" * 64, "n" * 16
@@ -201,15 +199,11 @@ async def machines(root: Path, *made: Made, fleet: TestFleet | None = None) -> A
             node = FleetNode(settings, folder, portrait, clock)
             models = Models(one.engine, node)
             inference = FleetInference(node, models, TokenizerStore(home, one.tokenizer_bytes), clock, one.draw)
-            servicer = GenerateServicer(models)
 
-            def register(server: grpc.aio.Server, servicer: GenerateServicer = servicer) -> None:
-                add_GenerateServiceServicer_to_server(servicer, server)
+            def give(guard: PeerGuard, home: Home = home, policy: TrustPolicy = one.policy) -> Service:
+                return give_weights(home, guard, policy)
 
-            def give(guard: PeerGuard, home: Home = home, policy: TrustPolicy = one.policy) -> Register:
-                return weights_service(home, guard, policy)
-
-            await node.start(lambda _, register=register: register, give)
+            await node.start(lambda _, models=models: generate_service(models), give)
             stack.push_async_callback(node.stop)
             stack.push_async_callback(inference.close)
             running.append(Machine(node, inference, one.engine, portrait, home))

@@ -19,7 +19,7 @@ from tests.unit.net.trust.logs import logged
 from tests.unit.net.trust.served import ECHO, SOON_S, Services, served
 
 from paceline.net.channels import CHANNEL_OPTIONS
-from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter
+from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter, Service
 from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.connections import MAX_OF_NODE, SILENT_S, ConnectionWatch
 from paceline.net.trust.credentials import channel_credentials
@@ -86,7 +86,7 @@ def test_row_37_a_member_comes_in_while_strangers_renew_all_connections() -> Non
         identity = fleet.member("server-1")
         server = NodeServer(identity, guard, watch, RpcMeter(), options)
         services = Services(guard, identity)
-        server.add(lambda grpc_server: grpc_server.add_generic_rpc_handlers((services,)))
+        server.add(Service(lambda grpc_server: grpc_server.add_generic_rpc_handlers((services,)), {}))
         port = await server.start("127.0.0.1", 0)
         try:
             with renewed_connections("127.0.0.2", port, 2 * MOST):

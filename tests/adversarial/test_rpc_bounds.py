@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,19 @@ from paceline.core.manifest import PIECE, ModelManifest
 from paceline.engine.config import EngineConfig
 from paceline.engine.intake import SHARES, check_room
 from paceline.engine.prefix_cache import root_key, salted_key
-from paceline.net.server import MAX_REQUEST_BYTES, MAX_STREAMS, REQUESTS
+from paceline.net.control_service import control_service
+from paceline.net.exchange import capability_service
+from paceline.net.renewal import renewal_service
+from paceline.net.server import MAX_REQUEST_BYTES, MAX_STREAMS
 from paceline.net.trust.handlers import _reader
-from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer
+from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer, weights_service
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.net.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
 from paceline.testing.engines import EngineBench
+from paceline.ways.draft.proposer_service import proposer_service
+from paceline.ways.forward.service import generate_service
+from paceline.ways.pipeline.service import shard_service
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 extremes = st.sampled_from(
@@ -88,6 +96,22 @@ METHODS: dict[str, MethodDescriptor] = {
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
     if service.name != "JoinService"  # on a port of its own
+}
+
+
+NONE: Any = None
+REQUESTS = {
+    f"/paceline.v1.{method}": limit
+    for service in (
+        capability_service(NONE, NONE),
+        control_service(NONE, NONE, NONE),
+        renewal_service(NONE, NONE),
+        generate_service(NONE),
+        proposer_service(NONE, NONE),
+        shard_service(NONE, NONE),
+        weights_service(NONE, NONE),
+    )
+    for method, limit in service.limits.items()
 }
 
 
@@ -169,7 +193,8 @@ class Endless:
 def test_row_28_pieces_asked_for_and_not_read_leave_room_for_others(tmp_path: Path) -> None:
     everything = weights_pb2.FetchPiecesRequest(digest="a" * 64, ranges=[weights_pb2.PieceRange(count=1 << 31)] * MAX_RANGES)
     servicer = WeightsServicer(Endless(), lambda _: None, streams=4, write_s=0.05)
-    with live_node(tmp_path, services=(lambda server: add_WeightsServiceServicer_to_server(servicer, server),)) as live:
+    service = replace(weights_service(NONE, NONE), register=partial(add_WeightsServiceServicer_to_server, servicer))
+    with live_node(tmp_path, services=(service,)) as live:
 
         async def work() -> None:
             unread = [WeightsServiceStub(live.channel()).FetchPieces(everything) for _ in range(4)]

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from random import Random
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
-from paceline.core.ids import RequestId
+from paceline.core.clock import SystemClock
+from paceline.core.errors import ConfigError
 from paceline.core.model import BLOCK_TOKENS
-from paceline.core.text import Vocabulary
 from paceline.engine.block_tables import blocks_for
+from paceline.machine.drive import PromptMaker, drive
 from paceline.machine.sampled import Sampled
 from paceline.machine.settings import NodeSettings
 from paceline.machine.timing import Spread, Timing
@@ -84,15 +81,6 @@ def _finite(value: Any) -> Any:
             return value
 
 
-class StepsRequests(Protocol):
-    """What the bench needs of an engine."""
-
-    @property
-    def has_work(self) -> bool: ...
-    def add(self, request: GenerationRequest) -> None: ...
-    def step(self) -> list[GenerationChunk]: ...
-
-
 def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Callable[[str], None] | None = None) -> BenchReport:
     """Load a model and measure it.
 
@@ -107,7 +95,7 @@ def run_bench(settings: NodeSettings, plan: BenchPlan | None = None, on_run: Cal
     check_plan(plan)
     load_average = os.getloadavg()[0]
     tell = on_run or (lambda _: None)
-    from paceline.node.build import build_engine
+    from paceline.machine.build import build_engine
 
     tell(f"loading {settings.model}")
     clock = SystemClock()
@@ -164,66 +152,6 @@ def with_room(settings: NodeSettings, sequences: int, longest: int) -> NodeSetti
     return replace(
         settings, prefix_cache=False, max_running=sequences, kv_tokens=max(tokens, settings.kv_tokens or 0, settings.context or 0)
     )
-
-
-class PromptMaker:
-    """Prompts of an exact number of tokens: random ones that stand for text, never the same prompt twice in a bench."""
-
-    def __init__(self, vocabulary: Vocabulary, seed: int = 0) -> None:
-        self._random = Random(seed)
-        self._ids = [token for token in range(vocabulary.size) if token not in vocabulary.eos_ids and vocabulary.token_bytes(token)]
-
-    def make(self, count: int, length: int) -> list[tuple[int, ...]]:
-        return [tuple(self._random.choices(self._ids, k=length)) for _ in range(count)]
-
-
-def steps(
-    engine: StepsRequests, requests: Sequence[GenerationRequest], clock: Clock, ends: Collection[FinishReason] = (FinishReason.LENGTH,)
-) -> Iterator[tuple[float, list[GenerationChunk]]]:
-    """Answer requests side by side: each step's chunks, and when they were there.
-
-    Raises:
-        PacelineError: a sequence ended otherwise than by one of `ends`.
-    """
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        chunks = engine.step()
-        now_s = clock.monotonic()
-        for chunk in chunks:
-            if chunk.finish_reason is not None and chunk.finish_reason not in ends:
-                raise PacelineError(f"{chunk.request_id} ended by {chunk.finish_reason}: {chunk.error or 'no error was given'}")
-        yield now_s, chunks
-
-
-def drive(
-    engine: StepsRequests, prompts: Sequence[tuple[int, ...]], answer_tokens: int, clock: Clock, sampling: Sampled = Sampled.GREEDY
-) -> Timing:
-    """Answer all prompts at once, in exactly `answer_tokens` tokens each, and note when each token was there.
-
-    Raises:
-        PacelineError: a sequence ended otherwise than by its length.
-    """
-    requests = [
-        GenerationRequest(
-            RequestId(f"bench-{number}"),
-            prompt,
-            answer_tokens,
-            sampling.params,
-            ignore_eos=True,
-            draft="off",
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    arrivals: dict[RequestId, list[float]] = {request.request_id: [] for request in requests}
-    started_s = clock.monotonic()
-    for now_s, chunks in steps(engine, requests, clock):
-        for chunk in chunks:
-            arrivals[chunk.request_id].extend([now_s] * len(chunk.token_ids))
-    for request_id, times in arrivals.items():
-        if len(times) != answer_tokens:
-            raise PacelineError(f"{request_id} got {len(times)} tokens where {answer_tokens} were asked for")
-    return Timing(started_s, tuple(tuple(times) for times in arrivals.values()))
 
 
 def _row(concurrency: int, timings: Sequence[Timing]) -> DecodeRow:

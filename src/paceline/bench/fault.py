@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from paceline.bench.engine import PromptMaker, StepsRequests, drive, steps
 from paceline.bench.local_fleet import LocalFleet
 from paceline.bench.node import BenchNode
 from paceline.bench.pipeline import PipelineBenchPlan
@@ -21,9 +20,10 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import NodeId, RequestId
 from paceline.fleet.plan import Objective, Pin
+from paceline.machine.build import build_engine
 from paceline.machine.config_file import PipelineSettings
+from paceline.machine.drive import PromptMaker, StepsRequests, drive, steps
 from paceline.machine.settings import NodeSettings
-from paceline.node.build import build_engine
 from paceline.ways.pipeline.routes.build import BuiltPipeline
 from paceline.ways.pipeline.routes.order import PipelineOrder
 

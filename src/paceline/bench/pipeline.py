@@ -13,16 +13,17 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from paceline.bench.engine import PromptMaker, StepsRequests, drive, with_room
+from paceline.bench.engine import with_room
 from paceline.bench.node import BenchNode
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.model import LayerRange
 from paceline.fleet.placement import plan as make_plan
 from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
+from paceline.machine.build import build_engine
+from paceline.machine.drive import PromptMaker, StepsRequests, drive
 from paceline.machine.settings import NodeSettings
 from paceline.machine.timing import Spread, Timing
-from paceline.node.build import build_engine
 from paceline.ways.pipeline.routes.build import BuiltPipeline
 from paceline.ways.pipeline.routes.order import PipelineOrder
 

@@ -22,9 +22,10 @@ def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
     from paceline.fleet.eligibility import Use
     from paceline.machine.config_file import read_trust_policy
     from paceline.net.member.look import look
+    from paceline.net.trust.folder import FleetFolder
 
     try:
-        cards = read_trust_policy(home).eligible(asyncio.run(look(home)).sight.view, Use.ANSWER).cards
+        cards = read_trust_policy(home).eligible(asyncio.run(look(FleetFolder(home.fleet))).sight.view, Use.ANSWER).cards
     except MembershipError as error:
         print(f"note: {error.message}, so this is about this machine alone", file=sys.stderr)
         return None

@@ -28,6 +28,7 @@ from paceline.machine.config_file import read_trust_policy
 from paceline.net.control_service import Sight
 from paceline.net.member.look import Looked, look
 from paceline.net.member.trust import ENDS_SOON_S, OLD_S
+from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 from paceline.ways.draft.sources import FLEET
 
@@ -61,7 +62,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
     async def show_changes() -> None:
         last: object = None
         while True:
-            looked = await look(home)
+            looked = await look(FleetFolder(home.fleet))
             said = _said(looked, []) if as_json else _facts(looked)
             if said != last:
                 last = said
@@ -71,7 +72,7 @@ def run_status(*, as_json: bool, watch: bool) -> None:
     if watch:
         asyncio.run(show_changes())
     else:
-        _print(asyncio.run(look(home)), endpoints, console, as_json=as_json, watch=False)
+        _print(asyncio.run(look(FleetFolder(home.fleet))), endpoints, console, as_json=as_json, watch=False)
 
 
 def _print(looked: Looked, endpoints: list[EndpointLoad], console: Console, *, as_json: bool, watch: bool) -> None:

@@ -186,7 +186,7 @@ async def _in_fleet(
 async def _alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[Collector]:
     from paceline.ways.draft.service import drafting_alone
 
-    async with drafting_alone(node, proposers) as metrics:
+    async with drafting_alone(node.drafts, node.model.tokenizer, proposers) as metrics:
         yield metrics
 
 

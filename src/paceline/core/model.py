@@ -11,6 +11,14 @@ WIDEST_BLOCK = 256
 """Tokens that any machine keeps together, at most. Leases are asked for in whole multiples, so that they are whole blocks for all others too."""
 
 
+class ActivationDtype(StrEnum):
+    """What activations are between stages. All but bf16 are outside the identity promise."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
 class WeightsFormat(StrEnum):
     """How linear weights are held in memory. Part of what decides a model's bytes."""
 

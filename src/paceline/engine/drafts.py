@@ -8,7 +8,7 @@ Source: the proposer contract is seed 001's (`propose_block(committed, L, K)`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,6 +114,11 @@ class DraftSource(Protocol):
 
 class MoreSources(Protocol):
     """Sources beyond those that an engine is made with: whatever there is when a request names it. For the engine's thread."""
+
+    @property
+    def sources(self) -> Mapping[str, DraftSource]:
+        """Those that the engine is made with, and others that were named lately."""
+        ...
 
     def names(self) -> Collection[str]:
         """Of those there are now."""

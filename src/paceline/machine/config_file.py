@@ -13,10 +13,10 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.core.errors import ConfigError
+from paceline.core.model import ActivationDtype
 from paceline.core.trust import Trust
 from paceline.fleet.eligibility import TrustPolicy
 from paceline.store.home import Home
-from paceline.ways.pipeline.executor.sessions import ActivationDtype
 
 CONFIG_FILE = "config.toml"
 

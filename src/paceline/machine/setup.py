@@ -23,6 +23,7 @@ from paceline.core.model import BLOCK_TOKENS, LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource, tensor_shapes
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
+from paceline.engine.drafts import MoreSources
 from paceline.engine.local import LayerRunner
 from paceline.machine import accelerator
 from paceline.machine.cores import usable_cores
@@ -37,7 +38,6 @@ from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.gguf_file import GgufWeights
 from paceline.store.home import Home
 from paceline.store.tokenizer import pack_tokenizer, tokenizer_digest
-from paceline.ways.draft.sources import NodeDrafts
 
 if TYPE_CHECKING:
     from paceline.backends.cpu.sampler import CompiledSampler
@@ -115,7 +115,7 @@ class Setup:
             model_digest=self.digest,
         )
 
-    def drafting(self, runner: LayerRunner[Any], drafts: NodeDrafts | None) -> DraftingConfig | None:
+    def drafting(self, runner: LayerRunner[Any], drafts: MoreSources | None) -> DraftingConfig | None:
         """How its engine drafts; None where kernels here give other bytes for other batches: a draft would change the answer.
 
         Args:

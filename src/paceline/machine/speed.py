@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.engine import PromptMaker, StepsRequests, drive
 from paceline.core.clock import Clock
 from paceline.core.text import Vocabulary
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.engine.sampling import Sampler
+from paceline.machine.drive import PromptMaker, StepsRequests, drive
 from paceline.machine.memory_rate import is_disturbed
 from paceline.machine.sampled import Sampled
 from paceline.store.home import Home, read_json_object, write_cache

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import grpc.aio
@@ -27,13 +26,12 @@ from paceline.machine.config_file import read_trust_policy
 from paceline.machine.fetch import Dial, Fetch, fetch_model
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.member.look import look
-from paceline.net.server import Register
+from paceline.net.server import Service
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.handlers import Context
 from paceline.net.trust.seals import open_revocations
-from paceline.net.weights_servicer import WeightsServicer
-from paceline.net.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
+from paceline.net.weights_servicer import weights_service
 from paceline.store.catalog import LocalModel, ModelLocation
 from paceline.store.home import Home
 from paceline.store.hub import Listed
@@ -46,13 +44,13 @@ ASK_S: Final = 3.0
 MOST_ASKED: Final = 32
 
 
-def weights_service(home: Home, guard: PeerGuard, trust: TrustPolicy, beside: Sequence[ModelLocation] = ()) -> Register:
+def give_weights(home: Home, guard: PeerGuard, trust: TrustPolicy, beside: Sequence[ModelLocation] = ()) -> Service:
     """What a node's server registers, to give the models of `home`, and those that run here from elsewhere, to those that may take them."""
 
     def admit(context: Context) -> None:
         trust.check(guard.peer(context), Use.TAKE_WEIGHTS, guard.voids)
 
-    return partial(add_WeightsServiceServicer_to_server, WeightsServicer(Library(home, beside), admit))
+    return weights_service(Library(home, beside), admit)
 
 
 def dial_through(pool: ChannelPool, trust: TrustPolicy, voids: Voids) -> Dial:
@@ -160,7 +158,7 @@ def pull_from_fleet(model: str, home: Home, progress: Progress, announce: Callab
 async def _fleet_view(home: Home, own: NodeId, folder: FleetFolder, pool: ChannelPool) -> FleetView:
     """The fleet, as far as it can be seen now: as this machine's node sees it, else as members themselves say."""
     try:
-        return (await look(home)).sight.view
+        return (await look(FleetFolder(home.fleet))).sight.view
     except MembershipError:
         pass  # no node runs here
     asked = await asyncio.gather(*(_card_at(address, pool) for address in folder.peers()[:MOST_ASKED]))

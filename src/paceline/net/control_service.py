@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,11 +18,13 @@ from paceline.net.address_book import Failure
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.rpc_faults import error_of
+from paceline.net.server import KIB, Service
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.handlers import Limit
 from paceline.net.trust.identity import Identity
 from paceline.net.wire import control_pb2 as wire
-from paceline.net.wire.control_pb2_grpc import ControlServiceServicer, ControlServiceStub
+from paceline.net.wire.control_pb2_grpc import ControlServiceServicer, ControlServiceStub, add_ControlServiceServicer_to_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -146,3 +149,9 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
         for seen in message.drafts
     )
     return Sight(view, failures, message.rounds, drafts, message.revocations_as_of_unix, message.certificate_ends_unix)
+
+
+def control_service(identity: Identity, guard: PeerGuard, look: Look) -> Service:
+    """What a node's server registers."""
+    servicer = ControlServicer(identity, guard, look)
+    return Service(partial(add_ControlServiceServicer_to_server, servicer), {"ControlService/GetFleetView": Limit(KIB, 8)})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -23,13 +24,23 @@ from paceline.fleet.messages import Reply
 from paceline.fleet.presets import Bounds
 from paceline.net.address_book import AddressBook
 from paceline.net.channels import ChannelPool, Purpose
-from paceline.net.exchange_codec import Refuse, measure_reply, parse_reply, read_reply, write_request
+from paceline.net.exchange_codec import (
+    MAX_EXCHANGE_BYTES,
+    MAX_EXCHANGE_PARTS,
+    Refuse,
+    measure_reply,
+    parse_reply,
+    read_reply,
+    write_request,
+)
 from paceline.net.opener import MemberOpener
 from paceline.net.rpc_faults import abort, fleet_error_of, unless_closed
+from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.handlers import Limit
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceServicer
+from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceServicer, add_CapabilityServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
@@ -204,3 +215,14 @@ class CapabilityServicer(CapabilityServiceServicer):
         except GossipRefused as error:
             await abort(context, error)
         return wire.MeasureLinkResponse(payload=bytes(request.response_bytes))
+
+
+def capability_service(gossip: GossipPort, guard: PeerGuard) -> Service:
+    """What a node's server registers."""
+    servicer = CapabilityServicer(gossip, guard)
+    limits = {
+        "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own
+        "CapabilityService/GetNodeCapability": Limit(KIB, 64),
+        "CapabilityService/MeasureLink": Limit(MAX_MEASURE_BYTES + KIB, 8, bulk=wire.MeasureLinkRequest.PAYLOAD_FIELD_NUMBER),
+    }
+    return Service(partial(add_CapabilityServiceServicer_to_server, servicer), limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,12 +13,14 @@ import grpc.aio
 
 from paceline.core.errors import FleetError, GossipRefused, UserError
 from paceline.net.rpc_faults import abort, fleet_error_of, unless_closed
+from paceline.net.server import KIB, Service
 from paceline.net.trust.guard import PeerGuard
+from paceline.net.trust.handlers import Limit
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import Issuer
 from paceline.net.trust.requests import make_request
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.net.wire.fleet_pb2_grpc import RenewalServiceServicer, RenewalServiceStub
+from paceline.net.wire.fleet_pb2_grpc import RenewalServiceServicer, RenewalServiceStub, add_RenewalServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
@@ -66,3 +69,9 @@ async def ask_to_renew(channel: grpc.aio.Channel, identity: Identity, issuer: st
     else:
         return answer.certificate
     raise failure
+
+
+def renewal_service(issuer: Callable[[], Issuer | None], guard: PeerGuard) -> Service:
+    """What a node's server registers."""
+    servicer = RenewalServicer(issuer, guard)
+    return Service(partial(add_RenewalServiceServicer_to_server, servicer), {"RenewalService/Renew": Limit(8 * KIB, 8)})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -11,19 +12,12 @@ import grpc.aio
 
 from paceline.core.errors import ConfigError
 from paceline.net.channels import COMMON, RECEIVE, Options
-from paceline.net.exchange import MAX_MEASURE_BYTES
-from paceline.net.exchange_codec import MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS
 from paceline.net.trust.addresses import join_host
 from paceline.net.trust.connections import ConnectionWatch
 from paceline.net.trust.credentials import server_credentials
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.handlers import Behaviour, Context, Limit, Request, Response, WellFormed, rewrap
 from paceline.net.trust.identity import Identity
-from paceline.net.weights_servicer import MAX_RANGES
-from paceline.net.wire.fleet_pb2 import MeasureLinkRequest
-from paceline.net.wire.generate_pb2 import GenerateRequest
-from paceline.net.wire.propose_pb2 import ProposeBlockRequest, ProposeBlocksRequest
-from paceline.ways.draft.desk import MOST_SESSIONS
 
 
 class RpcMeter(grpc.aio.ServerInterceptor):
@@ -67,31 +61,7 @@ IDLE_S = 300
 AGE_S = 3600
 """Until calls go by a new connection, whose certificate is looked at again."""
 KIB = 1 << 10
-REQUESTS = {
-    f"/paceline.v1.{method}": limit
-    for method, limit in {
-        "CapabilityService/ExchangeCapabilities": Limit(MAX_EXCHANGE_BYTES, MAX_EXCHANGE_PARTS, 128 * KIB),  # gossip has bounds of its own
-        "CapabilityService/GetNodeCapability": Limit(KIB, 64),
-        "CapabilityService/MeasureLink": Limit(MAX_MEASURE_BYTES + KIB, 8, bulk=MeasureLinkRequest.PAYLOAD_FIELD_NUMBER),
-        "ControlService/GetFleetView": Limit(KIB, 8),
-        # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
-        "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=GenerateRequest.PROMPT_IDS_FIELD_NUMBER),
-        "GenerateService/DescribeModel": Limit(4 * KIB, 8),
-        "RenewalService/Renew": Limit(8 * KIB, 8),
-        "ProposerService/ProposeBlock": Limit(2048 * KIB, 64, bulk=ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER),
-        # All that is inside of a block is numbers.
-        "ProposerService/ProposeBlocks": Limit(2048 * KIB, 2 * MOST_SESSIONS, bulk=ProposeBlocksRequest.BLOCK_FIELD_NUMBER),
-        "ShardService/OpenStage": Limit(4 * KIB, 64),
-        "ShardService/ConnectStage": Limit(64 * KIB, 128),
-        "ShardService/WarmLayers": Limit(4 * KIB, 64),
-        "ShardService/EchoRows": Limit(KIB, 16),
-        "WeightsService/DescribeWeights": Limit(KIB, 8),
-        "WeightsService/FetchPieces": Limit(128 * KIB, MAX_RANGES + 8),
-    }.items()
-}
-"""What is read of a request at most. Every method of a node's port has its limit: a message takes 35 times its size once it is parsed, on the
-event loop."""
-MAX_REQUEST_BYTES = max(limit.nbytes for limit in REQUESTS.values()) + 256 * KIB
+MAX_REQUEST_BYTES = 2304 * KIB
 """gRPC gathers a message of so many bytes before any of this code sees it; some more than any may have, so that one that is too long is told so."""
 
 MAX_STREAMS = 128
@@ -111,7 +81,16 @@ SERVER_OPTIONS: Options = [
     ("grpc.max_connection_age_ms", AGE_S * 1000),  # calls under way go on
 ]
 
-Register = Callable[[grpc.aio.Server], None]
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One gRPC service of a node's port, and what is read of a request of each of its methods at most: a message takes 35 times its size once
+    it is parsed, on the event loop.
+    """
+
+    register: Callable[[grpc.aio.Server], None]
+    limits: Mapping[str, Limit]
+    """By Service/Method. A method without one is not answered."""
 
 
 class NodeServer:
@@ -125,12 +104,15 @@ class NodeServer:
         self, identity: Identity, guard: PeerGuard, watch: ConnectionWatch, meter: RpcMeter, options: Options = SERVER_OPTIONS
     ) -> None:
         self._identity, self._watch = identity, watch
-        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, REQUESTS)], options=options)
+        self._limits: dict[str, Limit] = {}
+        self._server = grpc.aio.server(interceptors=[meter, guard, WellFormed(guard.refusals, self._limits)], options=options)
 
-    def add(self, *services: Register) -> None:
+    def add(self, *services: Service) -> None:
         """Before `start`."""
-        for register in services:
-            register(self._server)
+        for service in services:
+            service.register(self._server)
+            self._limits |= {f"/paceline.v1.{method}": limit for method, limit in service.limits.items()}
+        assert all(limit.nbytes < MAX_REQUEST_BYTES for limit in self._limits.values()), "gRPC gathers no more of a message"
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port.

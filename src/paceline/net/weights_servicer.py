@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, NoReturn, Protocol, cast
 
 import grpc
@@ -18,7 +19,8 @@ import grpc.aio
 from paceline.core.errors import ModelFileError, ModelNotFound, NotTrusted
 from paceline.core.manifest import ModelManifest, is_sha256
 from paceline.net.rpc_faults import abort
-from paceline.net.trust.handlers import Context, caller_of
+from paceline.net.server import KIB, Service
+from paceline.net.trust.handlers import Context, Limit, caller_of
 from paceline.net.weights_codec import parts
 from paceline.net.wire import weights_pb2 as wire
 from paceline.net.wire import weights_pb2_grpc
@@ -190,3 +192,10 @@ async def _ended(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
+
+
+def weights_service(library: WeightsLibrary, admit: Callable[[Context], None], *, streams: int = 4, write_s: float = WRITE_S) -> Service:
+    """What a node's server registers; arguments as of `WeightsServicer`."""
+    limits = {"WeightsService/DescribeWeights": Limit(KIB, 8), "WeightsService/FetchPieces": Limit(128 * KIB, MAX_RANGES + 8)}
+    servicer = WeightsServicer(library, admit, streams=streams, write_s=write_s)
+    return Service(partial(weights_pb2_grpc.add_WeightsServiceServicer_to_server, servicer), limits)

@@ -9,14 +9,17 @@ from functools import partial
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError, PlacementError, UserError
+from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode
 from paceline.node.serving import FleetServing
 from paceline.store.catalog import resolve
+from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.tensor_ends import tensor_ends
-from paceline.ways.pipeline.routes.build import build_pipeline
+from paceline.ways.pipeline.routes.build import BuiltPipeline, build_engine_over
 from paceline.ways.pipeline.routes.eyes import FleetEyes
+from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
 from paceline.ways.pipeline.routes.order import PipelineOrder
 
 
@@ -40,7 +43,6 @@ async def orchestrate(
     Raises:
         UserError: it can't be had, and why.
     """
-    build = partial(build_pipeline, meter=whole.pipelines, progress=progress, on_opening=on_opening)
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
@@ -48,7 +50,10 @@ async def orchestrate(
             location = await asyncio.to_thread(resolve, settings.model, whole.home)
             await whole.offer(location, reading or _count_unseen)
             eyes, loop = FleetEyes(whole.fleet, order.settings.shard_age_s, order.settings.min_host_trust), asyncio.get_running_loop()
-            node = await asyncio.to_thread(partial(build, on_end=give_back), settings, order, eyes, tensor_ends(whole.fleet), loop, clock)
+            drafts = NodeDrafts(settings.draft, clock, in_fleet=True)
+            build = partial(build_engine_over, meter=whole.pipelines, progress=progress, on_opening=on_opening, drafts=drafts)
+            built = await asyncio.to_thread(build, settings, order, eyes, tensor_ends(whole.fleet), loop, clock)
+            node = _hosted(built, whole.pipelines, drafts, clock, give_back)
         except BaseException:
             give_back()
             raise
@@ -62,6 +67,22 @@ async def orchestrate(
         node.close()
         raise
     return node
+
+
+def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, clock: Clock, on_end: Callable[[], None]) -> BuiltNode:
+    """Behind a host with the engine in a thread of its own. `on_end` is called once the pipeline has ended."""
+
+    def release() -> None:
+        try:
+            built.close()
+        finally:
+            on_end()
+
+    def rebuild() -> MeteredEngine:
+        return MeteredEngine(built.rebuild(), meter, clock)
+
+    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild, built.grammars)
+    return BuiltNode(host, built.model, (), built.summary, built.warm, drafts=drafts if built.drafts is drafts else None)
 
 
 def _count_unseen(done: int, total: int) -> None:

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-import grpc.aio
 from prometheus_client.registry import Collector
 
 from paceline.backends.options import LoadProgress
@@ -21,13 +20,14 @@ from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.machine.capability import LOOKUP, SelfPortrait
 from paceline.machine.offers import WarmModel, learn_digest, learn_digests
-from paceline.machine.weights import weights_service
+from paceline.machine.weights import give_weights
 from paceline.net.member.metrics import FleetMetrics
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings
 from paceline.net.member.state import Claim
+from paceline.net.server import Service
 from paceline.net.trust.folder import FleetFolder
-from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+from paceline.net.trust.guard import PeerGuard
 from paceline.node.build import BuiltNode
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
@@ -35,7 +35,7 @@ from paceline.ways.draft.proposing import LoadedProposer, lookup
 from paceline.ways.draft.service import DraftService
 from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.local import LocalModels
-from paceline.ways.forward.service import GenerateServicer, LoadedModel
+from paceline.ways.forward.service import LoadedModel, generate_service
 from paceline.ways.forward.tokenizers import TokenizerStore
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
 from paceline.ways.pipeline.routes.meter import PipelineMeter, PipelineMetrics
@@ -157,18 +157,18 @@ class FleetServing:
         Raises:
             ConfigError: the port can't be used.
         """
-        generate = GenerateServicer(self._local)
-
-        def register(server: grpc.aio.Server) -> None:
-            add_GenerateServiceServicer_to_server(generate, server)
-
-        shards = [] if self.shards is None else [self.shards.service]
-        services = [lambda _: register, lambda guard: weights_service(self.home, guard, self.fleet.trust, self._beside), *shards]
+        services: list[Callable[[PeerGuard], Service]] = [
+            lambda _: generate_service(self._local),
+            self.drafting.service,
+            lambda guard: give_weights(self.home, guard, self.fleet.trust, self._beside),
+        ]
+        if self.shards is not None:
+            services.append(self.shards.service)
         await self.fleet.start(*services, claim=claim)
         if self.shards is not None:
             self.shards.start()
         if self._node is not None:
-            self.drafting.attach(self._node)
+            self._attach_drafts(self._node)
             self._node.host.listen(partial(self._engine_changed, self._node))
         self._learning = asyncio.create_task(self._learn())
 
@@ -203,8 +203,11 @@ class FleetServing:
         self._local.attach(node.host, _loaded(node, node.warm))
         self.inference.look_again()
         self.fleet.look_again()
-        self.drafting.attach(node)
+        self._attach_drafts(node)
         node.host.listen(partial(self._engine_changed, node))
+
+    def _attach_drafts(self, node: BuiltNode) -> None:
+        self.drafting.attach(node.drafts, node.warm, node.model.tokenizer.size, node.host.stats)
 
     def _engine_changed(self, node: BuiltNode) -> None:
         """What an engine that failed had loaded is offered to no one until there is another."""

@@ -5,55 +5,18 @@ Everything runs on the event loop, so counting needs no lock: a token costs one 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paceline.core.histogram import Histogram
 from paceline.core.inference import Inference
 
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-
-
-class Histogram:
-    """Counts by upper bound. prometheus-client's own takes a lock and a linear search for each observation."""
-
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self._bounds_s = tuple(bounds_s)
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float, times: int = 1) -> None:
-        """Count `times` observations of `seconds` each."""
-        self._counts[bisect_left(self._bounds_s, seconds)] += times
-        self._sum_s += seconds * times
-
-    @property
-    def mean_s(self) -> float:
-        """Of all observations; 0 where there is none."""
-        times = sum(self._counts)
-        return self._sum_s / times if times else 0.0
-
-    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """As Prometheus wants it."""
-        return HistogramMetricFamily(name, documentation, buckets=self.buckets(), sum_value=self._sum_s)
-
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """As one of several of a family that differ in their labels."""
-        family.add_metric(labels, self.buckets(), self._sum_s)
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, with +Inf last."""
-        buckets: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets
 
 
 class Meter:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from paceline.bench.engine import BenchPlan, BenchReport, DecodeRow, PromptMaker, check_plan, drive, run_bench
+from paceline.bench.engine import BenchPlan, BenchReport, DecodeRow, check_plan, run_bench
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
@@ -13,6 +13,7 @@ from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
+from paceline.machine.drive import PromptMaker, drive
 from paceline.machine.sampled import Sampled
 from paceline.machine.settings import NodeSettings
 from paceline.machine.timing import Spread

@@ -17,8 +17,8 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.model import ModelSpec
 from paceline.engine.engine import Engine
+from paceline.machine.build import build_engine
 from paceline.machine.settings import NodeSettings
-from paceline.node.build import build_engine
 from paceline.store.catalog import open_model
 from paceline.testing.seeded_blocks import BLOCK_TYPES, DENSE, random_tensor
 from paceline.testing.seeded_models import PRESETS, TINY, shape, stored_type, tensors, write_folder, write_gguf

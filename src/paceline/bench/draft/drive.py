@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.bench.engine import StepsRequests, steps
 from paceline.core.clock import Clock
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
+from paceline.machine.drive import StepsRequests, steps
 
 GRAM = 8
 """Tokens of the pieces by which a text that goes round in circles is known."""

@@ -220,7 +220,7 @@ def run_draft_bench(settings: NodeSettings, plan: DraftBenchPlan, clock: Clock, 
     load_average = os.getloadavg()[0]
     from paceline.engine.drafting import DraftingConfig
     from paceline.engine.engine import Engine
-    from paceline.node.build import build_engine
+    from paceline.machine.build import build_engine
     from paceline.store.catalog import open_model
 
     on_run(f"loading {settings.model}")

@@ -9,7 +9,6 @@ from paceline.core.errors import FleetError, MembershipError, NodeUnreachable
 from paceline.net.control_service import Sight, control_channel, fleet_id, read_sight
 from paceline.net.member.state import read_running
 from paceline.net.trust.folder import FleetFolder
-from paceline.store.home import Home
 
 ASK_S = 5.0
 
@@ -22,13 +21,12 @@ class Looked:
     sight: Sight
 
 
-async def look(home: Home) -> Looked:
+async def look(folder: FleetFolder) -> Looked:
     """Ask the node that runs on this machine.
 
     Raises:
         MembershipError: this machine is in no fleet, or its node does not run.
     """
-    folder = FleetFolder(home.fleet)
     identity = folder.identity()
     running = await asyncio.to_thread(read_running, folder)
     if running is None:

@@ -19,17 +19,15 @@ from paceline.core.clock import Clock, SteadyClock
 from paceline.core.errors import FleetError, MembershipError, StreamClosed, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
-from paceline.engine.drafts import NGRAM
-from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.effects import Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.eligibility import Eligible, TrustPolicy, U_co, Use
 from paceline.fleet.view import FleetView
 from paceline.net.address_book import AddressBook
 from paceline.net.channels import ChannelPool, Purpose
-from paceline.net.control_service import ControlServicer, Sight, fleet_id
+from paceline.net.control_service import Sight, control_service, fleet_id
 from paceline.net.discovery import Discovery
-from paceline.net.exchange import CapabilityServicer, Exchanger
+from paceline.net.exchange import Exchanger, capability_service
 from paceline.net.member.gossip import GossipDriver
 from paceline.net.member.links import LinkDriver
 from paceline.net.member.meter import FleetMeter, log_news
@@ -37,8 +35,8 @@ from paceline.net.member.settings import FleetSettings
 from paceline.net.member.state import Claim, Running, forget_running, keep_running
 from paceline.net.member.trust import TrustKeeper
 from paceline.net.member.upkeep import Portrait, Upkeep
-from paceline.net.renewal import RenewalServicer
-from paceline.net.server import NodeServer, RpcMeter
+from paceline.net.renewal import renewal_service
+from paceline.net.server import NodeServer, RpcMeter, Service
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.addresses import join_host
 from paceline.net.trust.certificates import Member
@@ -48,18 +46,12 @@ from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.issuer import Issuer
 from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import open_revocations, revocation_told
-from paceline.net.wire.control_pb2_grpc import add_ControlServiceServicer_to_server
-from paceline.net.wire.fleet_pb2_grpc import add_CapabilityServiceServicer_to_server, add_RenewalServiceServicer_to_server
-from paceline.ways.draft.desk import ProposerDesk
-from paceline.ways.draft.proposer_service import proposer_service
 
 logger = logging.getLogger(__name__)
 
 GOODBYE_S = 0.4
 DRAIN_S = 0.8
 """A stop's bounds: for peers to hear of it, and for their calls to finish. Together they stay under what Ctrl-C may take."""
-
-Service = Callable[[grpc.aio.Server], None]
 
 
 class FleetNode:
@@ -82,8 +74,6 @@ class FleetNode:
         """What goes on as long as the node does."""
         self.meter = FleetMeter()
         self.rpcs = RpcMeter()
-        self.desk = ProposerDesk({NGRAM: NGramProposer()})
-        """What this node drafts with. A model that was loaded for it is added."""
         self.book = AddressBook()
         self.refusals = Refusals(clock)
         steady = SteadyClock(clock)  # upkeep looks at it every second
@@ -153,14 +143,10 @@ class FleetNode:
             *(self.gossip.revocation_of, self.trust_keeper.check_age),
         )
         server = NodeServer(self.identity, guard, watch, self.rpcs)
-        capability = CapabilityServicer(self.gossip, guard)
-        renewal = RenewalServicer(self._issuer, guard)
-        control = ControlServicer(self.identity, guard, self.sight)
         server.add(
-            lambda grpc_server: add_CapabilityServiceServicer_to_server(capability, grpc_server),
-            lambda grpc_server: add_ControlServiceServicer_to_server(control, grpc_server),
-            lambda grpc_server: add_RenewalServiceServicer_to_server(renewal, grpc_server),
-            proposer_service(self.desk, guard.peer),
+            capability_service(self.gossip, guard),
+            control_service(self.identity, guard, self.sight),
+            renewal_service(self._issuer, guard),
             *(service(guard) for service in services),
         )
         claim.fleet.close()
@@ -185,7 +171,6 @@ class FleetNode:
         server, self._server = self._server, None
         if server is not None:
             await self._stop(server)
-        self.desk.close()
         tensors, self._tensors = self._tensors, None
         if tensors is not None:
             await asyncio.to_thread(tensors.close)

@@ -21,8 +21,9 @@ import numpy as np
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError, TensorTooLarge
 from paceline.core.shown import printable
-from paceline.ways.pipeline.executor.sessions import TICKET_BYTES
 
+TICKET_BYTES = 32
+"""Drawn by who expects a stream, shown by who opens it."""
 MAGIC = b"PLTS\x01"
 """The last byte is the version of all this."""
 MAX_CHUNK_BYTES = 1 << 20

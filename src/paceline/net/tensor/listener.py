@@ -22,7 +22,7 @@ from paceline.core.errors import NotTrusted, RevokedNode, StreamClosed, StreamSt
 from paceline.core.ids import NodeId
 from paceline.core.ports import hold_port, listen_on
 from paceline.net.tensor.conversation import Event
-from paceline.net.tensor.frames import WELCOME, CloseCode
+from paceline.net.tensor.frames import TICKET_BYTES, WELCOME, CloseCode
 from paceline.net.tensor.incoming import FROM_SENDER, Incoming
 from paceline.net.tensor.newcomer import Newcomer, Wants
 from paceline.net.tensor.pipe import Pipe, tune
@@ -32,7 +32,6 @@ from paceline.net.trust.credentials import server_context
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import Voids
-from paceline.ways.pipeline.executor.sessions import TICKET_BYTES
 
 
 class Expected:

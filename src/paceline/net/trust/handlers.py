@@ -152,7 +152,7 @@ class WellFormed(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, refusals: Refusals, limits: Mapping[str, Limit] | None = None) -> None:
-        self._refusals, self._limits = refusals, dict(limits or {})
+        self._refusals, self._limits = refusals, {} if limits is None else limits
         self._begun: Counter[str] = Counter()
         """Requests that are on their way, by caller."""
 

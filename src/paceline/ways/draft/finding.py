@@ -22,6 +22,7 @@ from paceline.fleet.plan import Draft, Pin, PlanRequest, Way
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
 from paceline.ways.draft.blocks import OnBlock
+from paceline.ways.draft.desk import ProposerDesk
 from paceline.ways.draft.drafter import Drafter, Key, Line, OnEnd, drafter_of
 from paceline.ways.draft.line import RemoteLine
 from paceline.ways.draft.lines import DeskLine
@@ -126,15 +127,19 @@ def _drafter(card: NodeCard, offer: ModelOffer, links: Links, own: NodeId) -> Dr
 
 
 class FleetLines:
-    """Opens lines."""
+    """Opens lines.
 
-    def __init__(self, fleet: FleetNode) -> None:
-        self._fleet = fleet
+    Args:
+        own: this node's own proposers, asked without a call.
+    """
+
+    def __init__(self, fleet: FleetNode, own: ProposerDesk | None = None) -> None:
+        self._fleet, self._own = fleet, own
 
     def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> Line:
         """As `drafter.OpenLine`."""
-        if drafter.node_id == self._fleet.node_id:
-            return DeskLine(self._fleet.desk, drafter.node_id, on_block, on_end)
+        if self._own is not None and drafter.node_id == self._fleet.node_id:
+            return DeskLine(self._own, drafter.node_id, on_block, on_end)
         return RemoteLine(self.channel(drafter.node_id), drafter.node_id, on_block, on_end)
 
     def channel(self, node_id: NodeId) -> grpc.aio.Channel:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paceline.core.histogram import Histogram
 from paceline.engine.drafts import ProposerStats
-from paceline.server.metrics import Histogram
 from paceline.ways.draft.desk import ProposerDesk
 
 HOP_BOUNDS_S = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -12,7 +13,9 @@ import grpc.aio
 from paceline.core.errors import InvalidRequest, PacelineError
 from paceline.engine.drafts import BlockProposal
 from paceline.net.rpc_faults import abort
+from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import Member
+from paceline.net.trust.handlers import Limit
 from paceline.net.wire import propose_pb2 as wire
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceServicer, add_ProposerServiceServicer_to_server
 from paceline.ways.draft.desk import MOST_SESSIONS, MOST_WAITING, BlockAsk, ProposerDesk
@@ -110,14 +113,14 @@ def write_block(block: BlockProposal | None, session: int) -> wire.ProposeBlockR
     )
 
 
-def proposer_service(desk: ProposerDesk, who: Callable[[Context], Member]) -> Callable[[grpc.aio.Server], None]:
+def proposer_service(desk: ProposerDesk, who: Callable[[Context], Member]) -> Service:
     """What a node's server registers."""
-    servicer = ProposerServicer(desk, who)
-
-    def register(server: grpc.aio.Server) -> None:
-        add_ProposerServiceServicer_to_server(servicer, server)
-
-    return register
+    limits = {
+        "ProposerService/ProposeBlock": Limit(2048 * KIB, 64, bulk=wire.ProposeBlockRequest.COMMITTED_TOKEN_IDS_FIELD_NUMBER),
+        # All that is inside of a block is numbers.
+        "ProposerService/ProposeBlocks": Limit(2048 * KIB, 2 * MOST_SESSIONS, bulk=wire.ProposeBlocksRequest.BLOCK_FIELD_NUMBER),
+    }
+    return Service(partial(add_ProposerServiceServicer_to_server, ProposerServicer(desk, who)), limits)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

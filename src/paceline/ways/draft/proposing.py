@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.backends.options import LoadProgress
-from paceline.bench.engine import PromptMaker
 from paceline.core.clock import Clock
 from paceline.engine.drafts import NGRAM, Proposer
 from paceline.engine.local import LayerRunner
@@ -21,6 +20,7 @@ from paceline.engine.proposers.ngram import NGramProposer
 from paceline.engine.proposers.session import open_session
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.figures import two_digits
+from paceline.machine.drive import PromptMaker
 from paceline.machine.offers import warm_offer
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from paceline.core.errors import VocabularyMismatch
 from paceline.core.stats import DraftUse, EngineStats
+from paceline.core.text import Tokenizer
 from paceline.engine.drafts import NGRAM
+from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.effects import Effect
 from paceline.fleet.eligibility import Use
+from paceline.machine.offers import WarmModel
 from paceline.machine.speed import vocabulary_id
 from paceline.net.member.node import FleetNode
-from paceline.node.build import BuiltNode
+from paceline.net.server import Service
+from paceline.net.trust.guard import PeerGuard
 from paceline.ways.draft.desk import ProposerDesk
 from paceline.ways.draft.finding import FleetLines, Verifier
 from paceline.ways.draft.meter import DraftMeter, DraftMetrics
+from paceline.ways.draft.proposer_service import proposer_service
 from paceline.ways.draft.proposing import LoadedProposer
 from paceline.ways.draft.sources import NodeDrafts
 
@@ -30,32 +35,44 @@ class DraftService:
 
     def __init__(self, fleet: FleetNode, proposers: Sequence[LoadedProposer]) -> None:
         self._fleet, self._proposers = fleet, proposers
+        self._desk = ProposerDesk({NGRAM: NGramProposer()})
         self._drafts: NodeDrafts | None = None
-        self._node: BuiltNode | None = None
+        self._stats: Callable[[], EngineStats] | None = None
         self._stale = False
-        self.metrics = DraftMetrics(fleet.desk, self._meter, lambda: _drafting(self._drafts))
+        self.metrics = DraftMetrics(self._desk, self._meter, lambda: _drafting(self._drafts))
         for one in proposers:
-            if one.model_id not in fleet.desk.model_ids:
-                fleet.desk.add(one.model_id, one.proposer)
+            if one.model_id not in self._desk.model_ids:
+                self._desk.add(one.model_id, one.proposer)
         fleet.listen(self._on_news)
         fleet.show_drafts(self._use)
 
-    def attach(self, node: BuiltNode) -> None:
-        """Have drafts from the fleet for an engine of this node."""
-        self._node = node
-        if node.drafts is None or node.warm is None:
+    def service(self, guard: PeerGuard) -> Service:
+        """For `FleetNode.start`."""
+        return proposer_service(self._desk, guard.peer)
+
+    def attach(self, drafts: NodeDrafts | None, warm: WarmModel | None, vocabulary_size: int, stats: Callable[[], EngineStats]) -> None:
+        """Have drafts from the fleet for an engine of this node.
+
+        Args:
+            drafts: the engine's sources; None: it drafts by itself or not at all.
+            warm: its model.
+            vocabulary_size: that model's.
+            stats: of the engine.
+        """
+        self._stats = stats
+        if drafts is None or warm is None:
             return
-        self._drafts = node.drafts
-        warm = node.warm
+        self._drafts = drafts
         verifier = Verifier(self._fleet.node_id, warm.digest, str(warm.weights), warm.speed.vocabulary)
-        node.drafts.attach(verifier, node.model.tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), FleetLines(self._fleet).open)
+        lines = FleetLines(self._fleet, self._desk)
+        drafts.attach(verifier, vocabulary_size, lambda: self._fleet.eligible(Use.DRAFT), lines.open)
 
     async def stop(self) -> None:
         """End. Bounded; idempotent."""
         if self._drafts is not None:
             await self._drafts.detach()
-        self._fleet.desk.close()
-        await close_proposers(self._fleet.desk, self._proposers)
+        self._desk.close()
+        await close_proposers(self._desk, self._proposers)
 
     def _on_news(self, effect: Effect) -> None:
         del effect
@@ -70,26 +87,27 @@ class DraftService:
             self._drafts.look()
 
     def _use(self) -> tuple[DraftUse, ...]:
-        return () if self._node is None else draft_use(self._node.host.stats(), self._node.drafts)
+        return () if self._stats is None else draft_use(self._stats(), self._drafts)
 
     def _meter(self) -> DraftMeter | None:
         return None if self._drafts is None else self._drafts.meter
 
 
 @asynccontextmanager
-async def drafting_alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[DraftMetrics]:
+async def drafting_alone(
+    drafts: NodeDrafts | None, tokenizer: Tokenizer, proposers: Sequence[LoadedProposer]
+) -> AsyncGenerator[DraftMetrics]:
     """Drafts of this process for its own engine, on a machine in no fleet, for as long as the block runs.
 
     Raises:
         VocabularyMismatch: a proposer has other tokens than the model.
     """
     desk = ProposerDesk({one.asked: one.proposer for one in proposers})
-    drafts = node.drafts
     if drafts is not None:
-        vocabulary = vocabulary_id(node.model.tokenizer)
+        vocabulary = vocabulary_id(tokenizer)
         check_vocabulary(vocabulary, proposers, drafts.sources)
         fitting = {one.asked: one.offer for one in proposers if one.offer.vocabulary == vocabulary}
-        drafts.attach_alone(desk, fitting, node.model.tokenizer.size)
+        drafts.attach_alone(desk, fitting, tokenizer.size)
     try:
         yield DraftMetrics(desk, lambda: None if drafts is None else drafts.meter, lambda: _drafting(drafts))
     finally:

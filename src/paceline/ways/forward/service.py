@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self
 from uuid import uuid4
 
@@ -20,9 +21,10 @@ from paceline.core.ids import RequestId
 from paceline.core.shown import printable
 from paceline.engine.grammar import VERSION
 from paceline.net.rpc_faults import abort
-from paceline.net.trust.handlers import caller_of
+from paceline.net.server import KIB, Service
+from paceline.net.trust.handlers import Limit, caller_of
 from paceline.net.wire import generate_pb2 as wire
-from paceline.net.wire.generate_pb2_grpc import GenerateServiceServicer
+from paceline.net.wire.generate_pb2_grpc import GenerateServiceServicer, add_GenerateServiceServicer_to_server
 from paceline.ways.forward.codec import numerics_asked, read_request, write_chunks
 
 NOTICE_S = 1.0
@@ -174,3 +176,13 @@ class _Notices:
 
 def _not_here(name: str) -> UnknownModel:
     return UnknownModel(f"The model {name[:200]!r} is not loaded here")
+
+
+def generate_service(models: LoadedModels) -> Service:
+    """What a node's server registers."""
+    limits = {
+        # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
+        "GenerateService/Generate": Limit(2048 * KIB, 512, 512 * KIB, bulk=wire.GenerateRequest.PROMPT_IDS_FIELD_NUMBER),
+        "GenerateService/DescribeModel": Limit(4 * KIB, 8),
+    }
+    return Service(partial(add_GenerateServiceServicer_to_server, GenerateServicer(models)), limits)

@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from paceline.core.errors import StreamCorrupt
 from paceline.core.ids import BatchId, NodeId, SequenceId
+from paceline.core.model import ActivationDtype
 from paceline.engine.local import WireBits
 from paceline.net.tensor.incoming import Array, Message
 from paceline.net.tensor.receiver import TensorReceiver
 from paceline.net.tensor.sender import TensorSender
 from paceline.ways.pipeline.executor.links import Rehearse
-from paceline.ways.pipeline.executor.sessions import ActivationDtype
 from paceline.ways.pipeline.executor.stage_batch import StageBatch
 
 _BIG_ENDIAN = sys.byteorder == "big"

@@ -8,15 +8,14 @@ from dataclasses import replace
 from paceline.core.errors import BadPipelineRequest, FleetError
 from paceline.core.ids import NodeId
 from paceline.core.manifest import is_sha256
-from paceline.core.model import WIDEST_BLOCK, LayerRange, WeightsFormat
+from paceline.core.model import WIDEST_BLOCK, ActivationDtype, LayerRange, WeightsFormat
 from paceline.core.shown import printable
+from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.addresses import is_address, is_node_id
 from paceline.net.wire import shard_pb2 as wire
 from paceline.ways.pipeline.executor.sessions import (
     KV_NAME_BYTES,
     SESSION_ID_BYTES,
-    TICKET_BYTES,
-    ActivationDtype,
     NextStage,
     StageEvent,
     StageFault,

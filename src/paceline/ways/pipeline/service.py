@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 import grpc.aio
@@ -16,7 +17,9 @@ import grpc.aio
 from paceline.core.errors import PacelineError, ShardUnavailable
 from paceline.core.ids import BatchId
 from paceline.net.rpc_faults import abort
+from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import Member
+from paceline.net.trust.handlers import Limit
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 from paceline.ways.pipeline.codec import check_echo, read_connect, read_open, read_warm, write_event
@@ -133,11 +136,12 @@ class ShardServicer(ShardServiceServicer):
         return caller
 
 
-def shard_service(host: ShardHost, who: Callable[[Context], Member]) -> Callable[[grpc.aio.Server], None]:
+def shard_service(host: ShardHost, who: Callable[[Context], Member]) -> Service:
     """What a node's server registers."""
-    servicer = ShardServicer(host, who)
-
-    def register(server: grpc.aio.Server) -> None:
-        add_ShardServiceServicer_to_server(servicer, server)
-
-    return register
+    limits = {
+        "ShardService/OpenStage": Limit(4 * KIB, 64),
+        "ShardService/ConnectStage": Limit(64 * KIB, 128),
+        "ShardService/WarmLayers": Limit(4 * KIB, 64),
+        "ShardService/EchoRows": Limit(KIB, 16),
+    }
+    return Service(partial(add_ShardServiceServicer_to_server, ShardServicer(host, who)), limits)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
@@ -19,6 +19,7 @@ from paceline.net.trust.folder import FleetFolder
 from paceline.testing.fleets import TestFleet
 
 Given = ParamSpec("Given")
+Node = TypeVar("Node", bound=FleetNode)
 BOUND_S = 100.0
 """Longest wait for anything a test waits for; reached only when it fails."""
 QUICK = "desk,ttl_s=6,exchange_s=0.2,restamp_s=0.2,rpc_timeout_s=2"
@@ -58,14 +59,15 @@ def make_node(
     trust: Trust = Trust.MEMBER,
     given: tuple[str, ...] = (),
     mdns: bool = False,
-) -> FleetNode:
+    kind: type[Node] = FleetNode,  # type: ignore[assignment]
+) -> Node:
     """A node that was not started; its folder is kept between calls."""
     folder = FleetFolder(root / name / "fleet")
     if not folder.is_member:
         folder.write_secret(folder.identity_file, fleet.member(name, trust=trust).to_pem())
     addresses = (*given, *(address for peer in peers for address in peer.addresses))
     settings = FleetSettings(0, host, peers=addresses, mdns=mdns, preset=parse_preset(preset))
-    return FleetNode(settings, folder, Still(*offers), SystemClock())
+    return kind(settings, folder, Still(*offers), SystemClock())
 
 
 @asynccontextmanager

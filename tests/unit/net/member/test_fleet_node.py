@@ -29,11 +29,10 @@ from paceline.net.member.settings import parse_preset
 from paceline.net.member.state import Claim, read_running, read_version
 from paceline.net.rpc_faults import error_of
 from paceline.net.trust.folder import FleetFolder
-from paceline.net.wire import control_pb2, propose_pb2
+from paceline.net.wire import control_pb2
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.control_pb2_grpc import ControlServiceStub
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
-from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
 
@@ -248,21 +247,6 @@ async def test_a_peer_that_floods_or_sends_too_much_gets_a_typed_error(tmp_path:
             for _ in range(1000):
                 await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest())
         assert isinstance(error_of(refused.value, "a"), PeerFloods)
-        await b.pool.close()
-
-
-@in_loop
-async def test_every_node_drafts_by_prompt_lookup(tmp_path: Path) -> None:
-    fleet = TestFleet()
-    a, b = make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")
-    async with running(a):
-        stub = ProposerServiceStub(b.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member))
-        request = propose_pb2.ProposeBlockRequest(committed_token_ids=[1, 2, 3, 4, 1, 2], block_size=3, model_id=NGRAM)
-        assert list((await stub.ProposeBlock(request)).token_ids) == [3, 4, 1]
-        request.model_id = "gone"
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.ProposeBlock(request)
-        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
         await b.pool.close()
 
 

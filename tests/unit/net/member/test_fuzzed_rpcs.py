@@ -15,17 +15,17 @@ from tests.unit.net.member.nodes import in_loop, make_node
 from paceline.core.clock import SystemClock
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.messages import PassedCard
-from paceline.machine.weights import weights_service
+from paceline.machine.weights import give_weights
 from paceline.net.channels import Purpose
 from paceline.net.exchange_codec import write_passed
 from paceline.net.member.node import FleetNode
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
-from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet, sealed_card
 from paceline.testing.scripted_inference import ScriptedInference
+from paceline.ways.draft.service import DraftService
 from paceline.ways.forward.local import LocalModels
-from paceline.ways.forward.service import GenerateServicer, LoadedModel
+from paceline.ways.forward.service import LoadedModel, generate_service
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
 
 TIMES = 40
@@ -98,13 +98,13 @@ class Unseen:
 
 def serving(node: FleetNode, home: Home) -> list[object]:
     models = LocalModels(ScriptedInference(), (LoadedModel("echo", "d", "", "", 0, 4096),), node.meter)
-    servicer = GenerateServicer(models)
-
-    def generate(server: grpc.aio.Server) -> None:
-        add_GenerateServiceServicer_to_server(servicer, server)
-
     shards = ShardServing(node, Unseen(), Hosting(threads=1), home, SystemClock())
-    return [lambda _: generate, lambda guard: weights_service(home, guard, node.trust), shards.service]
+    return [
+        lambda _: generate_service(models),
+        DraftService(node, ()).service,
+        lambda guard: give_weights(home, guard, node.trust),
+        shards.service,
+    ]
 
 
 @in_loop

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from tests.unit.net.member.nodes import BOUND_S, make_node, until, until_seen
 from tests.unit.ways.draft.cards import SMALL
@@ -16,22 +17,43 @@ from tests.unit.ways.draft.proposers import Hangs
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
 from paceline.core.ids import SequenceId
-from paceline.engine.drafts import DraftAnswer, DraftAsk, Proposer
+from paceline.engine.drafts import NGRAM, DraftAnswer, DraftAsk, Proposer
+from paceline.engine.proposers.ngram import NGramProposer
 from paceline.net.member.node import FleetNode
+from paceline.net.member.state import Claim
+from paceline.net.server import Service
+from paceline.net.trust.guard import PeerGuard
 from paceline.testing.fleets import TestFleet
+from paceline.ways.draft.desk import ProposerDesk
 from paceline.ways.draft.drafter import Drafter, Key
 from paceline.ways.draft.finding import FleetLines
 from paceline.ways.draft.meter import DraftMeter
+from paceline.ways.draft.proposer_service import proposer_service
 from paceline.ways.draft.remote import RemoteDrafts
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 VOCAB = 100
 
 
+class DraftNode(FleetNode):
+    """A node of a fleet that drafts."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.desk = ProposerDesk({NGRAM: NGramProposer()})
+
+    async def start(self, *services: Callable[[PeerGuard], Service], claim: Claim | None = None) -> None:
+        await super().start(lambda guard: proposer_service(self.desk, guard.peer), *services, claim=claim)
+
+    async def stop(self) -> None:
+        await super().stop()
+        self.desk.close()
+
+
 class Drafting:
     """A source on node a, and the nodes that may draft for it, in the order that the plan would have."""
 
-    def __init__(self, a: FleetNode, order: Sequence[FleetNode], model_id: str) -> None:
+    def __init__(self, a: DraftNode, order: Sequence[DraftNode], model_id: str) -> None:
         self.meter = DraftMeter()
         self.source = RemoteDrafts(model_id, self.meter, SystemClock())
         self.order, self.model_id = order, model_id
@@ -56,8 +78,8 @@ class DraftFleet:
 
     def __init__(self, root: Path) -> None:
         fleet = TestFleet()
-        self.a = make_node(fleet, root, "a")
-        self._make = lambda name: make_node(fleet, root, name, self.a, offers=(SMALL,))
+        self.a = make_node(fleet, root, "a", kind=DraftNode)
+        self._make = lambda name: make_node(fleet, root, name, self.a, offers=(SMALL,), kind=DraftNode)
         self._names = (f"m{number}" for number in count())
 
     async def start(self) -> None:
@@ -69,7 +91,7 @@ class DraftFleet:
     async def stop(self) -> None:
         await asyncio.gather(*(node.stop() for node in (self.a, *self.others)))
 
-    async def replace(self, gone: FleetNode) -> None:
+    async def replace(self, gone: DraftNode) -> None:
         """Start a node that a test stopped anew."""
         node = self.others[self.others.index(gone)] = self._make(gone.node_id)
         await node.start()
@@ -91,7 +113,7 @@ class DraftFleet:
         for node, proposer in zip(order, all_proposers, strict=True):
             node.desk.add(model_id, proposer)
         drafting = Drafting(self.a, order, model_id)
-        drafting.source.attach(drafting.find, FleetLines(self.a).open, VOCAB)
+        drafting.source.attach(drafting.find, FleetLines(self.a, self.a.desk).open, VOCAB)
         try:
             yield drafting
         finally:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from tests.unit.net.member.nodes import in_loop
+from tests.unit.net.member.nodes import in_loop, make_node
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import VocabularyMismatch
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
+from paceline.engine.drafts import NGRAM
 from paceline.fleet.card import Role
 from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
+from paceline.net.channels import Purpose
+from paceline.net.wire import propose_pb2
+from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.node.build import BuiltNode, build_node
+from paceline.testing.fleets import TestFleet
 from paceline.ways.draft.proposing import LoadedProposer, load_proposer, lookup
-from paceline.ways.draft.service import check_vocabulary, draft_use, drafting_alone
+from paceline.ways.draft.service import DraftService, check_vocabulary, draft_use, drafting_alone
 
 DRAFT = f"jacobi:{DEFAULT_MODEL}"
 
@@ -54,7 +61,7 @@ async def test_it_drafts_for_the_engine_beside_it(proposer: LoadedProposer, monk
     clock = SystemClock()
     node = build_node(NodeSettings(kv_tokens=512, context=256, max_running=2, threads=1, draft=DRAFT), clock=clock)
     assert node.drafts is not None
-    async with drafting_alone(node, [replace(proposer, runner=None)]) as metrics:
+    async with drafting_alone(node.drafts, node.model.tokenizer, [replace(proposer, runner=None)]) as metrics:
         assert await answer(node, DRAFT) == await answer(node, "off")
         had = node.drafts.meter.of(DRAFT)
         assert had.blocks > 0
@@ -74,3 +81,23 @@ async def test_it_drafts_for_the_engine_beside_it(proposer: LoadedProposer, monk
         assert seen.blocks == had.blocks
     assert node.drafts.sources[DRAFT].expected_s is None
     await asyncio.to_thread(node.close)
+
+
+@in_loop
+async def test_every_node_that_serves_drafts_has_prompt_lookup(tmp_path: Path) -> None:
+    fleet = TestFleet()
+    a, b = make_node(fleet, tmp_path, "a"), make_node(fleet, tmp_path, "b")
+    drafting = DraftService(a, ())
+    await a.start(drafting.service)
+    try:
+        stub = ProposerServiceStub(b.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member))
+        request = propose_pb2.ProposeBlockRequest(committed_token_ids=[1, 2, 3, 4, 1, 2], block_size=3, model_id=NGRAM)
+        assert list((await stub.ProposeBlock(request)).token_ids) == [3, 4, 1]
+        request.model_id = "gone"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ProposeBlock(request)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        await b.pool.close()
+    finally:
+        await drafting.stop()
+        await a.stop()

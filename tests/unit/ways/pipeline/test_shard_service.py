@@ -26,7 +26,7 @@ from paceline.core.errors import (
     WeightsMismatch,
 )
 from paceline.core.ids import BatchId, NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 from paceline.net.trust.certificates import NODE_NAME, Member
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.guard import PeerGuard
@@ -39,16 +39,7 @@ from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline import client as shard_client
 from paceline.ways.pipeline.client import open_stage, tensor_addresses, warm_layers
 from paceline.ways.pipeline.codec import read_connect, read_event, read_open, write_connect, write_event, write_open
-from paceline.ways.pipeline.executor.sessions import (
-    ActivationDtype,
-    NextStage,
-    StageEvent,
-    StageFault,
-    StageLoading,
-    StageOpened,
-    StageReport,
-    StageRequest,
-)
+from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageReport, StageRequest
 from paceline.ways.pipeline.service import ShardServicer
 
 REQUEST = StageRequest(bytes(16), "m", "ab" * 32, WeightsFormat.INT4, LayerRange(2, 5), 8, 2, 64, ActivationDtype.BF16, 0.02)

@@ -6,22 +6,12 @@ A session lives as long as the call that opened it. Its identity is the caller's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 
 SESSION_ID_BYTES = 16
 KV_NAME_BYTES = 16
-TICKET_BYTES = 32
-
-
-class ActivationDtype(StrEnum):
-    """What activations are between stages. All but bf16 are outside the identity promise."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar
 
 from paceline.core.errors import ShardUnavailable
 from paceline.core.ids import NodeId
+from paceline.core.model import ActivationDtype
 from paceline.ways.pipeline.executor.links import ActivationSink, ActivationSource
-from paceline.ways.pipeline.executor.sessions import ActivationDtype, NextStage
+from paceline.ways.pipeline.executor.sessions import NextStage
 
 
 class Incoming(ActivationSource, Protocol):

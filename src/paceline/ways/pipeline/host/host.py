@@ -27,16 +27,9 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import BatchId, NodeId
 from paceline.core.model import BLOCK_TOKENS
+from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import Member
-from paceline.ways.pipeline.executor.sessions import (
-    TICKET_BYTES,
-    NextStage,
-    StageEvent,
-    StageFault,
-    StageLoading,
-    StageOpened,
-    StageRequest,
-)
+from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 from paceline.ways.pipeline.host.limits import HostLimits
 from paceline.ways.pipeline.host.meter import ShardMeter

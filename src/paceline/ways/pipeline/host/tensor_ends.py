@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from paceline.core.errors import BadPipelineRequest
 from paceline.core.ids import NodeId
+from paceline.core.model import ActivationDtype
 from paceline.net.member.node import FleetNode
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.listener import Expected as Ticket
@@ -16,7 +17,7 @@ from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import Voids
 from paceline.ways.pipeline.batches import StreamSink, StreamSource
 from paceline.ways.pipeline.executor.links import ActivationSink
-from paceline.ways.pipeline.executor.sessions import ActivationDtype, NextStage
+from paceline.ways.pipeline.executor.sessions import NextStage
 from paceline.ways.pipeline.host.ends import Dial, Expected
 
 

@@ -16,28 +16,26 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PipelineDisabled
 from paceline.core.ids import NodeId
 from paceline.core.inference import ServedModel
-from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, ActivationDtype, LayerRange
 from paceline.engine.config import EngineConfig
+from paceline.engine.drafts import MoreSources
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.intake import context_of
 from paceline.engine.local import LayerRunner
-from paceline.machine.host import EngineHost
 from paceline.machine.offers import WarmModel
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.speed import Speed, vocabulary_id
-from paceline.node.build import BuiltNode
-from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.fallback import Fallback, LocalRoute
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import Opening
-from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, ActivationDtype, StageRequest
+from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds
 from paceline.ways.pipeline.routes.ahead import begin_loads
 from paceline.ways.pipeline.routes.choosing import Wanted, typical_request
-from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
+from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import Opener, SeesFleet
 from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers, fitting, longest_context
 from paceline.ways.pipeline.routes.router import FleetRouter
@@ -88,7 +86,7 @@ class BuiltPipeline:
     config: EngineConfig
     warm: WarmModel
     summary: str
-    drafts: NodeDrafts | None
+    drafts: MoreSources | None
     """Made elsewhere; None: the kernels here do not allow for drafts."""
     sampler: CompiledSampler
     grammars: Grammars
@@ -97,38 +95,6 @@ class BuiltPipeline:
         """End what the engine runs on."""
         self.executor.close()
         self.sampler.close()
-
-
-def build_pipeline(
-    settings: NodeSettings,
-    order: PipelineOrder,
-    fleet: SeesFleet,
-    ends: TensorEnds,
-    loop: asyncio.AbstractEventLoop,
-    clock: Clock,
-    *,
-    meter: PipelineMeter,
-    progress: LoadProgress | None,
-    on_opening: Callable[[Opening], None] | None,
-    on_end: Callable[[], None],
-) -> BuiltNode:
-    """`build_engine_over`, behind a host with the engine in a thread of its own; arguments and errors as there.
-
-    `on_end` is called once the pipeline has ended.
-    """
-    built = build_engine_over(settings, order, fleet, ends, loop, clock, meter=meter, progress=progress, on_opening=on_opening)
-
-    def release() -> None:
-        try:
-            built.close()
-        finally:
-            on_end()
-
-    def rebuild() -> MeteredEngine:
-        return MeteredEngine(built.rebuild(), meter, clock)
-
-    host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild, built.grammars)
-    return BuiltNode(host, built.model, (), built.summary, built.warm, drafts=built.drafts)
 
 
 def build_engine_over(
@@ -142,6 +108,7 @@ def build_engine_over(
     meter: PipelineMeter | None = None,
     progress: LoadProgress | None = None,
     on_opening: Callable[[Opening], None] | None = None,
+    drafts: MoreSources | None = None,
 ) -> BuiltPipeline:
     """Load this machine's part and open a route through the others. Blocks: it is called in a thread.
 
@@ -149,6 +116,7 @@ def build_engine_over(
         settings: the model, and this machine's share of it.
         loop: its event loop, which must run meanwhile.
         progress: called with (bytes read, bytes to read) of this machine's part.
+        drafts: made elsewhere; None: none are.
         on_opening: told how far the others are with their layers, some times a second, by the thread that calls.
 
     Raises:
@@ -238,7 +206,7 @@ def build_engine_over(
         context = context_of(config, executor)
         summary = f"{model.name}, {weights} weights, {setup.kernels} kernels, context {context}, {here}, {stages}"
         # Whether the others' kernels allow for drafts may change with each route, and the executor says so.
-        drafts = NodeDrafts(settings.draft, clock, in_fleet=True) if head.holds_identity else None
+        drafts = drafts if head.holds_identity else None
         drafting = setup.drafting(head, drafts)
         sampler = setup.sampler()
         undo.callback(sampler.close)

@@ -12,10 +12,10 @@ from prometheus_client.registry import Collector
 
 from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.histogram import Histogram
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
 from paceline.machine.engine_thread import StepEngine
-from paceline.server.metrics import Histogram
 from paceline.ways.pipeline.executor.route import Fault, Opening
 from paceline.ways.pipeline.host.meter import ShardMeter
 

@@ -22,10 +22,11 @@ from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
+from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.ways.pipeline.client import RemoteStage, open_stage, tensor_addresses
 from paceline.ways.pipeline.executor.links import ActivationSink
 from paceline.ways.pipeline.executor.route import RouteStage
-from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, TICKET_BYTES, NextStage, StageLoading, StageRequest
+from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, NextStage, StageLoading, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 from paceline.ways.pipeline.routes.choosing import Part
 from paceline.ways.pipeline.routes.fleet_route import FleetRoute

@@ -23,7 +23,7 @@ from paceline.core.background import Background
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BadPipelineRequest, NotTrusted
 from paceline.core.ids import BatchId, NodeId, SequenceId
-from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
+from paceline.core.model import ActivationDtype, LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import Int32, LayerRunner, RowPlan
 from paceline.machine.devices import LocalDevice
@@ -39,7 +39,7 @@ from paceline.net.trust.refusals import Refusals
 from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.client import RemoteStage, open_stage
 from paceline.ways.pipeline.executor.links import ActivationSink
-from paceline.ways.pipeline.executor.sessions import ActivationDtype, NextStage, StageRequest
+from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage_batch import StageBatch
 from paceline.ways.pipeline.host.ends import Expected
 from paceline.ways.pipeline.host.host import NodeShardHost

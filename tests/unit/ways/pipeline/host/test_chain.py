@@ -14,8 +14,8 @@ from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.errors import PipelineError
 from paceline.core.ids import BatchId
-from paceline.core.model import WeightsFormat
-from paceline.ways.pipeline.executor.sessions import ActivationDtype, NextStage
+from paceline.core.model import ActivationDtype, WeightsFormat
+from paceline.ways.pipeline.executor.sessions import NextStage
 from paceline.ways.pipeline.executor.stage import Stage
 
 

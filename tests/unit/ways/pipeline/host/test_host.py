@@ -43,13 +43,13 @@ from paceline.core.errors import (
     UnsupportedModel,
 )
 from paceline.core.ids import BatchId, NodeId
-from paceline.core.model import BLOCK_TOKENS, WeightsFormat
+from paceline.core.model import BLOCK_TOKENS, ActivationDtype, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.store.home import Home
 from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.client import open_stage
-from paceline.ways.pipeline.executor.sessions import ActivationDtype, NextStage, StageRequest
+from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
 from paceline.ways.pipeline.host import loading
 from paceline.ways.pipeline.host.failed_loads import RETRY_S
 from paceline.ways.pipeline.host.limits import HostLimits

@@ -19,7 +19,7 @@ from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BadPipelineRequest, FleetError, NotTrusted, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 from paceline.fleet.card import NodeCard, Role
 from paceline.fleet.eligibility import Use
 from paceline.net.channels import Purpose
@@ -32,7 +32,7 @@ from paceline.store.home import Home
 from paceline.store.partial import list_parts
 from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.client import open_stage, tensor_addresses
-from paceline.ways.pipeline.executor.sessions import ActivationDtype, NextStage, StageRequest
+from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import Stage
 from paceline.ways.pipeline.host.limits import HostLimits
 from paceline.ways.pipeline.host.loading import load_layers

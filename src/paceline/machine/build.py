@@ -1,0 +1,137 @@
+"""Puts one machine's engine together: model, backend, KV, executor, engine.
+
+Law: what a person asked for is built, or an error says why not; `notes` says where what they left open was not decided the obvious way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.backends.memory import human
+from paceline.backends.options import LoadProgress
+from paceline.backends.table import Kernels
+from paceline.core.clock import Clock, SystemClock
+from paceline.core.inference import ServedModel
+from paceline.core.model import WeightsFormat
+from paceline.engine.config import EngineConfig
+from paceline.engine.drafts import MoreSources
+from paceline.engine.engine import Engine
+from paceline.engine.grammar import Grammars
+from paceline.engine.local import LayerRunner, LocalExecutor
+from paceline.machine import accelerator
+from paceline.machine.offers import WarmModel
+from paceline.machine.settings import NodeSettings
+from paceline.machine.setup import Setup, set_up
+from paceline.machine.sizing import KvPlan
+from paceline.machine.speed import SpeedKey, learn_speed
+from paceline.store.home import Home
+
+if TYPE_CHECKING:
+    from paceline.backends.cpu.sampler import CompiledSampler
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine ready to step, and what it was built of."""
+
+    engine: Engine
+    executor: LocalExecutor[Any]
+    rebuild: Callable[[], Engine]
+    """Makes another engine on the executor, in place of one that failed."""
+    model: ServedModel
+    config: EngineConfig
+    kv: KvPlan
+    notes: tuple[str, ...]
+    setup: Setup
+    runner: LayerRunner[Any]
+    drafts: MoreSources | None
+    """Made elsewhere; None: this engine drafts by itself or not at all."""
+    sampler: CompiledSampler
+    grammars: Grammars
+
+    def close(self) -> None:
+        """End what the engine runs on."""
+        self.executor.close()
+        self.sampler.close()
+
+    @property
+    def summary(self) -> str:
+        """The engine in one line."""
+        room = human(self.kv.tokens * self.kv.token_bytes)
+        setup = self.setup
+        threads = "1 thread" if setup.threads == 1 else f"{setup.threads} threads"
+        return (
+            f"{self.model.name}, {setup.weights} weights, {setup.kernels} kernels, {threads}, "
+            f"context {self.model.max_context}, KV for {self.kv.tokens} tokens ({room})"
+        )
+
+
+def build_engine(
+    settings: NodeSettings, progress: LoadProgress | None = None, clock: Clock | None = None, drafts: MoreSources | None = None
+) -> BuiltEngine:
+    """Load a model and make an engine of it.
+
+    Args:
+        progress: called with (bytes read, bytes to read).
+        clock: default: the machine's.
+        drafts: made elsewhere; None: none are.
+
+    Raises:
+        UserError: something asked for can't be had.
+    """
+    clock = clock or SystemClock()
+    setup = set_up(settings)
+    layers = setup.opened.spec.all_layers
+    kv = setup.room(layers)
+    config = setup.config(kv)
+    runner = setup.load(layers, kv.n_blocks, config.max_rows, progress)
+    executor = LocalExecutor(runner)
+    notes = list(setup.notes)
+    if kv.shortened_from:
+        notes.append(f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)")
+    if (
+        setup.kernels is not Kernels.CUDA
+        and settings.device is None
+        and settings.weights not in {None, WeightsFormat.BF16}
+        and accelerator.has_cuda()
+    ):
+        notes.append(f"the GPU is not used: it holds bf16, and --weights {setup.weights} was asked for")
+    if not runner.holds_identity:
+        notes.append(
+            f"{setup.kernels} gives other bytes for other batches here: an answer may depend on what runs beside it, so nothing is drafted"
+        )
+        drafts = None
+    drafting = setup.drafting(runner, drafts)
+    sampler = setup.sampler()
+    grammars = Grammars(setup.opened.tokenizer)
+
+    def make() -> Engine:
+        return Engine(executor, setup.opened.tokenizer, config, clock, drafting=drafting, sampler=sampler, grammars=grammars)
+
+    def rebuild() -> Engine:
+        executor.reset()
+        return make()
+
+    return BuiltEngine(
+        engine=make(),
+        executor=executor,
+        rebuild=rebuild,
+        model=setup.served(runner, kv, clock),
+        config=config,
+        kv=kv,
+        notes=tuple(notes),
+        setup=setup,
+        runner=runner,
+        drafts=drafts,
+        sampler=sampler,
+        grammars=grammars,
+    )
+
+
+def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:
+    """What a card says of an engine that has not run yet. Its speed is measured if it never was: about a second."""
+    setup = built.setup
+    key = SpeedKey(setup.digest, setup.weights, setup.threads)
+    return setup.warm(built.kv, learn_speed(home, key, built.runner, setup.opened.tokenizer, built.config, clock, built.sampler))
