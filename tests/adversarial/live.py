@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
+from tests.fakes.engines import VOCAB, VOCABULARY
 from tests.unit.net.member.nodes import make_node
 
 from paceline.backends.cpu.sampler import CompiledSampler
@@ -29,7 +30,6 @@ from paceline.net.member.node import FleetNode
 from paceline.net.server import Service
 from paceline.net.wire import generate_pb2
 from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub
-from paceline.testing.engines import VOCAB, VOCABULARY
 from paceline.testing.executors import InOrderExecutor
 from paceline.testing.fleets import TestFleet
 from paceline.testing.null_backend import NullRunner

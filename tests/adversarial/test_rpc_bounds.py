@@ -20,6 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.adversarial.live import LiveNode, live_node, request
+from tests.fakes.engines import EngineBench
 from tests.unit.net.member.nodes import until
 
 from paceline.core.errors import MessageTooLarge, ModelNotFound, Overloaded
@@ -38,7 +39,6 @@ from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer, weights_s
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.net.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
-from paceline.testing.engines import EngineBench
 from paceline.ways.draft.proposer_service import proposer_service
 from paceline.ways.forward.service import generate_service
 from paceline.ways.pipeline.service import shard_service

@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import orjson
 import pytest
+from tests.fakes.served import Served
 
 from paceline.testing.scripted_inference import ScriptedInference
-from paceline.testing.served import Served
 
 
 @pytest.mark.parametrize(

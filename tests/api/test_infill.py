@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tests.fakes.served import Served
+
 from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
-from paceline.testing.served import Served
 
 from .conftest import Serve
 

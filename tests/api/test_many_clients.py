@@ -8,9 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from tests.fakes.served import BOUND_S, Served
+
 from paceline.server.settings import ServerSettings
 from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
-from paceline.testing.served import BOUND_S, Served
 
 Serve = Callable[..., Served[ScriptedInference]]
 CLIENTS = 500

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.served import Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_encoder import ScriptedEncoder
 from paceline.testing.scripted_inference import ScriptedInference
-from paceline.testing.served import Served
 
 Scripted = Served[ScriptedInference]
 Serve = Callable[..., Scripted]

@@ -15,13 +15,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
+from tests.fakes.served import BOUND_S, Served
 
 from paceline.core.model import BLOCK_TOKENS
 from paceline.engine import grammar
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
-from paceline.testing.served import BOUND_S, Served
 
 pytestmark = pytest.mark.timeout(600)  # the first load on a machine compiles kernels
 

@@ -9,6 +9,8 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from pydantic import TypeAdapter
 from schemathesis.specs.openapi.checks import positive_data_acceptance
+from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.served import Served
 
 from paceline.server import embedding_routes, replies
 from paceline.server.anthropic.replies import AnsweredMessage
@@ -16,9 +18,7 @@ from paceline.server.app import create_app
 from paceline.server.ollama import replies as ollama
 from paceline.server.responses.replies import ResponseReply
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_encoder import ScriptedEncoder
 from paceline.testing.scripted_inference import ScriptedInference
-from paceline.testing.served import Served
 
 document = create_app(ScriptedInference(max_context=512), encoder=ScriptedEncoder()).openapi()
 schema = schemathesis.openapi.from_dict(document)

@@ -6,9 +6,9 @@ from typing import Any
 
 import openai
 import pytest
+from tests.fakes.served import Served
 
 from paceline.testing.scripted_inference import ScriptedInference
-from paceline.testing.served import Served
 
 from .conftest import Serve
 

@@ -1,4 +1,4 @@
-"""Libraries that agents are written with, each in a session with a real server, over a model that does what they ask of one (`testing.scripted_agent`).
+"""Libraries that agents are written with, each in a session with a real server, over a model that does what they ask of one (`tests.fakes.scripted_agent`).
 
 Those that are not installed are skipped: `make clients` installs them, in an environment of their own, and runs this.
 """
@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-
-from paceline.testing.scripted_agent import ScriptedAgent
-from paceline.testing.served import Served
+from tests.fakes.scripted_agent import ScriptedAgent
+from tests.fakes.served import Served
 
 KEY = "sk-no-key-is-asked-for"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}

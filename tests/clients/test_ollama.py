@@ -8,13 +8,13 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.served import Served
 
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
-from paceline.testing.scripted_encoder import ScriptedEncoder
 from paceline.testing.scripted_inference import ScriptedInference
-from paceline.testing.served import Served
 
 ollama = pytest.importorskip("ollama", reason="the ollama client is not installed")
 

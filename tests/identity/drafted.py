@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.fakes.engines import UnsteadySource
+from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.identity.draft_rounds import HITS, PLAIN, PREEMPTED, PROPOSERS, Configuration
 
 from paceline.backends.numerics import SeededWeights
@@ -33,9 +35,7 @@ from paceline.engine.proposers.session import DraftSession, SessionProposer
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.testing.engines import UnsteadySource
 from paceline.testing.null_backend import ByteVocabulary
-from paceline.testing.pipelines import Machine, MemoryRouter
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 

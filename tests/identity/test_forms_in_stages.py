@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.identity.drafted import Answers, drain
 from tests.identity.test_forms import FORM
 from tests.identity.test_matrix import Shallow
@@ -31,7 +32,6 @@ from paceline.server.formats.grammar import Choice, calls_grammar, content_gramm
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.testing.clock import FakeClock
-from paceline.testing.pipelines import Machine, MemoryRouter
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 

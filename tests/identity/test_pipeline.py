@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.identity.test_matrix import requests
 
 from paceline.backends.options import LoadOptions
@@ -20,7 +21,6 @@ from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
-from paceline.testing.pipelines import Machine, MemoryRouter
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 

@@ -7,6 +7,7 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.engines import EngineBench
 
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
@@ -14,7 +15,6 @@ from paceline.engine.chunking import BESIDE, FLOOR, LONGER, PromptLeft, rows_of_
 from paceline.engine.executor import StepBatch
 from paceline.engine.step_costs import Load, StepCosts
 from paceline.testing.clock import FakeClock
-from paceline.testing.engines import EngineBench
 
 
 def left(n: int, start: int = 0, rows: int | None = None) -> PromptLeft:

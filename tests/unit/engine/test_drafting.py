@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.fakes.engines import EngineBench, answer_alone
 
 from paceline.core.errors import ConfigError, InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
@@ -16,7 +17,6 @@ from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.drafts import Branch, DraftAnswer, DraftAsk
 from paceline.engine.sequence import SequenceState
 from paceline.testing.clock import FakeClock
-from paceline.testing.engines import EngineBench, answer_alone
 
 KNOWING = "knowing"
 

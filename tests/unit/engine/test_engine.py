@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from tests.fakes.engines import VOCABULARY, Answer, EngineBench, answer_alone
 
 from paceline.core.errors import (
     ConfigError,
@@ -23,7 +24,6 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.executor import StepOutput
 from paceline.engine.sequence import SequenceState
-from paceline.testing.engines import VOCABULARY, Answer, EngineBench, answer_alone
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -13,6 +13,7 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.engines import Answer
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParams
@@ -22,7 +23,6 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.testing.clock import FakeClock
-from paceline.testing.engines import Answer
 from paceline.testing.executors import InOrderExecutor
 from paceline.testing.null_backend import ByteVocabulary, NullRunner
 

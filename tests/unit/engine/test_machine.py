@@ -11,13 +11,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from tests.fakes.engines import VOCAB, Answer, EngineBench, UnsteadySource, answer_alone
 
 from paceline.core.errors import ContextOverflow, ExecutorLost, Overloaded
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId, SequenceId
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
-from paceline.testing.engines import VOCAB, Answer, EngineBench, UnsteadySource, answer_alone
 
 BASES = tuple(tuple(1 + (base * 7 + i * i) % 31 for i in range(24)) for base in range(3))
 

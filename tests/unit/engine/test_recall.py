@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.engines import EngineBench, answer_alone
 
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.executor import StepBatch
 from paceline.engine.scheduler import LEAST_ROWS
-from paceline.testing.engines import EngineBench, answer_alone
 
 
 def request(name: str, n_prompt: int, max_tokens: int = 3) -> GenerationRequest:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.engines import EngineBench, answer_alone
 
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.executor import Path, StepBatch
 from paceline.engine.scheduler import PASSED
-from paceline.testing.engines import EngineBench, answer_alone
 
 
 def request(name: str, n_prompt: int = 6, max_tokens: int = 8, *, salt: int = 0, **fields: object) -> GenerationRequest:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.fakes.engines import EngineBench
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.engine.executor import StepBatch
-from paceline.testing.engines import EngineBench
 
 ID, SHORT = RequestId("r"), RequestId("short")
 SAMPLING = SamplingParams(temperature=0.9, seed=5, logprobs=3)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from tests.fakes.engines import VOCAB, VOCABULARY, answer_alone
 from tests.unit.net.member.nodes import until
 from tests.unit.ways.draft.fleet import DraftFleet, on_fleet
 from tests.unit.ways.draft.proposers import TooLong
@@ -21,7 +22,6 @@ from paceline.engine.local import LocalExecutor
 from paceline.engine.proposers.models import DraftModelProposer
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Choice, PlanRequest, Way
-from paceline.testing.engines import VOCAB, VOCABULARY, answer_alone
 from paceline.testing.null_backend import NullRunner
 from paceline.ways.draft.decoder import DistributedSpeculativeDecoder
 

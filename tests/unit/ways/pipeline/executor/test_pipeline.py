@@ -10,6 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from tests.fakes.engines import UnsteadySource
+from tests.fakes.pipelines import Machine, MemoryRouter
 
 from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
@@ -24,9 +26,7 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.testing.clock import FakeClock
-from paceline.testing.engines import UnsteadySource
 from paceline.testing.null_backend import ByteVocabulary
-from paceline.testing.pipelines import Machine, MemoryRouter
 from paceline.ways.pipeline.executor import news
 from paceline.ways.pipeline.executor.fallback import FORGET_S, Fallback, LocalRoute
 from paceline.ways.pipeline.executor.limits import PipelineLimits

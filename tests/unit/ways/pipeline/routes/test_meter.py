@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.fakes.engines import EngineBench
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.testing.clock import FakeClock
-from paceline.testing.engines import EngineBench
 from paceline.ways.pipeline.executor.route import Fault
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter, PipelineMetrics
 
