@@ -12,11 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from paceline.backends import kernel_cache
 from paceline.store.home import Home
 
 Start = Callable[..., "subprocess.Popen[str]"]
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("any machine")
 
 # Test modules import kernels, which are compiled then and in each run, unless a folder was chosen before. It is one of the tests' own: what they
 # compile besides is not what the person's kernels are sealed with.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
-WIRE = ROOT / "src" / "paceline" / "transport" / "wire"
+WIRE = ROOT / "src" / "paceline" / "net" / "wire"
 IMPORT = re.compile(r"^(from|import) paceline\.v1\b", re.MULTILINE)
 
 

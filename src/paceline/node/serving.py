@@ -207,7 +207,7 @@ class FleetServing:
         node.host.listen(partial(self._engine_changed, node))
 
     def _attach_drafts(self, node: BuiltNode) -> None:
-        self.drafting.attach(node.drafts, node.warm, node.model.tokenizer.size, node.host.stats)
+        self.drafting.attach(node.drafts, node.warm, node.model.tokenizer, node.host.stats)
 
     def _engine_changed(self, node: BuiltNode) -> None:
         """What an engine that failed had loaded is offered to no one until there is another."""

@@ -50,13 +50,13 @@ class DraftService:
         """For `FleetNode.start`."""
         return proposer_service(self._desk, guard.peer)
 
-    def attach(self, drafts: NodeDrafts | None, warm: WarmModel | None, vocabulary_size: int, stats: Callable[[], EngineStats]) -> None:
+    def attach(self, drafts: NodeDrafts | None, warm: WarmModel | None, tokenizer: Tokenizer, stats: Callable[[], EngineStats]) -> None:
         """Have drafts from the fleet for an engine of this node.
 
         Args:
             drafts: the engine's sources; None: it drafts by itself or not at all.
             warm: its model.
-            vocabulary_size: that model's.
+            tokenizer: that model's.
             stats: of the engine.
         """
         self._stats = stats
@@ -65,7 +65,7 @@ class DraftService:
         self._drafts = drafts
         verifier = Verifier(self._fleet.node_id, warm.digest, str(warm.weights), warm.speed.vocabulary)
         lines = FleetLines(self._fleet, self._desk)
-        drafts.attach(verifier, vocabulary_size, lambda: self._fleet.eligible(Use.DRAFT), lines.open)
+        drafts.attach(verifier, tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), lines.open)
 
     async def stop(self) -> None:
         """End. Bounded; idempotent."""
