@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -56,8 +57,13 @@ _INFILL: Final = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "mid
 _NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None) -> ModelTokenizer:
+def tokenizer_from_gguf(
+    header: GgufHeader, home: Home, rows: int | None = None, sampling: Mapping[str, float] | None = None
+) -> ModelTokenizer:
     """The tokenizer a GGUF file carries, whose embedding has so many rows.
+
+    Args:
+        sampling: how its maker draws tokens, as far as the file does not say.
 
     Raises:
         ModelFileError: the file has none, or a damaged one.
@@ -74,7 +80,8 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
     source = header.text("tokenizer.chat_template")
     template = None if source is None else ChatTemplate(header.path, source, special)
     ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    drawn = {name: header.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    said = {name: header.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    drawn = {**(sampling or {}), **{name: value for name, value in said.items() if value is not None}}
     marks = [next((i for key in keys if (i := header.integer(f"tokenizer.ggml.{key}_token_id")) is not None), None) for keys in _INFILL]
     return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows, drawn, marks)
 
