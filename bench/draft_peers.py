@@ -34,9 +34,8 @@ from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
-from paceline.ways.draft.blocks import OnBlock
-from paceline.ways.draft.drafter import Drafter, Key, Line, OnEnd
-from paceline.ways.draft.line import RemoteLine
+from paceline.ways.draft.finding import Drafter, Key, Line, OnEnd
+from paceline.ways.draft.line import OnBlock, RemoteLine
 from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.remote import RemoteDrafts
 

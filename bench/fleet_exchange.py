@@ -20,8 +20,7 @@ from pathlib import Path
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.fleet.effects import Call
-from paceline.fleet.messages import Request
+from paceline.fleet.messages import Call, Request
 from paceline.net.channels import Purpose
 from paceline.net.exchange import Exchanger
 from paceline.net.member.node import FleetNode

@@ -35,14 +35,14 @@ from paceline.core.clock import SystemClock
 from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
 from paceline.engine.local import WireBits
 from paceline.net.tensor.dialling import dial
+from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.listener import TensorListener
-from paceline.net.tensor.receiver import TensorReceiver
+from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.refusals import Refusals
 from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.batches import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
-from paceline.ways.pipeline.executor.stage_batch import StageBatch, check_activations
+from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
 
 WIDTH = 576
 METHOD = "/bench.Hop/Stream"

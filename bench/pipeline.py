@@ -28,20 +28,20 @@ from paceline.core.model import LayerRange, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
-from paceline.machine.drive import PromptMaker, drive
 from paceline.machine.setup import load_runner
+from paceline.machine.timing import PromptMaker, drive
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.listener import TensorListener
+from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.refusals import Refusals
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.batches import StreamSink, StreamSource
 from paceline.ways.pipeline.executor.limits import PipelineLimits
-from paceline.ways.pipeline.executor.links import ActivationSink, ActivationSource, Rehearse
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import Fault, RouteStage
+from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, Rehearse
 from paceline.ways.pipeline.executor.stage import Stage
 
 MODEL = "smollm2-135m"

@@ -26,9 +26,9 @@ from paceline.fleet.placement import plan
 from paceline.fleet.plan import PlanRequest, Way
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.capability import SelfPortrait
-from paceline.machine.drive import PromptMaker, drive
-from paceline.machine.memory_rate import stream_rate
+from paceline.machine.devices import stream_rate
 from paceline.machine.settings import NodeSettings
+from paceline.machine.timing import PromptMaker, drive
 from paceline.store.home import Home
 
 LENGTHS = ((128, 128), (512, 128), (2048, 64))

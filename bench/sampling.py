@@ -26,8 +26,7 @@ import numpy as np
 
 from paceline.backends.cpu import load_sampler
 from paceline.core.generation import SamplingParams
-from paceline.engine.draw_state import DrawState
-from paceline.engine.sampling import Sampler
+from paceline.engine.sampling import DrawState, Sampler
 from paceline.store.home import Home
 
 MODES: dict[str, tuple[dict[str, Any], float | None, float | None]] = {

@@ -23,9 +23,9 @@ from statistics import median
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream
-from paceline.machine.cores import usable_cores
-from paceline.machine.drive import PromptMaker
+from paceline.machine.devices import usable_cores
 from paceline.machine.settings import NodeSettings
+from paceline.machine.timing import PromptMaker
 from paceline.node.build import BuiltNode, build_node
 from size_rows import machine
 

@@ -24,7 +24,7 @@ from endpoint import Endpoint
 from paceline.core.errors import MembershipError
 from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer
-from paceline.net.member.look import look
+from paceline.net.member.state import look
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet

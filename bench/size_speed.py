@@ -11,7 +11,7 @@ from statistics import median
 
 from contender import Contender, Kind
 from engines.worker import Job
-from paceline.machine.drive import PromptMaker
+from paceline.machine.timing import PromptMaker
 from paceline.store.catalog import open_model
 from paceline.testing.seeded_models import shape, write_gguf
 from peers import Scenario, compare, enter, result, try_settings

@@ -10,8 +10,8 @@ from worker import Engine, Job, Times, serve
 from paceline.core.clock import SystemClock
 from paceline.core.model import WeightsFormat
 from paceline.machine.build import build_engine
-from paceline.machine.drive import drive
 from paceline.machine.settings import NodeSettings
+from paceline.machine.timing import drive
 
 
 class PacelineEngine:

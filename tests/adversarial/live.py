@@ -33,10 +33,8 @@ from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub
 from paceline.testing.executors import InOrderExecutor
 from paceline.testing.fleets import TestFleet
 from paceline.testing.null_backend import NullRunner
-from paceline.ways.draft.desk import ProposerDesk
-from paceline.ways.draft.proposer_service import proposer_service
-from paceline.ways.forward.local import LocalModels
-from paceline.ways.forward.service import LoadedModel, generate_service
+from paceline.ways.draft.desk import ProposerDesk, proposer_service
+from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 
 T = TypeVar("T")
 BOUND_S = 100.0

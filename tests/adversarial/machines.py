@@ -34,8 +34,7 @@ from paceline.store.home import Home
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
 from paceline.testing.fleets import TestFleet
 from paceline.ways.forward.inference import FleetInference
-from paceline.ways.forward.local import LocalModels
-from paceline.ways.forward.service import LoadedModel, generate_service
+from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.forward.tokenizers import TokenizerStore
 
 NAME, DIGEST, NUMERICS = "m", "d" * 64, "n" * 16

@@ -21,11 +21,9 @@ from tests.unit.net.trust.served import ECHO, SOON_S, Services, served
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter, Service
 from paceline.net.trust.certificates import NODE_NAME
-from paceline.net.trust.connections import MAX_OF_NODE, SILENT_S, ConnectionWatch
+from paceline.net.trust.connections import MAX_OF_NODE, SILENT_S, ConnectionWatch, Refusals, connections
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
-from paceline.net.trust.refusals import Refusals
-from paceline.net.trust.sockets import connections
 from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
 

@@ -15,9 +15,8 @@ from tests.unit.net.trust.served import COUNT, ECHO, SOON_S, Served, served
 from paceline.core.errors import ConfigError, JoinRefused
 from paceline.core.ids import NodeId
 from paceline.net.join_client import join
-from paceline.net.trust.connections import IDLE_S, SILENT_S
+from paceline.net.trust.connections import IDLE_S, SILENT_S, connections
 from paceline.net.trust.folder import FleetFolder
-from paceline.net.trust.sockets import connections
 from paceline.node import enrolment
 from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet

@@ -32,14 +32,14 @@ from paceline.engine.intake import SHARES, check_room
 from paceline.engine.prefix_cache import root_key, salted_key
 from paceline.net.control_service import control_service
 from paceline.net.exchange import capability_service
-from paceline.net.renewal import renewal_service
+from paceline.net.join_client import renewal_service
 from paceline.net.server import MAX_REQUEST_BYTES, MAX_STREAMS
 from paceline.net.trust.handlers import _reader
 from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer, weights_service
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.net.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
-from paceline.ways.draft.proposer_service import proposer_service
+from paceline.ways.draft.desk import proposer_service
 from paceline.ways.forward.service import generate_service
 from paceline.ways.pipeline.service import shard_service
 

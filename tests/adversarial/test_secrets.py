@@ -20,7 +20,7 @@ from paceline.core.errors import ConfigError, DownloadError
 from paceline.node.api_certificate import LASTS, own_certificate
 from paceline.server.settings import ServerSettings, TlsFiles
 from paceline.store.home import Home
-from paceline.store.partial_budget import make_way
+from paceline.store.partial import make_way
 from paceline.testing.scripted_inference import ScriptedInference
 
 Start = Callable[..., "subprocess.Popen[str]"]

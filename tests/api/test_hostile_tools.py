@@ -41,8 +41,8 @@ def test_a_chat_of_nothing_but_a_clients_header(shared: Served[ScriptedInference
     "schema", [{"properties": {"a": {}}, "required": [["a"]]}, {"properties": {"a": {"type": "array", "minItems": "x"}}}]
 )
 def test_a_schema_that_is_none(schema: dict[str, Any]) -> None:
+    from paceline.server.call import Reading
     from paceline.server.forms import answer_grammar
-    from paceline.server.reading import Reading
     from paceline.server.requests import ChatCompletionRequest
     from paceline.server.tools import Tools
 

@@ -13,10 +13,10 @@ from tests.fakes.scripted_encoder import ScriptedEncoder
 from tests.fakes.served import Served
 
 from paceline.server import embedding_routes, replies
-from paceline.server.anthropic.replies import AnsweredMessage
+from paceline.server.anthropic.shape import AnsweredMessage
 from paceline.server.app import create_app
-from paceline.server.ollama import replies as ollama
-from paceline.server.responses.replies import ResponseReply
+from paceline.server.ollama import shape as ollama
+from paceline.server.responses.shape import ResponseReply
 from paceline.server.settings import ServerSettings
 from paceline.testing.scripted_inference import ScriptedInference
 

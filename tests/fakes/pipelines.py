@@ -17,10 +17,9 @@ from paceline.core.errors import PacelineError, ShardUnavailable, StreamClosed, 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import LayerRunner, WireBits
-from paceline.ways.pipeline.executor.links import Rehearse
 from paceline.ways.pipeline.executor.route import Fault, Opening, RouteStage
-from paceline.ways.pipeline.executor.stage import Stage
-from paceline.ways.pipeline.executor.stage_batch import StageBatch
+from paceline.ways.pipeline.executor.sessions import Rehearse
+from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 Item = tuple[StageBatch, WireBits]
 Tamper = Callable[[StageBatch, Any], Any]

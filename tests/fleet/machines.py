@@ -24,7 +24,7 @@ import pytest
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
 from paceline.net.control_service import Sight
-from paceline.net.member.look import look
+from paceline.net.member.state import look
 from paceline.store.home import Home
 
 BOUND_S = 150.0

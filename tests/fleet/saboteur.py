@@ -25,8 +25,8 @@ from paceline.engine.local import WireBits
 from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.node.serving import FleetServing
 from paceline.store.home import Home
-from paceline.ways.pipeline.executor.stage_batch import StageBatch
-from paceline.ways.pipeline.host.limits import HostLimits
+from paceline.ways.pipeline.executor.stage import StageBatch
+from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.serving import Hosting
 from paceline.ways.pipeline.host.session import RunsBatches, Session
 

@@ -28,12 +28,11 @@ from tests.fleet.test_forwarding import MODEL, client_of, metric
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.net.trust.authority import Authority
-from paceline.net.trust.certificates import make_key
+from paceline.net.trust.certificates import make_key, make_request
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.requests import make_request
 from paceline.store.home import Home
-from paceline.ways.pipeline.executor.news import LOADING_S
+from paceline.ways.pipeline.executor.events import LOADING_S
 
 SMALL = ("--context", "512", "--kv-tokens", "4096", "--threads", "1")
 SEARCH_S = 10

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.core.ids import NodeId
-from paceline.fleet.effects import (
+from paceline.fleet.messages import (
     Appeared,
     Call,
     Changed,
@@ -27,11 +27,12 @@ from paceline.fleet.effects import (
     Expired,
     Ignored,
     Left,
+    PassedCard,
+    Request,
     Reseal,
     Restarted,
     Revoked,
 )
-from paceline.fleet.messages import PassedCard, Request
 from paceline.fleet.presets import lan
 from paceline.testing.gossip_network import SimulatedNetwork, SimulatedNode
 

@@ -12,8 +12,7 @@ from tests.scenarios.fleet_text import FleetText, blocks
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
-from paceline.fleet.explanation import explain
-from paceline.fleet.placement import plan
+from paceline.fleet.placement import explain, plan
 from paceline.fleet.plan import Objective, Pin, PlanRequest, Way
 
 FILES = sorted((Path(__file__).parent / "placement").glob("*.txt"))

@@ -43,7 +43,7 @@ _KEPT = 3
 def sources() -> list[Path]:
     """Files that decide what kernels compute: their own, and those whose constants are compiled into them."""
     here = Path(__file__).parent
-    constants = ("core/weights.py", "engine/adjustments.py", "engine/arithmetic.py")
+    constants = ("core/weights.py", "engine/arithmetic.py")
     return [*sorted(here.glob("cpu/*.py")), *sorted(here.glob("ggml/*.py")), *(here.parent / name for name in constants)]
 
 

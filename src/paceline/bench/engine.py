@@ -17,11 +17,9 @@ from typing import Any
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.model import BLOCK_TOKENS
-from paceline.engine.block_tables import blocks_for
-from paceline.machine.drive import PromptMaker, drive
-from paceline.machine.sampled import Sampled
+from paceline.engine.local import blocks_for
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import Spread, Timing
+from paceline.machine.timing import PromptMaker, Sampled, Spread, Timing, drive
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from paceline.core.ids import NodeId, RequestId
 from paceline.fleet.plan import Objective, Pin
 from paceline.machine.build import build_engine
 from paceline.machine.config_file import PipelineSettings
-from paceline.machine.drive import PromptMaker, StepsRequests, drive, steps
 from paceline.machine.settings import NodeSettings
+from paceline.machine.timing import PromptMaker, StepsRequests, drive, steps
 from paceline.ways.pipeline.routes.build import BuiltPipeline
 from paceline.ways.pipeline.routes.order import PipelineOrder
 

@@ -52,7 +52,7 @@ class LocalFleet:
     preset: Final = PRESET
 
     def __init__(self, count: int, threads: int | None, model: Path | None = None) -> None:
-        from paceline.machine.cores import usable_cores
+        from paceline.machine.devices import usable_cores
 
         self.threads = threads or max(1, usable_cores() // count)
         self._options = () if model is None else ("--beside", str(model))
@@ -120,10 +120,9 @@ def become_first(fleet: LocalFleet) -> None:
 def found_fleet(root: Path, own: Home, names: Sequence[str]) -> dict[str, Path]:
     """Homes with an identity each, of one new fleet, and this user's models and caches."""
     from paceline.net.trust.authority import Authority
-    from paceline.net.trust.certificates import make_key
+    from paceline.net.trust.certificates import make_key, make_request
     from paceline.net.trust.folder import FleetFolder
     from paceline.net.trust.identity import Identity
-    from paceline.net.trust.requests import make_request
 
     now = SystemClock().wall()
     authority = Authority.create(now)

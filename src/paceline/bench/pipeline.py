@@ -21,9 +21,8 @@ from paceline.core.model import LayerRange
 from paceline.fleet.placement import plan as make_plan
 from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
 from paceline.machine.build import build_engine
-from paceline.machine.drive import PromptMaker, StepsRequests, drive
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import Spread, Timing
+from paceline.machine.timing import PromptMaker, Spread, StepsRequests, Timing, drive
 from paceline.ways.pipeline.routes.build import BuiltPipeline
 from paceline.ways.pipeline.routes.order import PipelineOrder
 

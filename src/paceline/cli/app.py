@@ -12,10 +12,10 @@ import typer
 
 from paceline import __version__
 from paceline.cli import benches, joining
-from paceline.cli.commands import Commands
 from paceline.cli.options import (
     ApiKeyFile,
     AsJson,
+    Commands,
     Context,
     Device,
     Draft,

@@ -1,21 +1,40 @@
-"""`paceline bench`: how fast this machine runs a model; and what benches have in common: lists of counts, word of what runs, a report as JSON or as a table."""
+"""`paceline bench`: how fast this machine runs a model; and what benches have in common: lists of counts, word of what runs, a report as JSON or as a table.
+
+`paceline bench pipeline` and `paceline bench fault`, for a person and as JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.engine import BenchPlan, BenchReport, run_bench
+from paceline.bench.fault import FaultPlan, FaultReport, run_fault_bench
+from paceline.bench.local_fleet import LocalFleet, become_first
+from paceline.bench.node import BenchNode
+from paceline.bench.pipeline import PipelineBenchPlan, PipelineReport, run_pipeline_bench
+from paceline.cli.bring import lies_elsewhere
+from paceline.cli.membership import fleet_settings
 from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal, counted, interrupts_end_now
+from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
-from paceline.machine.sampled import Sampled
+from paceline.core.ids import NodeId
+from paceline.fleet.plan import Objective, Pin
+from paceline.machine.config_file import PipelineSettings, read_pipeline_settings
 from paceline.machine.settings import NodeSettings
+from paceline.machine.timing import Sampled
+from paceline.net.member.settings import FleetSettings, parse_preset
+from paceline.node.planning import parse_pin
+from paceline.store.catalog import resolve
+from paceline.store.home import Home
+from paceline.ways.pipeline.routes.order import PipelineOrder
 
 BUSY = 0.5
 """A load average at the start above this many programs is worth a word: they took their share of what was measured."""
@@ -109,3 +128,141 @@ def show(console: Console, report: BenchReport) -> None:
             f"{row.between_tokens.p50_ms:.1f} / {row.between_tokens.p99_ms:.1f}",
         )
     console.print(table)
+
+
+def bench_pipeline(
+    settings: NodeSettings,
+    *,
+    local_nodes: int,
+    lengths: tuple[int, int],
+    streams: str,
+    rounds: int,
+    pins: tuple[str, ...],
+    own_layers: int | None,
+    peers: Sequence[str],
+    preset: str,
+    as_json: bool,
+) -> None:
+    """Measure, then print a table or JSON.
+
+    Raises:
+        UserError: there is no such pipeline, or the plan makes no sense.
+    """
+    plan = PipelineBenchPlan(*lengths, counts("--streams", streams), rounds)
+    plan.check()
+    asked = tuple(map(parse_pin, pins))
+    clock = SystemClock()
+    with telling() as tell:
+        if local_nodes == 1:
+            fleet = fleet_settings(0, "", peers, preset, mdns=not peers, needed=True)
+            assert fleet is not None, "it is needed"
+            with closing(BenchNode(fleet, Home.from_environment(), clock)) as node:
+                report = run_pipeline_bench(node, settings, PipelineOrder(_allowed(), asked, own_layers), plan, clock, tell)
+        else:
+            with _local(local_nodes, settings) as (local, node):
+                settings = replace(settings, threads=local.threads)
+                order = PipelineOrder(
+                    _allowed(), asked or tuple(Pin(NodeId(name)) for name in local.names), own_layers, Objective.THROUGHPUT
+                )
+                report = run_pipeline_bench(node, settings, order, plan, clock, tell)
+    print_report(report, show_pipeline, as_json=as_json)
+
+
+def bench_fault(
+    settings: NodeSettings, *, kill: str, at: int, local_nodes: int, spare: bool, lengths: tuple[int, int], streams: str, as_json: bool
+) -> None:
+    """Break, then print a table or JSON.
+
+    Raises:
+        UserError: there is no such pipeline, or the plan makes no sense.
+    """
+    plan = FaultPlan(kill, at, *lengths, counts("--streams", streams), spare)
+    plan.check(local_nodes)
+    with telling() as tell, _local(local_nodes, settings) as (local, node):
+        settings = replace(settings, threads=local.threads)
+        report = run_fault_bench(node, local, settings, _allowed(), plan, SystemClock(), tell)
+    print_report(report, show_fault, as_json=as_json)
+
+
+def _allowed() -> PipelineSettings:
+    """As configured, but for the switch: who asks for a pipeline wants one."""
+    return read_pipeline_settings(Home.from_environment()).overridden(enabled=True)
+
+
+@contextmanager
+def _local(count: int, settings: NodeSettings) -> Generator[tuple[LocalFleet, BenchNode]]:
+    """A fleet on this machine, whose first node this process is."""
+    path = lies_elsewhere(settings.model, Terminal())
+    local = LocalFleet(count, settings.threads, model=path)
+    try:
+        become_first(local)
+        at = FleetSettings(local.port, local.host, mdns=False, preset=parse_preset(local.preset))
+        home = Home.from_environment()
+        beside = () if path is None else (resolve(str(path), home),)
+        with closing(BenchNode(at, home, SystemClock(), beside)) as node:
+            node.wait_for(local.names[1:])
+            yield local, node
+    finally:
+        local.close()
+
+
+def show_pipeline(console: Console, report: PipelineReport) -> None:
+    """Print a report for a person."""
+    console.print(report.summary, markup=False, soft_wrap=True)
+    console.print(f"{counted(report.threads, 'thread')} each, {counted(report.plan.rounds, 'round')}", markup=False)
+    note_load(console, report.load_average)
+    table = table_of(
+        "at once",
+        "pipeline, tokens/s",
+        "alone, tokens/s",
+        "pipeline / alone",
+        "estimate, tokens/s",
+        "first token p50, ms",
+        "a batch away, ms",
+        "of it, on the way",
+    )
+    for row in report.rows:
+        table.add_row(
+            str(row.streams),
+            f"{row.pipeline_per_s:.0f}",
+            f"{row.alone_per_s:.0f}",
+            f"{row.ratio:.2f}x",
+            f"{row.estimate_per_s:.0f}",
+            f"{row.first_token.p50_ms:.0f}",
+            f"{row.split.away_ms:.2f}",
+            f"{row.split.transfer_ms:.2f}",
+        )
+    console.print(table)
+    shares = table_of("at once", "machine", "layers", "computing, s", "waiting, s", "of the time, computing")
+    for row in report.rows:
+        for share in row.split.stages:
+            layers = f"{share.first_layer} to {share.last_layer}" if share.last_layer >= share.first_layer else "none"
+            shares.add_row(
+                str(row.streams),
+                share.node_id,
+                layers,
+                f"{share.computing_s:.2f}",
+                f"{share.waiting_s:.2f}",
+                f"{share.computing_s / row.split.wall_s:.0%}",
+            )
+    console.print(shares)
+
+
+def show_fault(console: Console, report: FaultReport) -> None:
+    """Print a report for a person."""
+    console.print(f"{report.model}, {counted(report.threads, 'thread')} each, killed at token {report.plan.at}", markup=False)
+    note_load(console, report.load_average)
+    table = table_of("at once", "killed", "gap, s", "prefill, s", "beyond it, s", "replayed tokens", "bytes of one machine")
+    for row in report.rows:
+        table.add_row(
+            str(row.streams),
+            row.killed,
+            f"{row.gap_s:.2f}",
+            f"{row.prefill_s:.2f}",
+            f"{row.beyond_prefill_s:.2f}",
+            str(row.replayed_tokens),
+            "the same" if row.same_bytes else "OTHERS",
+        )
+    console.print(table)
+    for row in report.rows:
+        console.print(f"{row.streams} at once: {row.before} -> {row.after}", markup=False, soft_wrap=True)

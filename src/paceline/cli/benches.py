@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import AnswerTokens, AsJson, Device, Model, OwnLayers, Pins, PromptTokens, Rounds, Threads, Weights
-from paceline.machine.sampled import Sampled
 from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
+from paceline.machine.timing import Sampled
 from paceline.net.member.settings import DEFAULT_PRESET
 
 app = typer.Typer(
@@ -103,7 +103,7 @@ def pipeline(
     as_json: AsJson = False,
 ) -> None:
     """Measure one model over several machines, beside this one alone."""
-    from paceline.cli.bench_pipeline import bench_pipeline
+    from paceline.cli.bench import bench_pipeline
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
     bench_pipeline(
@@ -138,7 +138,7 @@ def fault(
     as_json: AsJson = False,
 ) -> None:
     """Kill a machine of a pipeline while answers stream: the gap, what is computed again, and whether the bytes match."""
-    from paceline.cli.bench_pipeline import bench_fault
+    from paceline.cli.bench import bench_fault
 
     settings = NodeSettings(model, weights, device=device, threads=threads)
     bench_fault(

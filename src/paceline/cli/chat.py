@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from paceline.cli.endpoint import Endpoint
-from paceline.cli.running import Running, running
+from paceline.cli.status_here import Running, running
 from paceline.cli.terminal import EXIT_OK, Terminal, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.shown import shown
@@ -186,7 +186,7 @@ class _Conversation:
 
     def _answer(self, text: str) -> None:
         from paceline.cli.ask import untyped
-        from paceline.cli.wrap import WordWrap
+        from paceline.cli.terminal import WordWrap
 
         asked: list[Message] = [*self._messages, {"role": "user", "content": text}]
         parts: list[str] = []

@@ -21,7 +21,7 @@ def fleet_view() -> Callable[[], Sequence[NodeCard]] | None:
 
     from paceline.fleet.eligibility import Use
     from paceline.machine.config_file import read_trust_policy
-    from paceline.net.member.look import look
+    from paceline.net.member.state import look
     from paceline.net.trust.folder import FleetFolder
 
     try:
@@ -51,7 +51,7 @@ def fleet_settings(port: int, host: str, peers: Sequence[str], preset: str, *, m
         if needed or peers:
             raise MembershipError("This machine is in no fleet", "Start one here: paceline init. Or join one: paceline join.")
         return None
-    from paceline.net.trust.addresses import is_address
+    from paceline.net.trust.certificates import is_address
 
     for peer in peers:
         if not is_address(peer):

@@ -13,7 +13,7 @@ from rich.text import Text
 from paceline.core.errors import ConfigError
 from paceline.core.ids import NodeId
 from paceline.fleet.choices import seconds
-from paceline.fleet.explanation import headline, parts
+from paceline.fleet.placement import headline, parts
 from paceline.fleet.plan import Choice, PlanRequest, Way
 from paceline.node.planning import Explained, View, explained, parse_pin
 

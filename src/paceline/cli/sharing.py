@@ -110,7 +110,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
     from paceline.fleet.plan import Objective
     from paceline.node.planning import parse_pin
     from paceline.store.catalog import resolve
-    from paceline.ways.pipeline.host.hosting import hosting_of
+    from paceline.ways.pipeline.host.serving import hosting_of
     from paceline.ways.pipeline.routes.order import PipelineOrder
 
     pipelines = configured.overridden(
@@ -129,7 +129,7 @@ def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, gr
 
 def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:
     from paceline.engine.drafts import DRAFTS, NGRAM
-    from paceline.ways.draft.proposing import JACOBI
+    from paceline.ways.draft.service import JACOBI
     from paceline.ways.draft.sources import FLEET
 
     if settings is not None and not settings.draft.strip():

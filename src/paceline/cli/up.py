@@ -23,7 +23,7 @@ from paceline.cli.api_options import ApiOptions
 from paceline.cli.bring import ensure
 from paceline.cli.ending import Ending
 from paceline.cli.progress import byte_bar, opening_bar
-from paceline.cli.running import announced
+from paceline.cli.status_here import announced
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
 from paceline.core.errors import ConfigError, OutOfMemory
 from paceline.core.shown import shown
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from paceline.node.serving import FleetServing
     from paceline.server.settings import TlsFiles
     from paceline.store.catalog import ModelLocation
-    from paceline.ways.draft.proposing import LoadedProposer
+    from paceline.ways.draft.service import LoadedProposer
     from paceline.ways.pipeline.host.serving import Hosting
     from paceline.ways.pipeline.routes.order import PipelineOrder
 
@@ -277,7 +277,7 @@ def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
 def load_to_propose(name: str, threads: int | None, console: Console) -> LoadedProposer:
     """`load`, of a model to draft with."""
     from paceline.core.clock import SystemClock
-    from paceline.ways.draft.proposing import JACOBI, load_proposer
+    from paceline.ways.draft.service import JACOBI, load_proposer
 
     ensure(name.removeprefix(JACOBI), console)
     began_s = time.perf_counter()

@@ -21,14 +21,12 @@ from paceline.core.stats import EngineStats
 from paceline.core.text import Vocabulary
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting, DraftingConfig
-from paceline.engine.draw_state import DrawRow, DrawState
 from paceline.engine.executor import Executor, SequenceStep, StepOutput
-from paceline.engine.gains import carry_on, gain_of
+from paceline.engine.gains import carry_on, gain_of, score_rows
 from paceline.engine.grammar import Grammars, restrict
 from paceline.engine.intake import check_draft, check_grammar, check_request, check_room, context_of
-from paceline.engine.sampling import Drawn, PlainSampler, Sampler, draw_each
+from paceline.engine.sampling import Drawn, DrawRow, DrawState, PlainSampler, Sampler, draw_each
 from paceline.engine.scheduler import PlannedBatch, Scheduler
-from paceline.engine.scores import score_rows
 from paceline.engine.sequence import SequenceState
 from paceline.engine.step_costs import StepCosts, StepTimes
 from paceline.engine.stops import TextStream

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.core.ids import BatchId, BlockId, SequenceId
-from paceline.engine.block_tables import blocks_for
 from paceline.engine.executor import HeldSequence, Path, SequenceStep, StepBatch
+from paceline.engine.local import blocks_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ from math import inf
 
 from paceline.core.ids import BatchId, SequenceId
 from paceline.engine.block_pool import BlockPool
-from paceline.engine.block_tables import blocks_for
 from paceline.engine.chunking import PromptLeft, rows_of_prompts
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import Drafting
 from paceline.engine.executor import Executor, HeldSequence, Path, SequenceStep, StepBatch
 from paceline.engine.intake import context_of
-from paceline.engine.prefixes import Prefixes
+from paceline.engine.local import blocks_for
+from paceline.engine.prefix_cache import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
 from paceline.engine.step_costs import Load, StepCosts
 

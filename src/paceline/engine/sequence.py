@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import BlockId, SequenceId
-from paceline.engine.draw_state import DrawRow, DrawState
+from paceline.engine.sampling import DrawRow, DrawState
 from paceline.engine.stops import TextStream
 
 

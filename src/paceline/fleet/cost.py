@@ -17,7 +17,7 @@
 
 d and p of a machine that never ran the model: d = (N w + e) / (M DECODE_SHARE), p = d / PREFILL_PER_DECODE; the estimate is then called not
 measured. Drafted rows cost what prompt rows do; k is the best of 3, 7, 15; a is the acceptance, assumed until it was measured.
-Sources: rates from `machine.speed`, M from `machine.memory_rate`, R and B from `fleet.links`; the formulas against the engine: bench/placement.py.
+Sources: rates from `machine.speed`, M from `machine.devices`, R and B from `fleet.links`; the formulas against the engine: bench/placement.py.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
-from paceline.fleet.effects import Call, Effect, Reseal
 from paceline.fleet.intake import ClashWatch, Intake, Shares
-from paceline.fleet.messages import PassedCard, Reply, Request
+from paceline.fleet.messages import Call, Effect, PassedCard, Reply, Request, Reseal
 from paceline.fleet.peers import Peer, Peers
 from paceline.fleet.presets import Measures, Preset
 from paceline.fleet.registry import CardRegistry

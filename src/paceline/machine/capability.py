@@ -15,8 +15,7 @@ from paceline import __version__
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Device, Link, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.figures import settled, settled_within
-from paceline.machine.cores import usable_cores
-from paceline.machine.devices import LocalDevice, local_devices
+from paceline.machine.devices import LocalDevice, local_devices, usable_cores
 from paceline.machine.offers import Shelf, WarmModel
 from paceline.machine.ring import mlx_version, probe_ring_environment
 from paceline.store.catalog import ModelLocation

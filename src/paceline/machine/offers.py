@@ -18,12 +18,11 @@ from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import tensor_shapes
 from paceline.fleet.card import ModelOffer, ModelShape, Role, ShardState
 from paceline.machine.devices import LocalDevice
-from paceline.machine.shapes import fits_gpu, model_shape
+from paceline.machine.sizing import fits_gpu, model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
 from paceline.store.catalog import ModelLocation, locations, open_weights
-from paceline.store.digests import DigestCache, digest_of_files
+from paceline.store.digests import DigestCache, digest_of_files, file_sums
 from paceline.store.home import Home, identity_key
-from paceline.store.pieces import file_sums
 from paceline.store.selection import BESIDE
 
 logger = logging.getLogger(__name__)

@@ -26,12 +26,10 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import MoreSources
 from paceline.engine.local import LayerRunner
 from paceline.machine import accelerator
-from paceline.machine.cores import usable_cores
-from paceline.machine.free_memory import free_bytes
+from paceline.machine.devices import usable_cores
 from paceline.machine.offers import WarmModel
 from paceline.machine.settings import NodeSettings
-from paceline.machine.shapes import fits_gpu, model_shape, weights_bytes
-from paceline.machine.sizing import KvPlan, plan_kv
+from paceline.machine.sizing import KvPlan, fits_gpu, free_bytes, model_shape, plan_kv, weights_bytes
 from paceline.machine.speed import Speed
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import OpenedModel, open_model

@@ -1,13 +1,111 @@
-"""How long a context and how many KV blocks a machine can hold: arithmetic on numbers, no look at the machine."""
+"""How long a context and how many KV blocks a machine can hold: arithmetic on numbers, no look at the machine.
+
+How much memory the next load of a model may take: what is free, less what the process itself takes to load it.
+
+What a model takes in memory, tensor by tensor, by the forms it is held in: arithmetic, before anything is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from paceline.backends.memory import human
+from paceline.backends import cpu
+from paceline.backends.choice import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats
+from paceline.backends.memory import MIB, available_bytes, human
+from paceline.backends.table import Kernels
+from paceline.backends.working import working_bytes
 from paceline.core.errors import ConfigError, OutOfMemory
-from paceline.core.model import LayerRange, ModelSpec
+from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
+from paceline.fleet.card import ModelShape
+from paceline.fleet.plan import LEAST_ROWS
+from paceline.machine import accelerator
+
+LOAD_BYTES_A_THREAD: Final = 16 * MIB
+"""A slab of rows as read, as float32 and as requantised (`backends.quantize.SLAB_WEIGHTS`)."""
+FETCH_BYTES: Final = 48 * MIB
+"""Of a host, while layers come from another machine: pieces, and what gRPC has of them. The C library keeps most of it."""
+KERNELS_BYTES: Final = 110 * MIB
+"""Numba, and kernels that lie compiled. Source: a process with 8 layers of a small model, before and after: some 105 MiB."""
+COMPILER_BYTES: Final = 210 * MIB
+"""The same where they must be compiled first."""
+TORCH_BYTES: Final = 250 * MIB
+"""Torch, and the compiled functions beside it."""
+
+
+def free_bytes(kernels: Kernels, threads: int, kernel_cache: Path | None) -> int:
+    """Bytes that weights, KV and working memory of the next load may take together.
+
+    Args:
+        kernels: that it is loaded into; for CUDA's it is the GPU's memory.
+        threads: that load.
+        kernel_cache: where compiled kernels are kept; None: beside their sources.
+    """
+    if kernels is Kernels.CUDA:
+        return accelerator.free_cuda_bytes()
+    return max(0, available_bytes() - load_bytes(kernels, threads, kernel_cache))
+
+
+def load_bytes(kernels: Kernels, threads: int, kernel_cache: Path | None) -> int:
+    """Bytes that the process itself takes while it loads a model next, of the machine's memory; arguments as `free_bytes`."""
+    return _first_load_bytes(kernels, kernel_cache) + threads * LOAD_BYTES_A_THREAD
+
+
+def _first_load_bytes(kernels: Kernels, kernel_cache: Path | None) -> int:
+    """What this process takes once, with the first model that it loads."""
+    if kernels is not Kernels.AVX512_BF16:
+        return 0 if "torch" in sys.modules else TORCH_BYTES
+    if "paceline.backends.cpu.runner" in sys.modules:
+        return 0
+    return KERNELS_BYTES if kernel_cache is not None and cpu.compiled(kernel_cache) else COMPILER_BYTES
+
+
+GPU_SHARE = 0.9
+"""Of a GPU's free memory, how much weights may take. Raising it leaves less to KV and to what kernels need while they run."""
+
+CARD_THREADS = 8
+CARD_TOKENS = 8192
+"""Of KV. What a card says of working memory is for these: every node writes the same card."""
+
+TypeOf = Callable[[str], str]
+"""GGML's name of the type a tensor is stored in."""
+
+
+def weights_bytes(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> Mapping[str, int]:
+    """Bytes of each tensor in memory."""
+    if kernels is Kernels.AVX512_BF16:
+        return held_bytes(spec, forms_by(weights, type_of))
+    return torch_bytes(spec, torch_formats(spec, weights, type_of))
+
+
+def model_shape(spec: ModelSpec, weights: WeightsFormat, type_of: TypeOf, kernels: Kernels) -> ModelShape:
+    """As a card says it. Every layer counts as the largest one: who holds any of them has room."""
+    held = weights_bytes(spec, weights, type_of, kernels)
+    return ModelShape(
+        n_layers=spec.n_layers,
+        hidden=spec.hidden,
+        layer_bytes=max(part_bytes(held, LayerRange(layer, layer + 1), edges=False) for layer in range(spec.n_layers)),
+        edge_bytes=part_bytes(held, LayerRange(0, 0), edges=True),
+        kv_bytes_per_token_per_layer=spec.kv_bytes_per_token(LayerRange(0, 1)),
+        max_context=spec.max_context,
+        row_bytes=max(_row_bytes(spec, each) for each in Kernels),
+    )
+
+
+def _row_bytes(spec: ModelSpec, kernels: Kernels) -> int:
+    """Of a stage's working memory, what a row has of a batch of `LEAST_ROWS`. The machine that runs it tells exactly."""
+    whole = working_bytes(kernels, spec, max_rows=LEAST_ROWS, threads=CARD_THREADS, n_blocks=CARD_TOKENS // BLOCK_TOKENS)
+    return -(-whole // LEAST_ROWS)
+
+
+def fits_gpu(spec: ModelSpec, type_of: TypeOf, gpu_bytes: int) -> bool:
+    """Whether a GPU with so much memory has room for all of a model in bf16."""
+    held = weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA)
+    return part_bytes(held, spec.all_layers, edges=True) <= GPU_SHARE * gpu_bytes
+
 
 KV_SHARE = 0.5
 """Of the memory that weights leave free, how much KV may take unasked. Raising it leaves less to everything else on the machine."""

@@ -20,9 +20,8 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.engine.sampling import Sampler
-from paceline.machine.drive import PromptMaker, StepsRequests, drive
-from paceline.machine.memory_rate import is_disturbed
-from paceline.machine.sampled import Sampled
+from paceline.machine.devices import is_disturbed
+from paceline.machine.timing import PromptMaker, Sampled, StepsRequests, drive
 from paceline.store.home import Home, read_json_object, write_cache
 
 BUDGET_S = 0.4

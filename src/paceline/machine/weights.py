@@ -25,7 +25,7 @@ from paceline.fleet.view import FleetView, LiveCard
 from paceline.machine.config_file import read_trust_policy
 from paceline.machine.fetch import Dial, Fetch, fetch_model
 from paceline.net.channels import ChannelPool, Purpose
-from paceline.net.member.look import look
+from paceline.net.member.state import look
 from paceline.net.server import Service
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard

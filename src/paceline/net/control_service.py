@@ -14,9 +14,9 @@ from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
 from paceline.fleet.view import Clash, FleetView, LiveCard
-from paceline.net.address_book import Failure
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.channels import CHANNEL_OPTIONS
+from paceline.net.discovery import Failure
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import KIB, Service
 from paceline.net.trust.credentials import channel_credentials

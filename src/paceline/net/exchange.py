@@ -19,11 +19,10 @@ import grpc.aio
 from paceline.core.clock import Clock
 from paceline.core.errors import GossipRefused, MessageTooLarge, NodeUnreachable, PacelineError
 from paceline.core.ids import NodeId
-from paceline.fleet.effects import Call
-from paceline.fleet.messages import Reply
+from paceline.fleet.messages import Call, Reply
 from paceline.fleet.presets import Bounds
-from paceline.net.address_book import AddressBook
 from paceline.net.channels import ChannelPool, Purpose
+from paceline.net.discovery import AddressBook
 from paceline.net.exchange_codec import (
     MAX_EXCHANGE_BYTES,
     MAX_EXCHANGE_PARTS,

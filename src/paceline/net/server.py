@@ -12,7 +12,7 @@ import grpc.aio
 
 from paceline.core.errors import ConfigError
 from paceline.net.channels import COMMON, RECEIVE, Options
-from paceline.net.trust.addresses import join_host
+from paceline.net.trust.certificates import join_host
 from paceline.net.trust.connections import ConnectionWatch
 from paceline.net.trust.credentials import server_credentials
 from paceline.net.trust.guard import PeerGuard

@@ -16,7 +16,7 @@ from paceline.node.serving import FleetServing
 from paceline.store.catalog import resolve
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
-from paceline.ways.pipeline.host.tensor_ends import tensor_ends
+from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.routes.build import BuiltPipeline, build_engine_over
 from paceline.ways.pipeline.routes.eyes import FleetEyes
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter

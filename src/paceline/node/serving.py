@@ -31,15 +31,13 @@ from paceline.net.trust.guard import PeerGuard
 from paceline.node.build import BuiltNode
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
-from paceline.ways.draft.proposing import LoadedProposer, lookup
-from paceline.ways.draft.service import DraftService
+from paceline.ways.draft.service import DraftService, LoadedProposer, lookup
 from paceline.ways.forward.inference import FleetInference
-from paceline.ways.forward.local import LocalModels
-from paceline.ways.forward.service import LoadedModel, generate_service
+from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.forward.tokenizers import TokenizerStore
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
 from paceline.ways.pipeline.routes.meter import PipelineMeter, PipelineMetrics
-from paceline.ways.pipeline.routes.slots import PipelineSlots
+from paceline.ways.pipeline.routes.order import PipelineSlots
 
 
 class Portrait:

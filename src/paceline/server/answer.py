@@ -19,11 +19,10 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
 from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
 from paceline.core.inference import Inference
-from paceline.server.call import Call, Usage
+from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines, of_error, server_fault
 from paceline.server.fields import ignored_header
 from paceline.server.metrics import Meter
-from paceline.server.reading import Reader
 from paceline.server.shapes import shape_of
 from paceline.server.streams import Events, open_call
 

@@ -35,12 +35,11 @@ from paceline.server.embeddings import Embedder, TextEncoder
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
 from paceline.server.guard import BodyReader, Guard
 from paceline.server.intake import Intake, find_model, listed
-from paceline.server.metrics import Meter, MetricsPage
+from paceline.server.metrics import Meter, MetricsPage, RequestLog
 from paceline.server.ollama import requests as ollama_requests
 from paceline.server.ollama import routes as ollama
 from paceline.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.page import front
-from paceline.server.request_log import RequestLog
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 from paceline.server.responses.kept import KeptBounds, KeptResponses
 from paceline.server.responses.requests import ResponsesRequest

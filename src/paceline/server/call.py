@@ -1,18 +1,134 @@
-"""A client's call after intake: checked, tokenized, ready to run. One call may hold several prompts."""
+"""A client's call after intake: checked, tokenized, ready to run. One call may hold several prompts.
+
+Reads the answers of a call: chunks of text in, parts out (`formats.parts`).
+
+A chunk's text says where the answer ends. Special tokens spell nothing in it: those that are markers of the format are put where their tokens stand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.core.generation import GenerationRequest
+from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.inference import ServedModel
-from paceline.server.reading import ChoiceReader, PlainReader, Reader, Reading
+from paceline.core.text import Vocabulary
+from paceline.server.formats.format import Format
+from paceline.server.formats.parts import CallArguments, Content, Part, Reasoning
+from paceline.server.formats.reader import AnswerReader
 
 if TYPE_CHECKING:
     from paceline.server.shapes import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of a call are to be read."""
+
+    format: Format
+    tools: Mapping[str, Mapping[str, Any]]
+    """The schema of each tool's parameters, by name. Empty: text that looks like a call is text."""
+    in_reasoning: bool
+    """The prompt ended where the model reasons."""
+    parallel: bool
+    """An answer may have several calls."""
+    spelled: Mapping[int, bytes]
+    """The special tokens among the format's markers."""
+
+
+class Reader(Protocol):
+    """Reads one answer."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens with which the model reasoned."""
+        ...
+
+    def read(self, chunk: GenerationChunk) -> list[Part]:
+        """What the answer gained."""
+        ...
+
+
+class PlainReader:
+    """Reads an answer that is all content."""
+
+    reasoning_tokens = 0
+
+    def read(self, chunk: GenerationChunk) -> list[Part]:
+        return [Content(chunk.text)] if chunk.text else []
+
+
+class ChoiceReader:
+    """Reads one answer, token by token: how many of them are reasoning does not depend on how they were cut into chunks."""
+
+    def __init__(self, reading: Reading, vocabulary: Vocabulary, request: GenerationRequest) -> None:
+        self._reader = AnswerReader(reading.format, reading.tools, in_reasoning=reading.in_reasoning, parallel=reading.parallel)
+        self._ends = request.stop_ids if request.ignore_eos else request.stop_ids | vocabulary.eos_ids
+        self._spelled = {token: spelled.decode() for token, spelled in reading.spelled.items()}
+        self._token_bytes = vocabulary.token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._waiting: deque[tuple[int, str]] = deque()
+        """Tokens whose text did not come yet: how many characters are to come, and the marker that the token spells."""
+        self._reasons = reading.in_reasoning
+        self._told: bool | None = None
+        """What came of the token that waits first is reasoning. None: nothing came."""
+        self.reasoning_tokens = 0
+        """With which the model reasoned."""
+
+    def read(self, chunk: GenerationChunk) -> list[Part]:
+        """What the answer gained."""
+        tokens, text = chunk.token_ids, chunk.text
+        if chunk.finish_reason is FinishReason.STOP and tokens and tokens[-1] in self._ends:
+            tokens = tokens[:-1]  # it ended the answer, and is no part of it
+        self._waiting.extend(self._expected(token) for token in tokens)
+        parts: list[Part] = []
+        while self._waiting:
+            missing, mark = self._waiting.popleft()
+            piece, text = text[:missing], text[missing:]
+            self._feed(mark or piece, parts)
+            if len(piece) < missing:  # the rest may belong to a stop string
+                self._waiting.appendleft((missing - len(piece), mark))
+                break
+            self._count()
+        if chunk.finish_reason is not None:
+            self._feed(text, parts)
+            for _ in self._waiting:  # a stop string took their text
+                self._count()
+            _join(parts, self._reader.end())
+        return parts
+
+    def _expected(self, token: int) -> tuple[int, str]:
+        length = len(self._decode(self._token_bytes(token)))
+        return length, "" if length else self._spelled.get(token, "")
+
+    def _feed(self, text: str, parts: list[Part]) -> None:
+        if gained := self._reader.feed(text):
+            self._told = bool(self._told) or any(isinstance(part, Reasoning) for part in gained)
+            self._reasons = isinstance(gained[-1], Reasoning)
+            _join(parts, gained)
+
+    def _count(self) -> None:
+        """Count a token whose text came."""
+        self.reasoning_tokens += self._reasons if self._told is None else self._told
+        self._told = None
+
+
+def _join(parts: list[Part], more: Sequence[Part]) -> None:
+    """Append parts; texts of one kind become one."""
+    for part in more:
+        match parts[-1] if parts else None, part:
+            case (Content(before), Content(text)):
+                parts[-1] = Content(before + text)
+            case (Reasoning(before), Reasoning(text)):
+                parts[-1] = Reasoning(before + text)
+            case (CallArguments(index, before), CallArguments(other, text)) if index == other:
+                parts[-1] = CallArguments(index, before + text)
+            case _:
+                parts.append(part)
 
 
 class Endpoint(StrEnum):

@@ -7,10 +7,10 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
+from paceline.server.call import Reading
 from paceline.server.formats.dialect import as_followed
 from paceline.server.formats.grammar import Choice, calls_grammar, content_grammar
 from paceline.server.json_bytes import json_bytes, json_object
-from paceline.server.reading import Reading
 from paceline.server.requests import ChatCompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 from paceline.server.tools import Tools
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from paceline.core.errors import InvalidRequest
 from paceline.core.inference import ServedModel
 from paceline.core.text import Given, Tokenizer
+from paceline.server.call import Reading
 from paceline.server.formats.format import Format, find_format
 from paceline.server.messages import (
     AllowedToolChoice,
@@ -20,7 +21,6 @@ from paceline.server.messages import (
     messages_without_tools,
     tool_for_template,
 )
-from paceline.server.reading import Reading
 from paceline.server.requests import ChatCompletionRequest
 
 OWN_SWITCHES: Final = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "continue_final_message", "documents"})

@@ -17,16 +17,14 @@ from paceline.core.errors import UnsupportedModel
 from paceline.core.weights import Shape, StoredTensor
 from paceline.store.catalog import resolve
 from paceline.store.faults import damaged, unreadable, unsupported
-from paceline.store.folder_tokenizer import TOKENIZER, tokenizer_from_folder
+from paceline.store.folder_tokenizer import TOKENIZER, VOCABULARY, tokenizer_from_folder, tokenizer_from_vocabulary
 from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.gguf_tokenizer import tokenizer_from_gguf
-from paceline.store.hf_config import ENCODERS
+from paceline.store.hf_config import ENCODERS, JsonObject, load_object
 from paceline.store.home import Home
-from paceline.store.json_object import JsonObject, load_object
 from paceline.store.safetensors_file import CONFIG, read_head, weight_files
 from paceline.store.tensor_files import MAX_LAYERS, StoredAt, stored_tensor
 from paceline.store.tokenizer import ModelTokenizer
-from paceline.store.wordpiece import VOCABULARY, tokenizer_from_vocabulary
 
 _MODULES: Final = "modules.json"
 _UNUSED: Final = ("pooler.", "cls.", "embeddings.position_ids")

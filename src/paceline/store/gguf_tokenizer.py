@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 from paceline.core.errors import ModelFileError
 from paceline.store.chat_template import ChatTemplate
 from paceline.store.faults import damaged, unsupported
+from paceline.store.folder_tokenizer import PREFIX, wordpiece
 from paceline.store.gguf_header import GgufHeader
 from paceline.store.home import Home, identity_key, write_cache
 from paceline.store.tokenizer import SPACE_MARK, ModelTokenizer
-from paceline.store.wordpiece import PREFIX, wordpiece
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken

@@ -13,9 +13,9 @@ from typing import Final
 from paceline.core.errors import ModelFileError, ModelNotFound
 from paceline.core.manifest import PIECE, FileEntry, ModelManifest, TensorAt, manifest_digest
 from paceline.store.catalog import ModelLocation, find_whole
+from paceline.store.digests import file_sums
 from paceline.store.faults import damaged, unreadable
 from paceline.store.home import Home, identity_key
-from paceline.store.pieces import file_sums
 from paceline.store.safetensors_file import CONFIG
 from paceline.store.selection import BESIDE
 from paceline.store.tensor_files import TensorFiles

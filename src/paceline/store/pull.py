@@ -19,11 +19,10 @@ from paceline.core.files import write_file
 from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, ModelLocation, describe, exists, locations, open_model, resolve
 from paceline.store.digests import DigestCache
-from paceline.store.download import fetch, part_of, verify
 from paceline.store.gguf_file import check_beginning
-from paceline.store.hf_config import spec_from_config
+from paceline.store.hf_config import load_object, spec_from_config
 from paceline.store.home import Home, read_json_object
-from paceline.store.json_object import load_object
+from paceline.store.hub import fetch, part_of, verify
 from paceline.store.locks import only_one
 from paceline.store.selection import HubRef, gguf_models, is_path, parse_ref
 

@@ -16,8 +16,7 @@ from paceline.core.errors import ModelFileError
 from paceline.core.weights import TENSOR_TYPES
 from paceline.store.digests import DigestCache
 from paceline.store.faults import damaged, unreadable, unsupported
-from paceline.store.hf_config import spec_from_config
-from paceline.store.json_object import load_object, parse_object
+from paceline.store.hf_config import load_object, parse_object, spec_from_config
 from paceline.store.selection import INDEX
 from paceline.store.tensor_files import DENSE, StoredAt, TensorFiles
 

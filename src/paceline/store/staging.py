@@ -20,12 +20,11 @@ from paceline.core.errors import ConfigError, WrongBytes
 from paceline.core.manifest import PIECE, FileEntry, ModelManifest, PieceRun, manifest_digest
 from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, describe, locations, open_model
-from paceline.store.download import can_not_write, verify
+from paceline.store.digests import FileSums, remember_sums
 from paceline.store.home import Home, read_json_object
+from paceline.store.hub import can_not_write, verify
 from paceline.store.locks import only_one
-from paceline.store.partial import PartNote, Runs, read_note, write_note
-from paceline.store.partial_budget import make_way
-from paceline.store.pieces import FileSums, remember_sums
+from paceline.store.partial import PartNote, Runs, make_way, read_note, write_note
 from paceline.store.pull import check_space, entries_of, folder_lock, unlist, write_manifest
 from paceline.store.selection import BESIDE, gguf_models
 

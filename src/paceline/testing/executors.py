@@ -13,9 +13,8 @@ from math import inf
 
 from paceline.core.errors import ExecutorLost, LostSpan
 from paceline.core.ids import BatchId, BlockId, SequenceId
-from paceline.engine.block_tables import blocks_for
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
-from paceline.engine.local import LocalExecutor
+from paceline.engine.local import LocalExecutor, blocks_for
 from paceline.engine.restoring import Restored, restoring_batches
 from paceline.testing.null_backend import NullRunner
 

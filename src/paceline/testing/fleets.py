@@ -11,9 +11,8 @@ from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
 from paceline.fleet.revocations import Revocations
 from paceline.net.trust.authority import Authority
-from paceline.net.trust.certificates import make_key
+from paceline.net.trust.certificates import make_key, make_request
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.requests import make_request
 from paceline.net.trust.seals import sign_card, sign_revocation
 
 

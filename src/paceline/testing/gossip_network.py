@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
-from paceline.fleet.effects import Call, Effect, Reseal
 from paceline.fleet.gossip import Gossip
-from paceline.fleet.messages import Reply, Request
+from paceline.fleet.messages import Call, Effect, Reply, Request, Reseal
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
 from paceline.fleet.stamps import LINK_BYTES, StampChain

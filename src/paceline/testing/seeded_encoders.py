@@ -23,7 +23,7 @@ def write_encoder(folder: Path, *, pooling: Pooling = Pooling.MEAN, normalise: b
     """
     from safetensors.numpy import save_file
 
-    from paceline.store.wordpiece import wordpiece
+    from paceline.store.folder_tokenizer import wordpiece
 
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {

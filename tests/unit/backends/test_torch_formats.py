@@ -19,8 +19,7 @@ from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, PromptWeights
 from paceline.backends.quantize import to_grouped
 from paceline.backends.torch import load
-from paceline.backends.torch.int4 import PackedMatrix
-from paceline.backends.torch.linear import make_linear
+from paceline.backends.torch.linear import PackedMatrix, make_linear
 from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import BlockTensor, StoredTensor
 from paceline.engine.executor import Path

@@ -13,10 +13,8 @@ from paceline.core.ids import RequestId
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
-from paceline.machine.drive import PromptMaker, drive
-from paceline.machine.sampled import Sampled
 from paceline.machine.settings import NodeSettings
-from paceline.machine.timing import Spread
+from paceline.machine.timing import PromptMaker, Sampled, Spread, drive
 from paceline.testing.null_backend import ByteVocabulary, NullRunner
 
 VOCABULARY = ByteVocabulary(32, frozenset({0}), (b"", b"a", b"b", b"", b"d"))

@@ -15,9 +15,9 @@ from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.view import Clash, FleetView, LiveCard
-from paceline.net.address_book import AddressBook
 from paceline.net.control_service import Sight
-from paceline.net.member.look import Looked
+from paceline.net.discovery import AddressBook
+from paceline.net.member.state import Looked
 
 
 def test_nothing_a_member_says_is_taken_for_markup_or_commands_the_terminal() -> None:

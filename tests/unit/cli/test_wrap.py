@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.wrap import WordWrap
+from paceline.cli.terminal import WordWrap
 
 
 def wrapped(pieces: list[str], columns: int) -> str:

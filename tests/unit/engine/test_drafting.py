@@ -12,9 +12,9 @@ from tests.fakes.engines import EngineBench, answer_alone
 from paceline.core.errors import ConfigError, InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId, SequenceId
-from paceline.engine.block_tables import blocks_for
 from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.drafts import Branch, DraftAnswer, DraftAsk
+from paceline.engine.local import blocks_for
 from paceline.engine.sequence import SequenceState
 from paceline.testing.clock import FakeClock
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.ids import BatchId, BlockId, SequenceId
-from paceline.engine.block_tables import BlockTables
 from paceline.engine.executor import Path, SequenceStep, StepBatch
-from paceline.engine.local import LocalExecutor
+from paceline.engine.local import BlockTables, LocalExecutor
 from paceline.testing.null_backend import NullRunner
 
 

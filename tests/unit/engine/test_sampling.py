@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import DrawFailed
 from paceline.core.generation import SamplingParams, TokenLogprob
-from paceline.engine.adjustments import adjust
-from paceline.engine.arithmetic import log, noise_key, token_noise, weights
-from paceline.engine.draw_state import DrawState
-from paceline.engine.sampling import Drawn, PlainSampler, draw_each, kept, top_ids
+from paceline.engine.arithmetic import adjust, log, noise_key, token_noise, weights
+from paceline.engine.sampling import Drawn, DrawState, PlainSampler, draw_each, kept, top_ids
 
 V = 200
 

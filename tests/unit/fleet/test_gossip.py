@@ -9,9 +9,22 @@ import pytest
 from tests.unit.fleet.cards import card, chain, passed, revocation, sealed, stamp
 
 from paceline.core.ids import NodeId
-from paceline.fleet.effects import Appeared, Call, Changed, Effect, Expired, Left, Reseal, Restarted, Revoked
 from paceline.fleet.gossip import Gossip
-from paceline.fleet.messages import Digest, PassedCard, Reply, Request
+from paceline.fleet.messages import (
+    Appeared,
+    Call,
+    Changed,
+    Digest,
+    Effect,
+    Expired,
+    Left,
+    PassedCard,
+    Reply,
+    Request,
+    Reseal,
+    Restarted,
+    Revoked,
+)
 from paceline.fleet.presets import Bounds, Preset, desk, lan, simulation
 from paceline.fleet.registry import CLOCKS_APART_S, next_version
 from paceline.fleet.stamps import CHAIN_LENGTH, node_key

@@ -11,10 +11,9 @@ from tests.unit.fleet.cards import card, chain, passed, sealed, stamp
 
 from paceline.core.errors import GossipRefused, MessageTooLarge, PeerFloods
 from paceline.core.ids import NodeId
-from paceline.fleet.effects import Call, Ignored
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
-from paceline.fleet.messages import Digest, Request, Stamp
+from paceline.fleet.messages import Call, Digest, Ignored, Request, Stamp
 from paceline.fleet.presets import Bounds, Measures, lan
 from paceline.fleet.stamps import CHAIN_LENGTH, node_key
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.fleet.links import LinkTimes, LinkWatch, Measure, figures
-from paceline.fleet.reach import addresses_to_measure, may_share_a_plan, peers_to_measure
+from paceline.fleet.links import LinkTimes, LinkWatch, Measure, addresses_to_measure, figures, may_share_a_plan, peers_to_measure
 
 BEE, CAT = NodeId("bee"), NodeId("cat")
 CABLE, WIFI = "10.0.0.2:7000", "192.168.1.2:7000"

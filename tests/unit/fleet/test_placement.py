@@ -18,12 +18,10 @@ from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
 from paceline.fleet import cost
 from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
-from paceline.fleet.explanation import explain
 from paceline.fleet.machines import DECODE_SHARE, FREE_SHARE, Links, free_for_layers, groups, live_cards, matching_offers, stage_machines
-from paceline.fleet.pipelines import arranged, pipelines
-from paceline.fleet.placement import plan
+from paceline.fleet.pipelines import arranged, balanced, pipelines, split
+from paceline.fleet.placement import explain, plan
 from paceline.fleet.plan import Constraint, Objective, Pin, Plan, PlanRequest, Way
-from paceline.fleet.splits import balanced, split
 
 GIB = 1 << 30
 SHAPE = ModelShape(

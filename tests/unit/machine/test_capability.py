@@ -21,14 +21,13 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.sampling import PlainSampler
 from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.figures import two_digits
-from paceline.machine import memory_rate as rates
+from paceline.machine import devices as rates
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.capability import LOOKUP, SelfPortrait
-from paceline.machine.cores import usable_cores
-from paceline.machine.devices import LocalDevice, local_devices, processor_name
+from paceline.machine.devices import LocalDevice, local_devices, processor_name, usable_cores
 from paceline.machine.offers import Shelf, learn_digests
 from paceline.machine.settings import NodeSettings
-from paceline.machine.shapes import model_shape
+from paceline.machine.sizing import model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey, learn_speed, measure, vocabulary_id
 from paceline.store.catalog import BUNDLED, MANIFEST, open_model
 from paceline.store.home import Home

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.backends.memory import available_bytes, human, total_bytes
-from paceline.machine.cores import usable_cores
+from paceline.machine.devices import usable_cores
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux shows these as files")
 KIB = 1024

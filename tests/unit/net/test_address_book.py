@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.net.address_book import MAX_FAILURES, AddressBook
+from paceline.net.discovery import MAX_FAILURES, AddressBook
 
 
 def test_the_best_comes_first_and_the_failing_last() -> None:

@@ -12,11 +12,9 @@ from tests.unit.net.member.nodes import in_loop, until
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.server import SERVER_OPTIONS, NodeServer, RpcMeter
 from paceline.net.trust.certificates import NODE_NAME
-from paceline.net.trust.connections import ConnectionWatch
+from paceline.net.trust.connections import ConnectionWatch, Refusals, connections
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
-from paceline.net.trust.refusals import Refusals
-from paceline.net.trust.sockets import connections
 from paceline.testing.fleets import TestFleet
 
 IMPATIENT = {"grpc.keepalive_time_ms": 100, "grpc.http2.ping_timeout_ms": 500}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.stops import TextStream
+from paceline.server.call import ChoiceReader, Reading
 from paceline.server.formats.format import Format, Thinking
 from paceline.server.formats.parts import Content, Part, Reasoning
-from paceline.server.reading import ChoiceReader, Reading
 
 OPEN, CLOSE, END = 0, 1, 2
 SPELLED = {OPEN: b"[THINK]", CLOSE: b"[/THINK]"}

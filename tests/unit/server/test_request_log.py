@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.server.request_log import IN_S, MOST_LINES, RequestLog
+from paceline.server.metrics import IN_S, MOST_LINES, RequestLog
 from paceline.testing.clock import FakeClock
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.errors import ConfigError
-from paceline.core.histogram import Histogram
+from paceline.core.stats import Histogram
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.settings import check_bind
 from paceline.testing.scripted_inference import ScriptedInference

@@ -17,7 +17,8 @@ from urllib.parse import unquote
 import pytest
 
 from paceline.core.errors import ConfigError, DownloadError, FetchInProgress, ModelFileError, ModelNotFound, UnsupportedModel
-from paceline.store import download, hub
+from paceline.store import hub
+from paceline.store import hub as download
 from paceline.store import pull as pulling
 from paceline.store.catalog import MANIFEST, list_models, open_model
 from paceline.store.digests import DigestCache

@@ -14,8 +14,7 @@ from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.model import MoeSpec, RopeSpec
 from paceline.core.weights import DenseTensor
 from paceline.store.digests import DigestCache
-from paceline.store.hf_config import spec_from_config
-from paceline.store.json_object import JsonObject
+from paceline.store.hf_config import JsonObject, spec_from_config
 from paceline.store.safetensors_file import SafetensorsWeights
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]

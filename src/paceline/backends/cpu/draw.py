@@ -15,12 +15,11 @@ from numba import njit, types
 
 from paceline.backends.cpu import draw_lanes as lanes
 from paceline.backends.cpu import sync
-from paceline.backends.cpu.draw_filters import last_left, write_logprobs
+from paceline.backends.cpu.draw_filters import last_left, noise_key, race, write_logprobs
 from paceline.backends.cpu.draw_lanes import BLOCK
-from paceline.backends.cpu.draw_noise import noise_key, race
 from paceline.backends.cpu.draw_scan import NO_TOKEN, NOWHERE, first_of, survey
 from paceline.backends.kernel_cache import in_use
-from paceline.engine.adjustments import HUGE, TINY
+from paceline.engine.arithmetic import HUGE, TINY
 
 MAX_TOP = 20
 

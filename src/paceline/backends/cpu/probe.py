@@ -13,8 +13,8 @@ import numpy.typing as npt
 from paceline.backends import numerics
 from paceline.backends.cpu.attention import SEGMENT
 from paceline.backends.cpu.forms import Form
-from paceline.backends.cpu.kv_blocks import BLOCK
 from paceline.backends.cpu.pack import row_bytes
+from paceline.backends.cpu.pages import BLOCK
 from paceline.backends.cpu.runner import CpuRunner
 from paceline.backends.cpu.weights import pack_model
 from paceline.backends.numerics import SeededWeights

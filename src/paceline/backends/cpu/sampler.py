@@ -13,8 +13,7 @@ import numpy.typing as npt
 from paceline.backends.cpu import draw
 from paceline.core.errors import DrawFailed
 from paceline.core.generation import TokenLogprob
-from paceline.engine.draw_state import DrawRow
-from paceline.engine.sampling import Drawn, undrawable
+from paceline.engine.sampling import Drawn, DrawRow, undrawable
 
 Float32 = npt.NDArray[np.float32]
 

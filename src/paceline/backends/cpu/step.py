@@ -14,7 +14,7 @@ from numba import njit
 from paceline.backends.cpu import sync
 from paceline.backends.cpu.attention import attend, finish, record_bytes, scratch_bytes
 from paceline.backends.cpu.forms import GROUP_BYTES, PANEL, Inputs
-from paceline.backends.cpu.kv_blocks import write_key, write_value
+from paceline.backends.cpu.pages import write_key, write_value
 from paceline.backends.cpu.products import WIDE_FROM, call_product
 from paceline.backends.cpu.rows import add_into, add_rounded, deal_bf16, gate, head_norm, quantize, rms_norm, rotate, round_bf16, widen_bf16
 from paceline.backends.cpu.sizes import (

@@ -2,6 +2,10 @@
 
 After a few milliseconds without a phase a thread parks on a semaphore, so an idle machine is idle; the conductor never waits for one
 to wake. Every thread is joined by `close`.
+
+What each thread of a team runs: rank 0 conducts a piece of work, the others take part in its phases.
+
+One way into compiled code, with one call of the kernels in it, so that they are compiled once.
 """
 
 from __future__ import annotations
@@ -10,10 +14,61 @@ import threading
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
-from paceline.backends.cpu.conduct import PARKED, STOP, enter
-from paceline.backends.cpu.step import HEADS, LAYERS
+from paceline.backends.cpu import sync
+from paceline.backends.cpu.step import CONTROL, FIRST_LAYER, HEADS, LAYERS, WATCH, phase, prepare_batch, take_part
 from paceline.backends.cpu.sync import WORD
+from paceline.backends.kernel_cache import in_use
+
+_WATCH_SPINS = 10_000
+_WATCH_YIELDS = 2_000
+STOP, PARKED = 16, 24
+"""Places in the control array: the flag that asks all to stop; then each rank's parked flag, a cache line apart."""
+
+
+@njit(nogil=True)
+def _await_phase(rank, seen, control):
+    """Wait until the phase's word is another than `seen`. False where none came for a while, or the team stops."""
+    for waited in range(_WATCH_SPINS + _WATCH_YIELDS):
+        if sync.load_acquire(control + 8 * STOP):
+            return False
+        if sync.load_acquire(control + 8 * sync.PHASE) != seen:
+            return True
+        if waited < _WATCH_SPINS:
+            sync.pause()
+        else:
+            sync.give_way()
+    sync.store_release(control + 8 * (PARKED + sync.WORD * rank), 1)
+    return False
+
+
+@njit(nogil=True, cache=in_use())
+def enter(rank, work, done, sizes, weights, buffers, batch):
+    """Rank 0 conducts a piece of work and returns the tasks done in all, `done` included; others take part until none comes.
+
+    The batch's watch (`engine.local`; 0: none) holds whether to give up, and counts layers.
+    """
+    control = buffers[CONTROL]
+    position, count, seen = 0, 0, 0
+    if rank == 0:
+        prepare_batch(sizes, batch)
+    while True:
+        if rank == 0:
+            kind, layer, count = phase(work, position, sizes, batch)
+            if kind < 0 or (batch[WATCH] and sync.load_acquire(batch[WATCH])):
+                return done
+            if batch[WATCH] and layer > batch[FIRST_LAYER]:
+                sync.store_release(batch[WATCH] + 8, layer - batch[FIRST_LAYER])
+            position += 1
+            sync.post(control, kind, layer, count)
+        elif not _await_phase(rank, seen, control):
+            return done
+        seen = take_part(rank, sizes, weights, buffers, batch)
+        if rank == 0:
+            done += count
+            sync.wait_for(control, done)
+
 
 Words = npt.NDArray[np.int64]
 Arguments = tuple[Words, Words, Words, Words]

@@ -21,12 +21,9 @@ from paceline.backends.numerics import CUTS, ROWS, Numerics, SeededWeights, answ
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.backends.torch import probe
 from paceline.backends.torch.attention import KEYS, KvPool
+from paceline.backends.torch.families import LlamaLayer, Qwen2Layer, Qwen3Layer, Qwen3MoeLayer
 from paceline.backends.torch.linear import Scratch
-from paceline.backends.torch.llama import LlamaLayer
 from paceline.backends.torch.processor import multiplies_bf16, onednn_isa
-from paceline.backends.torch.qwen2 import Qwen2Layer
-from paceline.backends.torch.qwen3 import Qwen3Layer
-from paceline.backends.torch.qwen3_moe import Qwen3MoeLayer
 from paceline.backends.torch.reader import Reader, linear_numbers
 from paceline.backends.torch.runner import Edges, Layer, Model, TorchRunner, wire_bits
 from paceline.backends.torch.step import Rope

@@ -13,7 +13,7 @@ from paceline.core.clock import Clock
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats
-from paceline.machine.drive import StepsRequests, steps
+from paceline.machine.timing import StepsRequests, steps
 
 GRAM = 8
 """Tokens of the pieces by which a text that goes round in circles is known."""

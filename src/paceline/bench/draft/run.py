@@ -257,11 +257,10 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
     from paceline.machine.loop_thread import LoopThread
     from paceline.machine.speed import vocabulary_id
     from paceline.ways.draft.desk import ProposerDesk
-    from paceline.ways.draft.lines import Alone
+    from paceline.ways.draft.finding import Alone
     from paceline.ways.draft.meter import DraftMeter
-    from paceline.ways.draft.proposing import load_proposer
     from paceline.ways.draft.remote import RemoteDrafts
-    from paceline.ways.draft.service import check_vocabulary, close_proposers
+    from paceline.ways.draft.service import check_vocabulary, close_proposers, load_proposer
 
     loaded = load_proposer(name, settings.threads, None, clock)
     loop = LoopThread("paceline-drafts")

@@ -14,8 +14,7 @@ from paceline.core.background import Background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError
 from paceline.fleet.card import Link, NodeCard
-from paceline.fleet.links import LinkWatch, Measure, figures
-from paceline.fleet.reach import peers_to_measure
+from paceline.fleet.links import LinkWatch, Measure, figures, peers_to_measure
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.opener import MemberOpener
 from paceline.net.rpc_faults import unless_closed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from paceline.core.histogram import Histogram
-from paceline.fleet.effects import Appeared, Clashed, Effect, Expired, Left, Restarted, Revoked
+from paceline.core.stats import Histogram
+from paceline.fleet.messages import Appeared, Clashed, Effect, Expired, Left, Restarted, Revoked
 
 EXCHANGE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 

@@ -20,14 +20,14 @@ from paceline.core.errors import FleetError, MembershipError, StreamClosed, User
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.fleet.card import Link, NodeCard
-from paceline.fleet.effects import Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.eligibility import Eligible, TrustPolicy, U_co, Use
+from paceline.fleet.messages import Effect, Expired, Left, Restarted, Revoked
 from paceline.fleet.view import FleetView
-from paceline.net.address_book import AddressBook
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.control_service import Sight, control_service, fleet_id
-from paceline.net.discovery import Discovery
+from paceline.net.discovery import AddressBook, Discovery
 from paceline.net.exchange import Exchanger, capability_service
+from paceline.net.join_client import renewal_service
 from paceline.net.member.gossip import GossipDriver
 from paceline.net.member.links import LinkDriver
 from paceline.net.member.meter import FleetMeter, log_news
@@ -35,16 +35,13 @@ from paceline.net.member.settings import FleetSettings
 from paceline.net.member.state import Claim, Running, forget_running, keep_running
 from paceline.net.member.trust import TrustKeeper
 from paceline.net.member.upkeep import Portrait, Upkeep
-from paceline.net.renewal import renewal_service
 from paceline.net.server import NodeServer, RpcMeter, Service
 from paceline.net.tensor.listener import TensorListener
-from paceline.net.trust.addresses import join_host
-from paceline.net.trust.certificates import Member
-from paceline.net.trust.connections import ConnectionWatch
+from paceline.net.trust.certificates import Member, join_host
+from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.issuer import Issuer
-from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import open_revocations, revocation_told
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from paceline.core.errors import ConfigError
 from paceline.fleet import presets
 from paceline.fleet.eligibility import TrustPolicy
 from paceline.fleet.presets import Preset
-from paceline.net.card_bounds import MAX_TTL_S
+from paceline.net.card_codec import MAX_TTL_S
 
 FLEET_PORT = 8154
 PRESETS = {"desk": presets.desk, "lan": presets.lan, "simulation": presets.simulation}

@@ -16,12 +16,12 @@ import grpc.aio
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, NotTrusted
 from paceline.core.ids import NodeId
+from paceline.net.join_client import ask_to_renew
 from paceline.net.member.gossip import GossipDriver
-from paceline.net.renewal import ask_to_renew
+from paceline.net.trust.certificates import make_request
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import Issuer, renewal_is_due
-from paceline.net.trust.requests import make_request
 from paceline.net.trust.seals import open_kept_list
 
 logger = logging.getLogger(__name__)

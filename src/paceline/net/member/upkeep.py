@@ -16,12 +16,12 @@ from paceline.core.background import Background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, UserError
 from paceline.fleet.card import Link, NodeCard
-from paceline.net.address_book import own_hosts
+from paceline.net.discovery import own_hosts
 from paceline.net.join_host import JoinHost
 from paceline.net.member.gossip import GossipDriver
-from paceline.net.trust.addresses import join_host
+from paceline.net.trust.certificates import join_host
+from paceline.net.trust.connections import Refusals
 from paceline.net.trust.folder import FleetFolder
-from paceline.net.trust.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 

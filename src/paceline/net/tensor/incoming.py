@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import StreamCorrupt, TensorTooLarge
-from paceline.net.tensor.conversation import Conversation, Event, State
 from paceline.net.tensor.frames import (
     DTYPES,
     HEAD,
@@ -29,7 +28,10 @@ from paceline.net.tensor.frames import (
     SEQ,
     SHAPES,
     TENSOR,
+    Conversation,
+    Event,
     Kind,
+    State,
 )
 
 Array = npt.NDArray[np.generic]

@@ -21,16 +21,15 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
 from paceline.core.ids import NodeId
 from paceline.core.ports import hold_port, listen_on
-from paceline.net.tensor.conversation import Event
-from paceline.net.tensor.frames import TICKET_BYTES, WELCOME, CloseCode
+from paceline.net.tensor.dialling import Newcomer, Wants
+from paceline.net.tensor.ends import TensorReceiver
+from paceline.net.tensor.frames import TICKET_BYTES, WELCOME, CloseCode, Event
 from paceline.net.tensor.incoming import FROM_SENDER, Incoming
-from paceline.net.tensor.newcomer import Newcomer, Wants
 from paceline.net.tensor.pipe import Pipe, tune
-from paceline.net.tensor.receiver import TensorReceiver
 from paceline.net.trust.certificates import FleetRoot, Member
+from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import server_context
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import Voids
 
 

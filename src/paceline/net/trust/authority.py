@@ -29,10 +29,10 @@ from paceline.net.trust.certificates import (
     draw_serial,
     key_pem,
     make_key,
+    open_request,
     tls_name,
     whole_second,
 )
-from paceline.net.trust.requests import open_request
 from paceline.net.trust.signing import Kind, PrivateKey, PublicKey, sign_as
 
 CA_YEARS = timedelta(days=20 * 365)

@@ -19,7 +19,7 @@ from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import FleetRoot
-from paceline.net.trust.secrets_on_disk import read_secret
+from paceline.net.trust.identity import read_secret
 from paceline.net.trust.signing import Kind
 
 BOUND_S = 60.0

@@ -4,10 +4,15 @@ A node has one key (P-256: gRPC's TLS takes no Ed25519) and one certificate, nam
 No certificate names an address, because machines change theirs. A caller who knows which certificate it wants to meet asks TLS for
 `<serial>.node.paceline.internal`, which exactly one certificate of the fleet carries. Certificates are backdated a day, so that a clock
 that is slow can still join; when one was issued is its start plus that day. How far a node is trusted is its organizational unit.
+
+What a node is called and where it is, as text: host:port is all that a card or a token says of the latter.
+
+Certificate requests: a node asks for a certificate by its name, with a key that it proves to hold.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -23,8 +28,30 @@ from cryptography.x509.oid import NameOID
 from paceline.core.errors import IdentityError, MalformedMessage, NotTrusted
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
-from paceline.net.trust.addresses import is_node_id
 from paceline.net.trust.signing import SIGNING, Kind, PrivateKey, PublicKey, verifies
+
+NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def is_node_id(text: str) -> bool:
+    """Whether `text` may name a node: a host's name in lower case, at most 63 characters, so that it is safe in a log, a file and a certificate."""
+    return NODE_ID.fullmatch(text) is not None
+
+
+MAX_ADDRESS = 255
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?\]):([1-9][0-9]{0,4})")
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` is name:port, IPv4:port or [IPv6]:port."""
+    match = _ADDRESS.fullmatch(text) if len(text) <= MAX_ADDRESS else None
+    return match is not None and int(match[1]) <= 65535
+
+
+def join_host(host: str, port: int) -> str:
+    """An address of a host's name or number."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
 
 BACKDATED = timedelta(hours=24)
 JOIN_NAME = "join.paceline.internal"
@@ -256,3 +283,34 @@ def _trust(certificate: x509.Certificate) -> Trust:
 def whole_second(at: float) -> datetime:
     """Certificates count in seconds."""
     return datetime.fromtimestamp(int(at), UTC)
+
+
+MAX_REQUEST_BYTES = 4096
+
+
+def make_request(key: PrivateKey, node_id: NodeId) -> bytes:
+    """A certificate request: PKCS #10, DER."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node_id)])
+    return x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+
+
+def open_request(request: bytes) -> tuple[NodeId, PublicKey]:
+    """The node id and the key of a request, which its key signed.
+
+    Raises:
+        NotTrusted: the request is damaged, unsigned, names no node, or holds a key of another kind than P-256.
+    """
+    if len(request) > MAX_REQUEST_BYTES:
+        raise NotTrusted(f"A certificate request of {len(request)} bytes is longer than any of ours", who="unknown")
+    try:
+        parsed = x509.load_der_x509_csr(request)
+        names = [name.value for name in parsed.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+        key = parsed.public_key()
+        signed = parsed.is_signature_valid
+    except UNREADABLE as error:
+        raise NotTrusted("What should be a certificate request is none", who="unknown") from error
+    if len(names) != 1 or not isinstance(name := names[0], str) or not is_node_id(name):
+        raise NotTrusted("A certificate request names no node", who="unknown")
+    if not signed or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise NotTrusted(f"The certificate request of {name} is not signed by a P-256 key", who=name)
+    return NodeId(name), key

@@ -4,20 +4,141 @@ gRPC refuses a handshake inside its core, and tells Python neither that it did n
 likes. What Python does learn is that a handshake begins, which connections a port has at that
 moment (they are file descriptors of this process), and whose calls arrive. A member calls as soon as it is connected: a connection that ends
 without a call was refused, or left by itself, and its address goes into the log; one that stays without a call is hung up.
+
+This process's connections, seen past gRPC, which keeps them to itself: they are file descriptors like any other.
+
+Who was refused, in the log. A party that keeps knocking gets a few lines a minute, so that a flood fills no disk.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Collection
+import logging
+import os
+import socket
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
+from urllib.parse import unquote
 
-from paceline.core.clock import Clock
+from paceline.core.clock import Clock, SystemClock
 from paceline.core.ids import NodeId
+from paceline.core.shown import printable
 from paceline.net.trust.certificates import Member
-from paceline.net.trust.refusals import Refusals
-from paceline.net.trust.sockets import Remote, connections, hang_up, remote_of
+
+Remote = tuple[str, int]
+"""The far end of a connection: host and port."""
+
+
+def remote_of(peer: str) -> Remote:
+    """The far end that gRPC calls ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return _plain(host.strip("[]")), int(port) if port.isdigit() else 0
+
+
+def connections(port: int) -> set[Remote]:
+    """The far ends of the connections to a port that this process serves."""
+    found: set[Remote] = set()
+    for end in _sockets():
+        try:
+            if end.getsockname()[1] == port:
+                host, remote = end.getpeername()[:2]
+                found.add((_plain(host), remote))
+        except OSError:
+            continue  # listening, or closed meanwhile
+    return found
+
+
+def hang_up(remotes: Collection[Remote]) -> None:
+    """End the connections from `remotes`, whatever is still on its way."""
+    if not remotes:
+        return
+    for end in _sockets():
+        try:
+            host, port = end.getpeername()[:2]
+            if (_plain(host), port) in remotes:
+                end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # listening, or closed meanwhile
+
+
+def _sockets() -> Generator[socket.socket]:
+    """Every internet socket of this process, each for the time of one step only. A copy, so that a number given to another file can't mislead."""
+    for name in os.listdir("/dev/fd"):  # noqa: PTH208 - numbers are wanted, not paths
+        try:
+            copy = os.dup(int(name))
+        except OSError:
+            continue  # closed meanwhile
+        try:
+            end = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)  # no socket
+            continue
+        with end:
+            if end.family in {socket.AF_INET, socket.AF_INET6}:
+                yield end
+
+
+def _plain(host: str) -> str:
+    return host.partition("%")[0].removeprefix("::ffff:")
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Lines:
+    """What a party was granted in its current minute."""
+
+    since: float
+    count: int = 0
+
+
+class Refusals:
+    """The log of refused parties of one process. For any thread."""
+
+    EVERY_S = 60.0
+    LINES = 8
+    MOST_LINES = 256
+    """For all parties together: a stranger may have as many addresses as it likes."""
+    REMEMBERED = 256
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._lines: OrderedDict[str, _Lines] = OrderedDict()
+        self.total = 0
+        """Refusals since the start, logged or not."""
+        self._all = _Lines(0.0)
+
+    def note(self, who: str, why: str, *, at: str = "") -> None:
+        """Say that a caller was refused, and why. Nothing here may hold a secret.
+
+        Args:
+            who: a node id that was proved, or an address's host: by this the lines are counted.
+            why: what was wrong.
+            at: more of where, such as a port.
+        """
+        with self._lock:
+            self.total += 1
+            now = self._clock.monotonic()
+            lines = self._lines.get(who)
+            if lines is None or now - lines.since >= self.EVERY_S:
+                lines = self._lines[who] = _Lines(now)
+                if len(self._lines) > self.REMEMBERED:
+                    self._lines.popitem(last=False)
+            self._lines.move_to_end(who)
+            lines.count += 1
+            if now - self._all.since >= self.EVERY_S:
+                self._all = _Lines(now)
+            is_told = lines.count <= self.LINES and self._all.count < self.MOST_LINES
+            self._all.count += is_told
+            is_last = lines.count == self.LINES or self._all.count == self.MOST_LINES
+        if is_told:
+            last = " (no more of this for a minute)" if is_last else ""
+            logger.warning("refused %s: %s%s", printable(f"{who} ({at})" if at else who), printable(why), last)
+
 
 SILENT_S = 10.0
 """Without a first call. Raising it: what a stranger, or a certificate that was revoked, makes a node hold without a call."""

@@ -29,8 +29,7 @@ from paceline.core.files import write_file
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.authority_process import AuthorityProcess
 from paceline.net.trust.certificates import FleetRoot
-from paceline.net.trust.identity import Identity
-from paceline.net.trust.secrets_on_disk import MAX_FILE_BYTES, read_secret
+from paceline.net.trust.identity import MAX_FILE_BYTES, Identity, read_secret
 
 Stamp = tuple[tuple[int, int, int], ...]
 

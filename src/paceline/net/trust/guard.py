@@ -21,9 +21,8 @@ from paceline.core.clock import Clock
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.net.trust.certificates import UNREADABLE, FleetRoot, Member
-from paceline.net.trust.connections import ConnectionWatch
+from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.handlers import Behaviour, Context, Request, Response, rewrap
-from paceline.net.trust.refusals import Refusals
 from paceline.net.trust.seals import REVOCATION_KEY, Voids
 
 TRUST_ITSELF = ("/paceline.v1.CapabilityService/", "/paceline.v1.RenewalService/", "/paceline.v1.ControlService/")

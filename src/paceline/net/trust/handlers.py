@@ -25,8 +25,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import GossipRefused, MalformedMessage, MessageTooLarge, PeerFloods
 from paceline.net.rpc_faults import abort
-from paceline.net.trust.refusals import Refusals
-from paceline.net.trust.sockets import remote_of
+from paceline.net.trust.connections import Refusals, remote_of
 
 WHOLE_S = 60.0
 """For a request to come. Raising it: a caller holds longer what it never finishes; lowering it: a slow link can't send a long prompt."""

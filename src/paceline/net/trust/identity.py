@@ -1,12 +1,18 @@
-"""Who this node is: its key, its certificate, and the CA it trusts. One file, so that they can't disagree."""
+"""Who this node is: its key, its certificate, and the CA it trusts. One file, so that they can't disagree.
+
+Keys on disk: files that only their owner can read.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import stat
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -16,6 +22,30 @@ from paceline.core.errors import IdentityError, NotTrusted
 from paceline.core.ids import NodeId
 from paceline.net.trust.certificates import UNREADABLE, FleetRoot, Member, key_pem
 from paceline.net.trust.signing import Kind, PrivateKey, sign_as
+
+MAX_FILE_BYTES = 16 << 20
+
+
+def read_secret(path: Path) -> bytes:
+    """A file that only its owner can read.
+
+    Raises:
+        IdentityError: others can read it, it is another user's, or it can't be read.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise IdentityError(
+                    f"{path} can be read by others (mode {stat.S_IMODE(status.st_mode):04o}), so it is not used",
+                    f"Make it yours alone: chmod 600 {path}. If others may have read it, revoke this node and join again",
+                )
+            if status.st_uid != os.geteuid():
+                raise IdentityError(f"{path} belongs to another user, so it is not used", "Run as the user who made it")
+            return file.read(MAX_FILE_BYTES)
+    except OSError as error:
+        raise IdentityError(f"{path} can't be read: {error.strerror}") from error
+
 
 SUFFIX_BYTES = 2
 """Random part of a node id, so that two machines called `macbook` can be in one fleet."""

@@ -20,13 +20,23 @@ from paceline.core.trust import Trust
 from paceline.fleet.card import Revocation, RevocationList, SealedList, SealedRevocation
 from paceline.fleet.revocations import Revocations
 from paceline.net.trust.authority import CertificateAuthority
-from paceline.net.trust.certificates import Member
+from paceline.net.trust.certificates import Member, open_request
 from paceline.net.trust.folder import FleetFolder
-from paceline.net.trust.issuer_state import HeldToken, Issued, IssuerState, keep_state, read_state
-from paceline.net.trust.requests import open_request
 from paceline.net.trust.seals import AHEAD_S, open_revocations, sign_list, sign_revocation
 from paceline.net.trust.signing import PublicKey
-from paceline.net.trust.tokens import ID_BYTES, NONCE_BYTES, PROOF_BYTES, SECRET_BYTES, JoinToken, proves
+from paceline.net.trust.tokens import (
+    ID_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    SECRET_BYTES,
+    HeldToken,
+    Issued,
+    IssuerState,
+    JoinToken,
+    keep_state,
+    proves,
+    read_state,
+)
 
 ANOTHER = "Ask for another: paceline token, on the machine where paceline init ran"
 RENEW_BELOW_S = 300 * 86400.0

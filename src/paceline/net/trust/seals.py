@@ -15,10 +15,8 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import GossipRefused, IdentityError, MalformedMessage, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, RevocationList, SealedCard, SealedList, SealedRevocation
-from paceline.net.card_bounds import check_card, check_size
-from paceline.net.card_codec import read_card, write_card
-from paceline.net.trust.addresses import is_node_id
-from paceline.net.trust.certificates import FleetRoot
+from paceline.net.card_codec import check_card, check_size, read_card, write_card
+from paceline.net.trust.certificates import FleetRoot, is_node_id
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.signing import Kind, Signs, read_strictly, verifies
 from paceline.net.wire import fleet_pb2 as wire

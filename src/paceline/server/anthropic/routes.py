@@ -8,7 +8,8 @@ from uuid import uuid4
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from paceline.server.anthropic import intake, replies
+from paceline.server.anthropic import intake
+from paceline.server.anthropic import shape as replies
 from paceline.server.fields import ignored_header
 
 if TYPE_CHECKING:

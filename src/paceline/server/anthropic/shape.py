@@ -1,25 +1,78 @@
 """Answers of `/v1/messages` as bytes: blocks of thinking, text and calls, in the order in which the model wrote them.
 
 Law: what the official client accumulates from a stream is the whole answer of the same parts, but for ids.
+
+The answers' shapes, for the OpenAPI document only, as in `server.replies`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
+from pydantic import BaseModel
 from pydantic_core import from_json
 
 from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
 from paceline.engine.stops import TextStream
-from paceline.server.call import Call, Usage
+from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.json_bytes import json_bytes
-from paceline.server.reading import Reader
 from paceline.server.shapes import Collected, Shape, new_call_id
+
+
+class MessageUsage(BaseModel):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnsweredText(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class AnsweredThinking(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class AnsweredToolUse(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class AnsweredMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnsweredText | AnsweredThinking | AnsweredToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class MessageFault(BaseModel):
+    type: str
+    message: str
+
+
+class MessageFaultReply(BaseModel):
+    type: Literal["error"]
+    error: MessageFault
+
 
 SIGNATURE = "unsigned"
 """Of thinking: clients that find none leave the thinking out of what they send back."""

@@ -16,9 +16,8 @@ from typing import Any, cast
 
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.server.formats.format import Body, Calls, Format, Thinking, Written
-from paceline.server.formats.lark import ANY, Lark, in_regex
-from paceline.server.formats.lax_grammar import lax_value
-from paceline.server.formats.schema_types import alternatives, leaf_types
+from paceline.server.formats.lax_grammar import ANY, Lark, in_regex, lax_value
+from paceline.server.formats.tagged import alternatives, leaf_types
 
 
 class Choice(StrEnum):

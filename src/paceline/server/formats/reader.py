@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from paceline.server.formats.cursor import BLANKS, Cursor, Marks
+from paceline.server.formats.cursor import BLANKS, Cursor, Marks, decoded, json_string, json_value
 from paceline.server.formats.format import Body, Calls, Format, Thinking
-from paceline.server.formats.json_text import decoded, json_string, json_value
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.formats.schema_types import types_of
-from paceline.server.formats.tagged import head, lax_object, parameters
+from paceline.server.formats.tagged import head, lax_object, parameters, types_of
 
 Reading = Generator[None, None, None]
 Text = Callable[[str], None]

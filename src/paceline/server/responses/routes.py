@@ -17,7 +17,7 @@ from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import ignored_fields
 from paceline.server.intake import Intake
 from paceline.server.json_bytes import json_bytes
-from paceline.server.responses import replies
+from paceline.server.responses import shape as replies
 from paceline.server.responses.conversation import as_chat, keep, new_id, translated, write_messages
 from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
 from paceline.server.responses.requests import MessageItem, ReferenceItem, ResponsesRequest

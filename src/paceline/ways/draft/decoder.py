@@ -24,8 +24,7 @@ from paceline.engine.executor import Executor
 from paceline.fleet.eligibility import Use
 from paceline.fleet.plan import Choice
 from paceline.net.member.node import FleetNode
-from paceline.ways.draft.drafter import Drafter, Key
-from paceline.ways.draft.finding import FleetLines, placed
+from paceline.ways.draft.finding import Drafter, FleetLines, Key, placed
 from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.remote import RemoteDrafts
 

@@ -2,30 +2,164 @@
 over the fleet's channels, or to this node's own desk.
 
 Law: who drafts sees the text, so only those that may do (`fleet.eligibility`); and a draft model whose tokens are others than the model's is an error, never a slow draft.
+
+The node that could draft for this machine's model: the plan's answer, and how to reach them.
+
+Proposers of this process alone, found and reached in the same ways as a fleet's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc.aio
 
-from paceline.core.errors import NodeUnreachable, PlacementError, VocabularyMismatch
+from paceline.core.errors import NodeUnreachable, PacelineError, PlacementError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import NodeId
+from paceline.fleet import cost
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayDraft, Use
-from paceline.fleet.machines import Links, live_cards
+from paceline.fleet.machines import Links, live_cards, sensible
 from paceline.fleet.pins import ASSUMED_RTT_S
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import Draft, Pin, PlanRequest, Way
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
-from paceline.ways.draft.blocks import OnBlock
-from paceline.ways.draft.desk import ProposerDesk
-from paceline.ways.draft.drafter import Drafter, Key, Line, OnEnd, drafter_of
-from paceline.ways.draft.line import RemoteLine
-from paceline.ways.draft.lines import DeskLine
+from paceline.ways.draft.desk import BlockAsk, ProposerDesk
+from paceline.ways.draft.line import OnBlock, RemoteLine
+
+LOOKUP_PROMPT_RATE = 1e6
+"""Tokens a second that prompt lookup takes in."""
+LEAST_ASK_S = 5e-4
+"""What asking takes where the way is short."""
+MOST_BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A proposer that may be asked, and how fast it should be."""
+
+    node_id: NodeId
+    instance: bytes
+    model_id: str
+    tokens_per_s: float
+    prompt_tokens_per_s: float
+    rtt_s: float
+
+    @property
+    def key(self) -> Key:
+        return self.node_id, self.instance
+
+    def is_same(self, other: Drafter) -> bool:
+        """Whether it is that proposer, maybe with other figures."""
+        return (self.key, self.model_id) == (other.key, other.model_id)
+
+    @property
+    def block(self) -> int:
+        """Tokens that are drafted in the time that asking takes anyway."""
+        return max(1, min(MOST_BLOCK, int(max(self.rtt_s, LEAST_ASK_S) * self.tokens_per_s)))
+
+    def takes_s(self, new_tokens: int, length: int) -> float:
+        """What a block should take."""
+        return self.rtt_s + new_tokens / self.prompt_tokens_per_s + length / self.tokens_per_s
+
+
+def drafter_of(node_id: NodeId, instance: bytes, model_id: str, offer: ModelOffer, rtt_s: float) -> Drafter:
+    """A proposer as it is offered, whatever the offer says of its speed."""
+    lookup = not offer.weights
+    rate = sensible(offer.tokens_per_second, 1e-2, 1e9) or (cost.LOOKUP_RATE if lookup else 1.0)
+    prompt_rate = sensible(offer.prefill_tokens_per_second, 1e-2, 1e9) or (LOOKUP_PROMPT_RATE if lookup else rate)
+    return Drafter(node_id, instance, model_id, rate, prompt_rate, rtt_s)
+
+
+Key = tuple[NodeId, bytes]
+"""A node's process: one that started anew is forgiven."""
+Find = Callable[[Collection[Key]], Sequence[Drafter]]
+"""Proposers but for those named, the best first. Raises PlacementError: there are none."""
+
+
+class Line(Protocol):
+    """A way to a proposer: `ways.draft.line.RemoteLine`, or this machine's own desk."""
+
+    def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None: ...
+    async def close(self) -> None: ...
+
+
+OnEnd = Callable[[RemoteProposerError], None]
+OpenLine = Callable[[Drafter, OnBlock, OnEnd], Line]
+"""Raises PacelineError: it can't be reached."""
+
+
+class DeskLine:
+    """To proposers of this process. Lives on the event loop.
+
+    Args:
+        caller: in whose name.
+        on_end: told why there will be no more.
+    """
+
+    def __init__(self, desk: ProposerDesk, caller: str, on_block: OnBlock, on_end: OnEnd) -> None:
+        self._desk, self._caller, self._on_block, self._on_end = desk, caller, on_block, on_end
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sessions: set[int] = set()
+
+    def send(self, ask: BlockAsk | None, ended: Sequence[int] = ()) -> None:
+        """As `RemoteLine.send`."""
+        if ended:
+            # Soon, so that asks sent before begin before.
+            asyncio.get_running_loop().call_soon(self._desk.end, self._caller, ended)
+        self._sessions.difference_update(ended)
+        if ask is not None:
+            self._sessions.add(ask.session)
+            task = asyncio.create_task(self._propose(ask))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """As `RemoteLine.close`."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._desk.end(self._caller, tuple(self._sessions))
+
+    async def _propose(self, ask: BlockAsk) -> None:
+        try:
+            block = await self._desk.propose(self._caller, ask)
+        except PacelineError as error:
+            self._on_end(RemoteProposerError(error.message, error.hint, status="FAILED_PRECONDITION"))
+        except Exception as error:  # noqa: BLE001 - whatever a proposer fails of, drafts are not to be had from it
+            self._on_end(RemoteProposerError(f"Drafting failed here: {type(error).__name__}: {error}", status="INTERNAL"))
+        else:
+            self._on_block(ask.session, block)
+
+
+HERE = NodeId("here")
+
+
+class Alone:
+    """Finds them and opens lines to them.
+
+    Args:
+        offers: what they promise, by the desk's names.
+    """
+
+    def __init__(self, desk: ProposerDesk, offers: Mapping[str, ModelOffer]) -> None:
+        self._desk, self._offers = desk, offers
+
+    def find(self, model_id: str, left_out: Collection[Key]) -> Sequence[Drafter]:
+        """As `drafter.Find`, of a model; empty: of any."""
+        found = [drafter_of(HERE, b"", name, offer, 0.0) for name, offer in self._offers.items() if model_id in {"", name}]
+        left = [one for one in found if one.key not in left_out]
+        if not left:
+            raise PlacementError(f"Nobody drafts with {model_id or 'a model'} here", f"Start with --propose {model_id or 'MODEL'}.")
+        return left
+
+    def open(self, drafter: Drafter, on_block: OnBlock, on_end: OnEnd) -> DeskLine:
+        """As `drafter.OpenLine`."""
+        return DeskLine(self._desk, drafter.node_id, on_block, on_end)
 
 
 @dataclass(frozen=True, slots=True)

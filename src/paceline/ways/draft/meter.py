@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.histogram import Histogram
+from paceline.core.stats import Histogram
 from paceline.engine.drafts import ProposerStats
 from paceline.ways.draft.desk import ProposerDesk
 

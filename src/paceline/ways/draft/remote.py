@@ -15,10 +15,9 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
-from paceline.ways.draft.drafter import Drafter, Find, Key, OpenLine
-from paceline.ways.draft.mailbox import Mailbox
+from paceline.ways.draft.finding import Drafter, Find, Key, OpenLine
 from paceline.ways.draft.meter import DraftMeter
-from paceline.ways.draft.talk import Talk
+from paceline.ways.draft.talk import Mailbox, Talk
 
 LEFT_OUT_S, LEFT_OUT_MOST_S = 2.0, 300.0
 """How long who failed is left out: doubled each time. Raising them: one that was only restarted is missed for longer."""

@@ -14,9 +14,7 @@ from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.eligibility import MayDraft
 from paceline.ways.draft.desk import ProposerDesk
-from paceline.ways.draft.drafter import Drafter, Key, OpenLine
-from paceline.ways.draft.finding import Verifier, drafters, fitting_models
-from paceline.ways.draft.lines import Alone
+from paceline.ways.draft.finding import Alone, Drafter, Key, OpenLine, Verifier, drafters, fitting_models
 from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.remote import RemoteDrafts
 

@@ -24,16 +24,14 @@ from paceline.core.ids import NodeId
 from paceline.core.inference import ChunkStream, Progress, ServedModel, fingerprint_of
 from paceline.core.stats import EngineStats
 from paceline.fleet.card import ModelOffer
-from paceline.fleet.effects import Effect
 from paceline.fleet.eligibility import MayAnswer, Use
+from paceline.fleet.messages import Effect
 from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import RemoteStream
 from paceline.ways.forward.forwarded import Forwarded, Leg
-from paceline.ways.forward.local import LocalModels
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
-from paceline.ways.forward.routes import Route, Stop, Weights, routes
-from paceline.ways.forward.service import LoadedModel
-from paceline.ways.forward.sharing import Prompt, Sharing
+from paceline.ways.forward.routes import Prompt, Route, Sharing, Stop, Weights, routes
+from paceline.ways.forward.service import LoadedModel, LocalModels
 from paceline.ways.forward.tokenizers import Described, TokenizerStore
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,10 @@ from paceline.core.errors import StreamCorrupt
 from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import ActivationDtype
 from paceline.engine.local import WireBits
+from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.incoming import Array, Message
-from paceline.net.tensor.receiver import TensorReceiver
-from paceline.net.tensor.sender import TensorSender
-from paceline.ways.pipeline.executor.links import Rehearse
-from paceline.ways.pipeline.executor.stage_batch import StageBatch
+from paceline.ways.pipeline.executor.sessions import Rehearse
+from paceline.ways.pipeline.executor.stage import StageBatch
 
 _BIG_ENDIAN = sys.byteorder == "big"
 
@@ -105,7 +104,7 @@ def read(x_TD: Array) -> WireBits:
 
 
 class StreamSink:
-    """`ways.pipeline.executor.links.ActivationSink` over a tensor stream.
+    """`ways.pipeline.executor.sessions.ActivationSink` over a tensor stream.
 
     Args:
         sender: the stream; closed with this.
@@ -132,7 +131,7 @@ class StreamSink:
 
 
 class StreamSource:
-    """`ways.pipeline.executor.links.ActivationSource` over a tensor stream.
+    """`ways.pipeline.executor.sessions.ActivationSource` over a tensor stream.
 
     Args:
         receiver: the stream; closed with this.

@@ -11,7 +11,7 @@ from paceline.core.manifest import is_sha256
 from paceline.core.model import WIDEST_BLOCK, ActivationDtype, LayerRange, WeightsFormat
 from paceline.core.shown import printable
 from paceline.net.tensor.frames import TICKET_BYTES
-from paceline.net.trust.addresses import is_address, is_node_id
+from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import shard_pb2 as wire
 from paceline.ways.pipeline.executor.sessions import (
     KV_NAME_BYTES,

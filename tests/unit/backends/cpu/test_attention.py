@@ -29,7 +29,7 @@ from paceline.backends.cpu.attention import (
     score,
     scratch_bytes,
 )
-from paceline.backends.cpu.kv_blocks import write_key, write_value
+from paceline.backends.cpu.pages import write_key, write_value
 from paceline.backends.cpu.sizes import BLOCK
 
 Bits = npt.NDArray[np.uint16]

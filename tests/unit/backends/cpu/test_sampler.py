@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from paceline.backends import cpu
 from paceline.core.errors import DrawFailed
 from paceline.core.generation import SamplingParams
-from paceline.engine.draw_state import DrawState
-from paceline.engine.sampling import Drawn, PlainSampler, Sampler
+from paceline.engine.sampling import Drawn, DrawState, PlainSampler, Sampler
 from paceline.store.home import Home
 
 LARGE = 151_936

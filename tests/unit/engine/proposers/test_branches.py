@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engine.drafts import Branch
-from paceline.engine.proposers.branches import EACH, LENGTH, OFFSETS, Occurrences, branches
+from paceline.engine.proposers.ngram import EACH, LENGTH, OFFSETS, Occurrences, branches
 
 TEXT = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 

@@ -18,15 +18,13 @@ from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
 from paceline.engine.drafts import NGRAM
 from paceline.fleet.card import ModelOffer, Role
-from paceline.fleet.effects import Call
 from paceline.fleet.links import LinkTimes
-from paceline.fleet.messages import Request
+from paceline.fleet.messages import Call, Request
 from paceline.net.channels import Purpose
 from paceline.net.control_service import control_channel, read_sight
 from paceline.net.exchange import CapabilityServicer, Exchanger
-from paceline.net.member.look import look
 from paceline.net.member.settings import parse_preset
-from paceline.net.member.state import Claim, read_running, read_version
+from paceline.net.member.state import Claim, look, read_running, read_version
 from paceline.net.rpc_faults import error_of
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.wire import control_pb2

@@ -16,11 +16,10 @@ from paceline.net.channels import Purpose
 from paceline.net.member.trust import OLD_S
 from paceline.net.trust.authority import NODE_HOLDS, Authority
 from paceline.net.trust.authority_process import AuthorityProcess
-from paceline.net.trust.certificates import make_key
+from paceline.net.trust.certificates import make_key, make_request
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import RENEW_BELOW_S, RENEW_EVERY_S, Issuer
-from paceline.net.trust.requests import make_request
 from paceline.net.trust.seals import open_kept_list, open_list, sign_list
 from paceline.net.trust.signing import Kind
 from paceline.net.wire import fleet_pb2 as wire

@@ -24,8 +24,7 @@ from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet, sealed_card
 from paceline.testing.scripted_inference import ScriptedInference
 from paceline.ways.draft.service import DraftService
-from paceline.ways.forward.local import LocalModels
-from paceline.ways.forward.service import LoadedModel, generate_service
+from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
 
 TIMES = 40

@@ -15,7 +15,7 @@ from tests.unit.net.member.nodes import in_loop, until
 
 from paceline.core.ids import NodeId
 from paceline.core.inference import ServedModel
-from paceline.fleet.effects import Effect
+from paceline.fleet.messages import Effect
 
 
 @in_loop

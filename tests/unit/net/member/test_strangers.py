@@ -11,7 +11,7 @@ import pytest
 from tests.unit.net.member.nodes import in_loop, make_node, running, until, until_seen
 
 from paceline.net import server
-from paceline.net.trust.sockets import connections
+from paceline.net.trust.connections import connections
 from paceline.testing.fleets import TestFleet
 
 MOST = 16

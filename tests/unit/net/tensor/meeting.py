@@ -12,12 +12,11 @@ import numpy as np
 
 from paceline.core.clock import SystemClock
 from paceline.net.tensor.dialling import dial
+from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.frames import WINDOW
 from paceline.net.tensor.listener import TensorListener
-from paceline.net.tensor.receiver import TensorReceiver
-from paceline.net.tensor.sender import TensorSender
+from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.refusals import Refusals
 from paceline.testing.fleets import TestFleet
 
 SOON_S = 100.0

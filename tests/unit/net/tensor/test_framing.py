@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError, TensorTooLarge
-from paceline.net.tensor.conversation import SEQ_MASK, TABLE, Conversation, Event, State
 from paceline.net.tensor.frames import (
     BF16,
     CODES,
@@ -22,10 +21,15 @@ from paceline.net.tensor.frames import (
     MAX_CHUNK_BYTES,
     MAX_HEADER_BYTES,
     MAX_TENSOR_BYTES,
+    SEQ_MASK,
+    TABLE,
     WELCOME,
     WINDOW,
     CloseCode,
+    Conversation,
+    Event,
     Kind,
+    State,
     ack,
     chunk_start,
     close,

@@ -11,10 +11,10 @@ from tests.unit.net.tensor.meeting import Meeting, soon
 from paceline.core.errors import TensorStreamError
 from paceline.core.ids import BatchId, SequenceId
 from paceline.core.model import ActivationDtype
+from paceline.net.tensor.ends import MOST_BYTES, Rehearsal
 from paceline.net.tensor.incoming import Message
-from paceline.net.tensor.receiver import MOST_BYTES, Rehearsal
 from paceline.ways.pipeline.batches import StreamSink, StreamSource
-from paceline.ways.pipeline.executor.stage_batch import StageBatch
+from paceline.ways.pipeline.executor.stage import StageBatch
 
 BF16 = np.dtype(np.uint16)
 

@@ -13,12 +13,11 @@ import grpc.aio
 
 from paceline.core.clock import Clock
 from paceline.net.trust.certificates import NODE_NAME
-from paceline.net.trust.connections import ConnectionWatch
+from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.guard import Context, PeerGuard
 from paceline.net.trust.handlers import Limit, WellFormed
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.refusals import Refusals
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.testing.fleets import TestFleet, sealed_card
 

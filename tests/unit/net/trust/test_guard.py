@@ -17,8 +17,8 @@ from tests.unit.net.trust.served import CARD, CARDS, COUNT, ECHO, FLOOD, SINK, S
 from paceline.core.errors import NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
 from paceline.net.trust.certificates import NODE_NAME
+from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import ask_card, check_callable
-from paceline.net.trust.refusals import Refusals
 from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
 

@@ -24,10 +24,9 @@ from paceline.core.ids import NodeId
 from paceline.fleet.revocations import Revocations
 from paceline.net.join_client import join
 from paceline.net.join_host import JoinHost
-from paceline.net.trust.certificates import PrivateKey, make_key
+from paceline.net.trust.certificates import PrivateKey, make_key, make_request
+from paceline.net.trust.connections import Refusals
 from paceline.net.trust.issuer import JoinAttempt
-from paceline.net.trust.refusals import Refusals
-from paceline.net.trust.requests import make_request
 from paceline.net.trust.tokens import NONCE_BYTES, JoinToken
 from paceline.net.wire import fleet_pb2 as wire
 

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from paceline.cli.enrolment import seconds
 from paceline.core.errors import FleetError, PacelineError, TokenError, UserError
 from paceline.core.ids import NodeId
-from paceline.net.trust.addresses import is_address
 from paceline.net.trust.authority import Authority
-from paceline.net.trust.certificates import make_key
+from paceline.net.trust.certificates import is_address, make_key, make_request, open_request
+from paceline.net.trust.connections import remote_of
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import Issuer
-from paceline.net.trust.requests import make_request, open_request
 from paceline.net.trust.seals import open_card, open_revocation
-from paceline.net.trust.sockets import remote_of
 from paceline.net.trust.tokens import JoinToken
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.testing.fleets import TestFleet, sealed_card

@@ -19,10 +19,9 @@ from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.net.join_client import join
 from paceline.net.trust.authority import NODE_HOLDS
-from paceline.net.trust.certificates import Member, make_key
+from paceline.net.trust.certificates import Member, make_key, make_request
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import RENEW_BELOW_S, RENEW_EVERY_S, Issuer, JoinAttempt
-from paceline.net.trust.requests import make_request
 from paceline.net.trust.seals import sign_card
 from paceline.net.trust.signing import PrivateKey
 from paceline.net.trust.tokens import NONCE_BYTES

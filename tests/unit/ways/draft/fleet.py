@@ -24,11 +24,9 @@ from paceline.net.member.state import Claim
 from paceline.net.server import Service
 from paceline.net.trust.guard import PeerGuard
 from paceline.testing.fleets import TestFleet
-from paceline.ways.draft.desk import ProposerDesk
-from paceline.ways.draft.drafter import Drafter, Key
-from paceline.ways.draft.finding import FleetLines
+from paceline.ways.draft.desk import ProposerDesk, proposer_service
+from paceline.ways.draft.finding import Drafter, FleetLines, Key
 from paceline.ways.draft.meter import DraftMeter
-from paceline.ways.draft.proposer_service import proposer_service
 from paceline.ways.draft.remote import RemoteDrafts
 
 ONE, TWO = SequenceId(1), SequenceId(2)

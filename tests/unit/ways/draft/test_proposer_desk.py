@@ -15,9 +15,8 @@ from paceline.engine.proposers.ngram import NGramProposer
 from paceline.net.wire import propose_pb2 as wire
 from paceline.testing.fleets import TestFleet
 from paceline.ways.draft import desk as proposer_desk
-from paceline.ways.draft.desk import MAX_STEPS, BlockAsk, ProposerDesk
-from paceline.ways.draft.lines import DeskLine
-from paceline.ways.draft.proposer_service import ProposerServicer
+from paceline.ways.draft.desk import MAX_STEPS, BlockAsk, ProposerDesk, ProposerServicer
+from paceline.ways.draft.finding import DeskLine
 
 
 def ask(session: int, first: int, *token_ids: int, **changed: int) -> BlockAsk:

@@ -14,9 +14,9 @@ from paceline.core.errors import NodeUnreachable
 from paceline.core.ids import NodeId, SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
 from paceline.testing.clock import FakeClock
-from paceline.ways.draft.blocks import OnBlock
 from paceline.ways.draft.desk import BlockAsk
-from paceline.ways.draft.drafter import Drafter, OnEnd
+from paceline.ways.draft.finding import Drafter, OnEnd
+from paceline.ways.draft.line import OnBlock
 from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.remote import FORGIVEN, LEFT_OUT_S, RemoteDrafts
 from paceline.ways.draft.talk import LATE_S, LATE_TIMES, LATEST_S, MOST_ASKED

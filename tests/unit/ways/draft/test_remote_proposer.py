@@ -14,11 +14,9 @@ from paceline.core.errors import RemoteProposerError
 from paceline.engine.drafts import NGRAM, BlockProposal, Proposer
 from paceline.net.channels import MAX_BLOCK_BYTES
 from paceline.net.wire import propose_pb2
-from paceline.ways.draft.blocks import MOST_BRANCHES
 from paceline.ways.draft.desk import MAX_BLOCK
 from paceline.ways.draft.finding import FleetLines
-from paceline.ways.draft.line import read_block
-from paceline.ways.draft.remote_proposer import RemoteProposer
+from paceline.ways.draft.line import MOST_BRANCHES, RemoteProposer, read_block
 
 
 def remote(fleet: DraftFleet, model_id: str, deadline_s: float = 20.0) -> RemoteProposer:

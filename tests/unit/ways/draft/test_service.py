@@ -24,8 +24,7 @@ from paceline.net.wire import propose_pb2
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.node.build import BuiltNode, build_node
 from paceline.testing.fleets import TestFleet
-from paceline.ways.draft.proposing import LoadedProposer, load_proposer, lookup
-from paceline.ways.draft.service import DraftService, check_vocabulary, draft_use, drafting_alone
+from paceline.ways.draft.service import DraftService, LoadedProposer, check_vocabulary, draft_use, drafting_alone, load_proposer, lookup
 
 DRAFT = f"jacobi:{DEFAULT_MODEL}"
 

@@ -16,7 +16,7 @@ from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.eligibility import Eligible, MayDraft, Use
 from paceline.ways.draft.desk import BlockAsk, ProposerDesk
-from paceline.ways.draft.drafter import Drafter, Line
+from paceline.ways.draft.finding import Drafter, Line
 from paceline.ways.draft.service import OFF_HERE, draft_use
 from paceline.ways.draft.sources import FLEET, MOST_NAMED, NodeDrafts
 

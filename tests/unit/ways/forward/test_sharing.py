@@ -10,8 +10,7 @@ from paceline.core.errors import NodeStopping, NodeUnreachable, Overloaded, Pace
 from paceline.core.ids import NodeId
 from paceline.node.serving import shown_load
 from paceline.testing.clock import FakeClock
-from paceline.ways.forward.routes import Stop
-from paceline.ways.forward.sharing import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Prompt, Sharing, prefix_keys
+from paceline.ways.forward.routes import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Prompt, Sharing, Stop, prefix_keys
 
 DOOR, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 SHORT = Prompt((1, 2, 3))

@@ -40,16 +40,12 @@ from paceline.core.generation import Notice
 from paceline.core.ids import BatchId, SequenceId
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
-from paceline.ways.pipeline.executor.fallback import Fallback
-from paceline.ways.pipeline.executor.journal import Journal
+from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteNews, Unwatched
 from paceline.ways.pipeline.executor.limits import Patience, PipelineLimits
-from paceline.ways.pipeline.executor.news import RouteNews
-from paceline.ways.pipeline.executor.restoring import Lacks, Restoring
+from paceline.ways.pipeline.executor.restoring import Journal, Lacks, Restoring
 from paceline.ways.pipeline.executor.route import Fault, Route, Router, RouteStage, SpanLease, SpanLeases
-from paceline.ways.pipeline.executor.search import Search
-from paceline.ways.pipeline.executor.stage import Stage
-from paceline.ways.pipeline.executor.stage_batch import StageBatch, check_activations, without_tokens
-from paceline.ways.pipeline.executor.watch import Inspector, PipelineWatch, Unwatched
+from paceline.ways.pipeline.executor.search import Fallback, Search
+from paceline.ways.pipeline.executor.stage import Stage, StageBatch, check_activations, without_tokens
 
 WORD_S = 0.5
 """How long to wait for word of why a stream closed. Raising it holds up a failover where no word comes."""

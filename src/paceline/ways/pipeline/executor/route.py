@@ -13,7 +13,7 @@ from typing import Protocol
 from paceline.core.errors import LostSpan
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
-from paceline.ways.pipeline.executor.links import ActivationSink, ActivationSource
+from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource
 
 
 @dataclass(frozen=True, slots=True)

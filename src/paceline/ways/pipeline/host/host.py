@@ -31,10 +31,10 @@ from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import Member
 from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
-from paceline.ways.pipeline.host.limits import HostLimits
-from paceline.ways.pipeline.host.meter import ShardMeter
+from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.session import Place, Session, Surroundings
 from paceline.ways.pipeline.host.shard import Claim, Shard
+from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,12 @@
 """From a digest to layers in memory: where weights come from, and what of them is loaded.
 
 Law: weights are never taken by name. What can't be had is said in a pipeline's terms, and everything that was begun is undone.
+
+How far a load is: bytes its source examined, bytes fetched, bytes put into memory, and those of the loads it waits for.
+
+Law: bytes done only rise, so that a caller can tell a load that goes on from one that hangs. Counted on the event loop and in threads.
+
+Layers that could not be loaded a moment ago: they are not loaded again for callers that may come.
 """
 
 from __future__ import annotations
@@ -8,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -16,9 +22,10 @@ from paceline.backends import table
 from paceline.backends.memory import free_what_failed, give_memory_back
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
+from paceline.core.clock import Clock
 from paceline.core.errors import BadPipelineRequest, ModelNotFound, PacelineError, PipelineError, ShardUnavailable, WeightsMismatch
 from paceline.core.manifest import ModelPart
-from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.fleet.eligibility import MayGiveWeights
@@ -31,7 +38,91 @@ from paceline.store.catalog import ModelLocation, find_whole, list_models
 from paceline.store.home import Home
 from paceline.store.partial import open_part, read_note
 from paceline.ways.pipeline.executor.sessions import StageRequest
-from paceline.ways.pipeline.host.load_meter import LoadMeter
+
+
+@dataclass(slots=True)
+class Phase:
+    """One thing that is done with all bytes."""
+
+    done: int = 0
+    total: int = 0
+
+    def show(self, done: int, total: int) -> None:
+        """As `LoadProgress`."""
+        self.done, self.total = max(self.done, done), max(self.total, total)
+
+
+@dataclass(slots=True)
+class LoadMeter:
+    """Of one load."""
+
+    examined: Phase = field(default_factory=Phase)
+    """Files that a source reads, to describe them for the first time."""
+    fetched: Phase = field(default_factory=Phase)
+    packed: Phase = field(default_factory=Phase)
+    _fetches: list[Phase] = field(default_factory=list[Phase])
+    _ahead: list[LoadMeter] = field(default_factory=list["LoadMeter"])
+
+    def wait_for(self, other: LoadMeter) -> None:
+        """Another load comes first: its bytes count as this one's."""
+        self._ahead.append(other)
+
+    def wait_for_fetch(self, other: LoadMeter) -> None:
+        """Another load's fetch comes first: its bytes count as this one's."""
+        self._fetches += (other.examined, other.fetched)
+
+    def end(self) -> None:
+        """Nothing more is fetched or packed: the load is over, or was given up."""
+        for phase in (self.examined, self.fetched, self.packed):
+            phase.done = phase.total
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes done, of bytes; 0 of 0 while nothing is known. What is fetched is packed afterwards, so it counts twice."""
+        phases = (self.examined, self.fetched, self.packed, *self._fetches)
+        done = sum(phase.done for phase in phases)
+        total = sum(phase.total for phase in phases) + (0 if self.packed.total else self.fetched.total)
+        for other in self._ahead:
+            more_done, more_total = other.progress
+            done, total = done + more_done, total + more_total
+        return done, total
+
+
+RETRY_S = 120.0
+"""For so long. A caller that is there has them tried at once."""
+
+Held = tuple[str, WeightsFormat, LayerRange]
+"""Layers of a model, by its digest, in one format."""
+
+
+class FailedLoads:
+    """Why, and when."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: dict[Held, tuple[PipelineError, float]] = {}
+
+    def check(self, request: StageRequest) -> None:
+        """Raise ShardUnavailable where its layers could not be loaded, and that is not long ago."""
+        error, at_s = self._known.get(_held(request), (None, 0.0))
+        if error is not None and self._clock.monotonic() - at_s < RETRY_S:
+            raise ShardUnavailable(error.message, error.hint)
+
+    def note(self, request: StageRequest, error: PipelineError) -> PipelineError:
+        """They could not be loaded. Returns `error`, to be raised."""
+        now = self._clock.monotonic()
+        self._known = {held: known for held, known in self._known.items() if now - known[1] < RETRY_S}
+        self._known[_held(request)] = error, now
+        return error
+
+    def forget(self, request: StageRequest) -> None:
+        """They could."""
+        self._known.pop(_held(request), None)
+
+
+def _held(request: StageRequest) -> Held:
+    return request.digest, request.weights, request.layers
+
 
 logger = logging.getLogger(__name__)
 

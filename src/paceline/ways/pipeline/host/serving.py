@@ -1,36 +1,116 @@
-"""A node of a fleet that serves shards: the host, put together, and what the rest of the node sees of it."""
+"""A node of a fleet that serves shards: the host, put together, and what the rest of the node sees of it.
+
+What a card says of a host's shards: a function of the host's state.
+
+A node's shards as Prometheus metrics, collected when the page is scraped.
+
+What a person's settings mean for the shards this node serves.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from paceline.backends.memory import total_bytes
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
-from paceline.fleet.card import ModelOffer
-from paceline.fleet.effects import Effect, Revoked
-from paceline.fleet.eligibility import Use
-from paceline.machine.cores import usable_cores
-from paceline.machine.devices import local_devices
-from paceline.machine.free_memory import FETCH_BYTES, load_bytes
+from paceline.core.ids import NodeId
+from paceline.core.trust import Trust
+from paceline.fleet.card import ModelOffer, Role, ShardState
+from paceline.fleet.eligibility import TrustPolicy, Use
+from paceline.fleet.messages import Effect, Revoked
+from paceline.machine.config_file import PipelineSettings
+from paceline.machine.devices import local_devices, usable_cores
+from paceline.machine.offers import WarmModel, shard_offer
+from paceline.machine.sizing import FETCH_BYTES, load_bytes
+from paceline.machine.speed import Speed, SpeedCache, SpeedKey
 from paceline.machine.weights import dial_through
 from paceline.net.member.node import FleetNode, Service
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.guard import PeerGuard
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
+from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.host.host import NodeShardHost
-from paceline.ways.pipeline.host.limits import HostLimits
+from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.loading import FleetWeights, load_layers
-from paceline.ways.pipeline.host.meter import ShardMeter
-from paceline.ways.pipeline.host.metrics import ShardMetrics
-from paceline.ways.pipeline.host.offers import ShardOffers
-from paceline.ways.pipeline.host.tensor_ends import tensor_ends
+from paceline.ways.pipeline.host.shard import Shard
+from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
 from paceline.ways.pipeline.service import shard_service
+
+
+class ShardOffers:
+    """Remembers the whole models' speeds, so that a card costs no look at the disk.
+
+    Args:
+        home: keeps the speeds.
+        threads: that shards run on.
+    """
+
+    def __init__(self, home: Home, threads: int) -> None:
+        self._speeds, self._threads = SpeedCache(home), threads
+        self._known: dict[SpeedKey, Speed | None] = {}
+
+    def of(self, shards: Iterable[Shard]) -> tuple[ModelOffer, ...]:
+        """One offer a shard: those in memory, then those on their way, of weights that were found."""
+        found = (shard for shard in shards if shard.loaded is not None or shard.meter.progress[1])
+        return tuple(map(self._offer, sorted(found, key=lambda shard: shard.loaded is None)))
+
+    def _offer(self, shard: Shard) -> ModelOffer:
+        loaded = shard.loaded
+        if loaded is None:
+            done, total = shard.meter.progress
+            state = ShardState(shard.layers, shard.max_streams, loaded_percent=20 * done // total * 5)
+            return ModelOffer(shard.model_id, Role.SHARD, str(shard.weights), digest=shard.digest, shard=state)
+        key = SpeedKey(shard.digest, shard.weights, self._threads)
+        if key not in self._known:
+            self._known[key] = self._speeds.find(key)
+        runner = loaded.runner
+        known = self._known[key] or Speed(0.0, 0.0, "", holds_identity=False, vocabulary="")
+        speed = replace(known, numerics_id=runner.numerics_id, holds_identity=runner.holds_identity)
+        model = WarmModel(loaded.name, shard.digest, shard.weights, loaded.shape, loaded.spec.max_context, loaded.size_bytes, speed)
+        state = ShardState(shard.layers, shard.max_streams, len(shard.claims), shard.queue_depth, loaded.memory_bytes)
+        return shard_offer(model, state)
+
+
+class ShardMetrics(Collector):
+    """For `server.metrics.MetricsPage.add`."""
+
+    def __init__(self, host: NodeShardHost, meter: ShardMeter) -> None:
+        self._host, self._meter = host, meter
+
+    def describe(self) -> list[Metric]:
+        """Nothing ahead of time."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a metric."""
+        warm, meter = self._host.warm, self._meter
+        latency = HistogramMetricFamily(
+            "paceline_shard_latency_ms",
+            "Milliseconds from a batch's arrival at this machine's layers to its departure.",
+            labels=["shard_id"],
+        )
+        for shard_id, histogram in meter.latency().items():
+            histogram.add_to(latency, [shard_id])
+        yield latency
+        loaded = [shard for shard in warm.shards if shard.loaded is not None]
+        yield GaugeMetricFamily("paceline_shards_loaded", "Ranges of layers in memory for other machines.", value=len(loaded))
+        yield GaugeMetricFamily("paceline_shard_memory_bytes", "What they take, weights and KV.", value=warm.used_bytes)
+        yield GaugeMetricFamily("paceline_shard_sessions", "Sessions of other machines on them.", value=self._host.sessions)
+        yield GaugeMetricFamily("paceline_shard_queue_depth", "Batches that wait.", value=sum(shard.queue_depth for shard in loaded))
+        yield CounterMetricFamily("paceline_shard_sessions_opened", "Sessions that began.", value=meter.sessions_opened)
+        yield CounterMetricFamily("paceline_shard_sessions_refused", "Sessions refused for want of room.", value=meter.sessions_refused)
+        yield CounterMetricFamily("paceline_shard_loads", "Times that layers were loaded.", value=meter.loads)
+        yield CounterMetricFamily("paceline_shard_evictions", "Times that layers were freed.", value=meter.evictions)
+
 
 LOW_BYTES, LOW_PART = 128 << 20, 50
 """A machine with less memory free, in bytes or as a part of all it has, unloads idle layers."""
@@ -147,3 +227,38 @@ class ShardServing:
     def _on_news(self, effect: Effect) -> None:
         if isinstance(effect, Revoked):
             self.host.revoked(effect.node_id)
+
+
+def hosting_of(settings: PipelineSettings, threads: int | None) -> Hosting | None:
+    """How shards are served; None where they are not.
+
+    Args:
+        settings: of this node.
+        threads: for kernels; None: one a core.
+    """
+    host = settings.host
+    if not host.serve_shards:
+        return None
+    limits = HostLimits(
+        max_streams=host.max_concurrent_streams,
+        memory_bytes=None if host.shard_max_memory_mb is None else host.shard_max_memory_mb << 20,
+        idle_s=host.shard_eviction_idle_seconds,
+        stall_s=settings.stall_seconds,
+    )
+    return Hosting(limits, threads, only_from(host.min_caller_trust))
+
+
+def only_from(least: Trust) -> Callable[[Member], None]:
+    """A check that lets in callers of a level, or more."""
+    policy = TrustPolicy(caller=least)
+
+    def check(caller: Member) -> None:
+        policy.check(caller, Use.HAVE_LAYERS_RUN, _checked_before)
+
+    return check
+
+
+def _checked_before(node_id: NodeId, issued_at: int) -> bool:
+    """Revocations: the guard of the node's port has looked."""
+    del node_id, issued_at
+    return False

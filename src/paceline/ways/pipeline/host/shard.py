@@ -17,10 +17,9 @@ from paceline.engine.local import LayerRunner
 from paceline.fleet.card import ModelShape
 from paceline.ways.pipeline.executor.sessions import StageRequest
 from paceline.ways.pipeline.executor.stage import Stage
-from paceline.ways.pipeline.host.leases import KEPT_BACK, Leases
-from paceline.ways.pipeline.host.load_meter import LoadMeter
+from paceline.ways.pipeline.host.leases import KEPT_BACK, Leases, Turns
+from paceline.ways.pipeline.host.loading import LoadMeter
 from paceline.ways.pipeline.host.session import Place, Session
-from paceline.ways.pipeline.host.turns import Turns
 
 KvName = tuple[NodeId, bytes]
 """The caller, and what it calls it."""

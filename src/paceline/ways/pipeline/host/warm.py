@@ -20,24 +20,22 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
 from paceline.core.model import BLOCK_TOKENS
 from paceline.machine.devices import LocalDevice, running
-from paceline.machine.shapes import model_shape
+from paceline.machine.sizing import model_shape
 from paceline.ways.pipeline.executor.sessions import StageRequest
-from paceline.ways.pipeline.host.failed_loads import FailedLoads
-from paceline.ways.pipeline.host.leases import Leases
-from paceline.ways.pipeline.host.limits import SHARDS_FREE_SHARE, HostLimits
-from paceline.ways.pipeline.host.load_meter import LoadMeter
+from paceline.ways.pipeline.host.leases import SHARDS_FREE_SHARE, HostLimits, Leases, block_bytes, blocks_for, fixed_bytes, rows_for
 from paceline.ways.pipeline.host.loading import (
+    FailedLoads,
     FindsWeights,
     FoundWeights,
+    LoadMeter,
     LoadsLayers,
     free_runners,
     in_pipelines_terms,
     kernels_for,
     load_in_thread,
 )
-from paceline.ways.pipeline.host.meter import ShardMeter
-from paceline.ways.pipeline.host.room import block_bytes, blocks_for, fixed_bytes, rows_for
 from paceline.ways.pipeline.host.shard import Claim, KvName, Loaded, Shard
+from paceline.ways.pipeline.host.shard_meter import ShardMeter
 
 logger = logging.getLogger(__name__)
 

@@ -27,19 +27,18 @@ from paceline.machine.offers import WarmModel
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.speed import Speed, vocabulary_id
-from paceline.ways.pipeline.executor.fallback import Fallback, LocalRoute
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import Opening
+from paceline.ways.pipeline.executor.search import Fallback, LocalRoute
 from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds
-from paceline.ways.pipeline.routes.ahead import begin_loads
+from paceline.ways.pipeline.routes.ahead import SpareKeeper, begin_loads
 from paceline.ways.pipeline.routes.choosing import Wanted, typical_request
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import Opener, SeesFleet
 from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers, fitting, longest_context
 from paceline.ways.pipeline.routes.router import FleetRouter
-from paceline.ways.pipeline.routes.spare_keeper import SpareKeeper
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
 
 if TYPE_CHECKING:

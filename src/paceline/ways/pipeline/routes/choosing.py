@@ -13,11 +13,10 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
-from paceline.fleet.cover import CoverRequest, pick, warm_shards
+from paceline.fleet.cover import CoverRequest, pick, spares_for, warm_shards
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, TYPICAL_ANSWER, TYPICAL_PROMPT, Objective, Pin, PlanRequest, Stage, Way
-from paceline.fleet.spares import spares_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from paceline.core.errors import FleetError
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
-from paceline.fleet.effects import Effect
 from paceline.fleet.eligibility import Use
+from paceline.fleet.messages import Effect
 from paceline.fleet.view import FleetView
 from paceline.net.member.node import FleetNode
 

@@ -12,12 +12,11 @@ from prometheus_client.registry import Collector
 
 from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
-from paceline.core.histogram import Histogram
 from paceline.core.ids import RequestId
-from paceline.core.stats import EngineStats
+from paceline.core.stats import EngineStats, Histogram
 from paceline.machine.engine_thread import StepEngine
 from paceline.ways.pipeline.executor.route import Fault, Opening
-from paceline.ways.pipeline.host.meter import ShardMeter
+from paceline.ways.pipeline.host.shard_meter import ShardMeter
 
 CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)
 FIRST_TOKEN_BOUNDS_MS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0, 6400.0, 12800.0, 25600.0, 60000.0)

@@ -1,36 +1,219 @@
 """Opens routes: a session with each machine that is to take part, connected one to the next, from this node and back to it.
 
 Law: a route that can't be opened leaves no session behind, and `NotOpened` says who was in the way.
+
+A route over the fleet: a session with each stage, and the two ends of the activations' way.
+
+Law: as soon as a stage is gone, a thread that waits for activations is woken; `close` ends everything and waits for nothing. What is read here from
+the engine's thread is set by the event loop once and for all.
+
+How far the machines of a route that is being opened are with their layers, and how long they will need.
+
+Law: what counts as progress only rises. A machine whose load failed and began anew has made none until it is beyond where it was, so that one
+which fails again and again is not waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import grpc.aio
 
 from paceline.core.background import Background
+from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK
 from paceline.core.trust import Trust
+from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
 from paceline.net.tensor.frames import TICKET_BYTES
-from paceline.ways.pipeline.client import RemoteStage, open_stage, tensor_addresses
-from paceline.ways.pipeline.executor.links import ActivationSink
-from paceline.ways.pipeline.executor.route import RouteStage
-from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, NextStage, StageLoading, StageRequest
-from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
+from paceline.ways.pipeline.client import RemoteStage, StageLoss, open_stage, tensor_addresses
+from paceline.ways.pipeline.executor.route import Fault, Opening, RouteStage
+from paceline.ways.pipeline.executor.sessions import (
+    SESSION_ID_BYTES,
+    ActivationSink,
+    ActivationSource,
+    NextStage,
+    Rehearse,
+    StageLoading,
+    StageRequest,
+)
+from paceline.ways.pipeline.executor.stage import StageBatch
+from paceline.ways.pipeline.host.ends import Incoming, TensorEnds, opened_in_thread
 from paceline.ways.pipeline.routes.choosing import Part
-from paceline.ways.pipeline.routes.fleet_route import FleetRoute
-from paceline.ways.pipeline.routes.stage_loads import StageLoads
+
+
+class FleetRoute:
+    """A `ways.pipeline.executor.route.Route`. Made on the event loop.
+
+    Args:
+        stages: what each runs, in order.
+        block_size: tokens of the blocks that batches name.
+        sink: into the first stage.
+        incoming: out of the last.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[RouteStage],
+        block_size: int,
+        sessions: Sequence[RemoteStage],
+        sink: ActivationSink,
+        incoming: Incoming,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.stages, self.block_size = tuple(stages), block_size
+        self.sink: ActivationSink = sink
+        self.source: ActivationSource = _Acknowledging(incoming)
+        self.sessions = tuple(sessions)
+        self._loop = loop
+        self._closed = False
+        self._accused: Fault | None = None
+        for session in self.sessions:
+            session.lost.add_done_callback(lambda _: self._wake())
+
+    def accuse(self, fault: Fault) -> None:
+        """End the route for what was found out about a stage. For any thread."""
+        self._accused = self._accused or fault
+        self._wake()
+
+    def fault(self, wait_s: float = 0.0) -> Fault | None:
+        if self._accused is not None:
+            return self._accused
+        if wait_s:
+            wait([session.lost for session in self.sessions], wait_s, FIRST_COMPLETED)
+        losses = [(place, session.lost.result()) for place, session in enumerate(self.sessions) if session.lost.done()]
+        # A node that broke off knows less of others than those who still speak, and is itself the likeliest reason of what they say.
+        losses.sort(key=lambda pair: pair[1].fault is not None)
+        return self._fault(*losses[0]) if losses and not self._closed else None
+
+    def suspect(self, received: int) -> Fault:
+        for place, session in enumerate(self.sessions):
+            report = session.report
+            if report.sent > received:
+                continue
+            culprit = session.node_id
+            if report.computed > received and place + 1 < len(self.sessions):
+                culprit = self.sessions[place + 1].node_id  # it computed, and can't get rid of the result
+            return Fault(culprit, "pipeline_stalled", f"{culprit} has let nothing through for too long")
+        last = self.sessions[-1].node_id
+        return Fault(last, "pipeline_stalled", f"{last} says it has sent what never came")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._wake()
+
+        async def end() -> None:
+            await asyncio.gather(*(session.close() for session in self.sessions), return_exceptions=True)
+
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(end(), self._loop)
+
+    def _fault(self, place: int, loss: StageLoss) -> Fault:
+        """Whom a loss is held against. A stage knows only those it receives from and sends to; of this node it may say what it likes."""
+        node_id, told = self.sessions[place].node_id, loss.fault
+        beside = {self.sessions[at].node_id for at in (place - 1, place + 1) if 0 <= at < len(self.sessions)}
+        if told is not None and told.blames is not None and told.blames in beside:
+            return Fault(told.blames, told.code, f"{node_id} says: {told.message}")
+        return Fault(node_id, getattr(loss.error, "code", "shard_unavailable"), loss.error.message)
+
+    def _wake(self) -> None:
+        self.source.close()
+        self.sink.close()
+
+
+class _Acknowledging:
+    """Tells the last stage, with each batch that is asked for, that the one before is done with."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        self._incoming = incoming
+
+    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
+        self._incoming.acknowledge()
+        return self._incoming.receive(deadline, rehearse)
+
+    def close(self) -> None:
+        self._incoming.close()
+
+
+@dataclass(slots=True)
+class _Load:
+    """One machine's."""
+
+    began_s: float
+    began_bytes: int
+    news: StageLoading
+
+    def seconds_left(self, now_s: float) -> float | None:
+        """At its pace until now: while nothing comes, it takes longer."""
+        gained = self.news.bytes_done - self.began_bytes
+        if gained <= 0 or now_s <= self.began_s:
+            return None
+        return (self.news.bytes_total - self.news.bytes_done) * (now_s - self.began_s) / gained
+
+
+class StageLoads:
+    """Of one router. Told on the event loop, asked by the engine's thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._parts: tuple[Part, ...] = ()
+        self._loads: dict[Part, _Load] = {}
+        self._most: dict[Part, int] = {}
+        """Bytes that each had at most, over all attempts."""
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """A route over these machines is asked for."""
+        with self._lock:
+            self._parts, self._loads = tuple(parts), {}
+
+    def told(self, part: Part, news: StageLoading) -> None:
+        """A machine said how far it is."""
+        now = self._clock.monotonic()
+        with self._lock:
+            load = self._loads.setdefault(part, _Load(now, news.bytes_done, news))
+            load.news = news
+            self._most[part] = max(self._most.get(part, 0), news.bytes_done)
+
+    def opened(self, part: Part) -> None:
+        """A machine has its layers."""
+        with self._lock:
+            if (load := self._loads.get(part)) is not None:
+                load.news = StageLoading(load.news.bytes_total, load.news.bytes_total)
+
+    def end(self) -> None:
+        """There is a route."""
+        with self._lock:
+            self._parts, self._loads, self._most = (), {}, {}
+
+    @property
+    def opening(self) -> Opening:
+        """All of it."""
+        now = self._clock.monotonic()
+        with self._lock:
+            loads = [(part, load) for part in self._parts if (load := self._loads.get(part)) is not None]
+            left = [load.seconds_left(now) for _, load in loads if load.news.bytes_done < load.news.bytes_total]
+            known = [seconds for seconds in left if seconds is not None]
+            return Opening(
+                sum(load.news.bytes_done for _, load in loads),
+                sum(load.news.bytes_total for _, load in loads),
+                sum(self._most.values()),
+                max(known) if known and len(known) == len(left) else None,
+                tuple(part.node_id for part, load in loads if load.news.bytes_done < load.news.bytes_total or not load.news.bytes_total),
+            )
+
 
 CONNECT_S = 5.0
 

@@ -1,12 +1,16 @@
-"""What a person asked of a pipeline, and what the plan makes of it: how many layers stay on this machine."""
+"""What a person asked of a pipeline, and what the plan makes of it: how many layers stay on this machine.
+
+How many pipelines begin on a node at once.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paceline.core.clock import Clock
-from paceline.core.errors import ConfigError, OutOfMemory, PlacementError
+from paceline.core.errors import ConfigError, OutOfMemory, PlacementError, ShardUnavailable
 from paceline.core.model import LayerRange
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest, Way
@@ -15,6 +19,36 @@ from paceline.machine.setup import Setup
 from paceline.machine.sizing import KvPlan
 from paceline.ways.pipeline.routes.choosing import typical_request
 from paceline.ways.pipeline.routes.opening import SeesFleet
+
+
+class PipelineSlots:
+    """Counts those that are open. Taken on the event loop; given back from any thread."""
+
+    def __init__(self) -> None:
+        self._taken: set[object] = set()
+
+    @property
+    def taken(self) -> int:
+        """Those open, or opening."""
+        return len(self._taken)
+
+    def take(self, most: int) -> Callable[[], None]:
+        """One more pipeline. Returns what gives its place back; calling that again does nothing.
+
+        Args:
+            most: at once.
+
+        Raises:
+            ShardUnavailable: there are as many already.
+        """
+        if len(self._taken) >= most:
+            raise ShardUnavailable(
+                f"{len(self._taken)} pipelines begin on this machine, and no more are allowed at once", "Raise max_concurrent_pipelines."
+            )
+        place = object()
+        self._taken.add(place)
+        return lambda: self._taken.discard(place)
+
 
 logger = logging.getLogger(__name__)
 

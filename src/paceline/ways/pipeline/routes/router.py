@@ -22,13 +22,10 @@ from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.executor.route import Fault, Opening
 from paceline.ways.pipeline.executor.search import TOLD
 from paceline.ways.pipeline.executor.sessions import KV_NAME_BYTES
-from paceline.ways.pipeline.routes.ahead import still_there
+from paceline.ways.pipeline.routes.ahead import SpareKeeper, still_there
 from paceline.ways.pipeline.routes.choosing import Part, Wanted, choose
-from paceline.ways.pipeline.routes.fleet_route import FleetRoute
 from paceline.ways.pipeline.routes.meter import PipelineMeter
-from paceline.ways.pipeline.routes.opening import NotOpened, Opener, SeesFleet
-from paceline.ways.pipeline.routes.spare_keeper import SpareKeeper
-from paceline.ways.pipeline.routes.stage_loads import StageLoads
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, Opener, SeesFleet, StageLoads
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,9 @@ from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.executor.route import Fault, Route
-from paceline.ways.pipeline.executor.stage_batch import StageBatch, check_activations
+from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
 from paceline.ways.pipeline.routes.choosing import Part, Wanted, allowed_hosts, choose, warm_cover
-from paceline.ways.pipeline.routes.fleet_route import FleetRoute
-from paceline.ways.pipeline.routes.opening import NotOpened
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened
 
 
 class Holders:
@@ -122,7 +121,7 @@ class _Sample:
 
 
 class SpotCheck:
-    """A `ways.pipeline.executor.watch.Inspector`.
+    """A `ways.pipeline.executor.events.Inspector`.
 
     Args:
         one_in: of the batches that begin a sequence, how many are between two checks, on average.

@@ -10,10 +10,9 @@ import pytest
 from paceline.core.errors import ExecutorUnavailable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.testing.clock import FakeClock
-from paceline.ways.pipeline.executor.fallback import FORGET_S, Fallback
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.route import Fault, Opening, Route
-from paceline.ways.pipeline.executor.search import ALONE_MOST_S, LOOK_AGAIN_S, Search
+from paceline.ways.pipeline.executor.search import ALONE_MOST_S, FORGET_S, LOOK_AGAIN_S, Fallback, Search
 
 LIMITS = PipelineLimits(search_s=30.0, look_s=0.25, alone_s=30.0)
 

@@ -11,8 +11,7 @@ from paceline.core.errors import BadPipelineRequest, ShardCorrupt
 from paceline.core.ids import BatchId, SequenceId
 from paceline.core.model import LayerRange
 from paceline.testing.null_backend import NullRunner
-from paceline.ways.pipeline.executor.stage import Stage
-from paceline.ways.pipeline.executor.stage_batch import StageBatch
+from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 WIDTH = 4
 FIRST = StageBatch(BatchId(1), [SequenceId(7), SequenceId(8)], [5, 1], [0, 0], [0, 0], [2, 1], [3, 0, 1])

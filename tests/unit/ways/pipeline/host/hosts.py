@@ -31,23 +31,19 @@ from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.server import NodeServer, RpcMeter
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member
-from paceline.net.trust.connections import ConnectionWatch
+from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.refusals import Refusals
 from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.client import RemoteStage, open_stage
-from paceline.ways.pipeline.executor.links import ActivationSink
-from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
-from paceline.ways.pipeline.executor.stage_batch import StageBatch
-from paceline.ways.pipeline.host.ends import Expected
+from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, StageRequest
+from paceline.ways.pipeline.executor.stage import StageBatch
+from paceline.ways.pipeline.host.ends import Expected, NodeTensorEnds
 from paceline.ways.pipeline.host.host import NodeShardHost
-from paceline.ways.pipeline.host.limits import HostLimits
-from paceline.ways.pipeline.host.load_meter import LoadMeter
-from paceline.ways.pipeline.host.loading import FoundWeights, LoadsLayers
-from paceline.ways.pipeline.host.meter import ShardMeter
-from paceline.ways.pipeline.host.tensor_ends import NodeTensorEnds
+from paceline.ways.pipeline.host.leases import HostLimits
+from paceline.ways.pipeline.host.loading import FoundWeights, LoadMeter, LoadsLayers
+from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
 from paceline.ways.pipeline.service import shard_service
 

@@ -29,8 +29,7 @@ from paceline.store.pull import pull
 from paceline.store.tensor_files import TensorFiles
 from paceline.testing.seeded_models import write_gguf
 from paceline.ways.pipeline.executor.sessions import StageRequest
-from paceline.ways.pipeline.host.load_meter import LoadMeter
-from paceline.ways.pipeline.host.loading import FleetWeights
+from paceline.ways.pipeline.host.loading import FleetWeights, LoadMeter
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=4, hidden=512, n_heads=8, n_kv_heads=2, head_dim=64, ffn=1024, vocab=512, max_context=256, rms_eps=1e-5,

@@ -12,8 +12,8 @@ from tests.unit.ways.pipeline.host.hosts import SPEC, Bits, Net, User, batch_of,
 from paceline.core.errors import PacelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import BatchId, NodeId
 from paceline.ways.pipeline.client import RemoteStage, StageLoss
-from paceline.ways.pipeline.executor.stage_batch import StageBatch
-from paceline.ways.pipeline.host.limits import HostLimits
+from paceline.ways.pipeline.executor.stage import StageBatch
+from paceline.ways.pipeline.host.leases import HostLimits
 
 
 async def loss_of(stage: RemoteStage) -> StageLoss:

@@ -51,11 +51,9 @@ from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.client import open_stage
 from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
 from paceline.ways.pipeline.host import loading
-from paceline.ways.pipeline.host.failed_loads import RETRY_S
-from paceline.ways.pipeline.host.limits import HostLimits
-from paceline.ways.pipeline.host.loading import kernels_for
-from paceline.ways.pipeline.host.offers import ShardOffers
-from paceline.ways.pipeline.host.room import block_bytes, fixed_bytes
+from paceline.ways.pipeline.host.leases import HostLimits, block_bytes, fixed_bytes
+from paceline.ways.pipeline.host.loading import RETRY_S, kernels_for
+from paceline.ways.pipeline.host.serving import ShardOffers
 
 
 def threads() -> int:

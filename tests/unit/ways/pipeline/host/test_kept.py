@@ -11,7 +11,7 @@ from tests.unit.ways.pipeline.host.hosts import Hosting, Net, User, batch_of, ho
 
 from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.sessions import StageRequest
-from paceline.ways.pipeline.host.limits import HostLimits
+from paceline.ways.pipeline.host.leases import HostLimits
 
 NAME = secrets.token_bytes(16)
 

@@ -34,10 +34,10 @@ from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.client import open_stage, tensor_addresses
 from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import Stage
-from paceline.ways.pipeline.host.limits import HostLimits
+from paceline.ways.pipeline.host.ends import tensor_ends
+from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.loading import load_layers
 from paceline.ways.pipeline.host.serving import Hosting
-from paceline.ways.pipeline.host.tensor_ends import tensor_ends
 
 Homes = Callable[[str], Home]
 

@@ -33,8 +33,7 @@ from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import Fault, Opening
 from paceline.ways.pipeline.host.loading import LoadsLayers
 from paceline.ways.pipeline.routes.choosing import Part
-from paceline.ways.pipeline.routes.fleet_route import FleetRoute
-from paceline.ways.pipeline.routes.opening import NotOpened, Opener
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, Opener
 
 OWN = LayerRange(0, 2)
 TOKENS = 512

@@ -17,8 +17,7 @@ from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.ways.pipeline.routes.build import build_engine_over
 from paceline.ways.pipeline.routes.choosing import choose
-from paceline.ways.pipeline.routes.order import PipelineOrder
-from paceline.ways.pipeline.routes.slots import PipelineSlots
+from paceline.ways.pipeline.routes.order import PipelineOrder, PipelineSlots
 
 
 def test_no_more_pipelines_begin_here_than_are_allowed_at_once() -> None:

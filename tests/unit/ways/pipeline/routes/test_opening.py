@@ -18,8 +18,7 @@ from paceline.core.errors import StreamStalled, UnsupportedModel
 from paceline.core.ids import NodeId
 from paceline.ways.pipeline.executor.sessions import StageFault
 from paceline.ways.pipeline.host.ends import Expected, Incoming
-from paceline.ways.pipeline.routes.fleet_route import FleetRoute
-from paceline.ways.pipeline.routes.opening import NotOpened, Opener
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, Opener
 
 
 @dataclass(slots=True)

@@ -21,9 +21,8 @@ from paceline.ways.pipeline.executor.route import Fault, Opening
 from paceline.ways.pipeline.executor.sessions import StageLoading
 from paceline.ways.pipeline.routes.choosing import Part
 from paceline.ways.pipeline.routes.meter import PipelineMeter
-from paceline.ways.pipeline.routes.opening import NotOpened
+from paceline.ways.pipeline.routes.opening import NotOpened, StageLoads
 from paceline.ways.pipeline.routes.router import LAST_RESORT_S, FleetRouter
-from paceline.ways.pipeline.routes.stage_loads import StageLoads
 
 
 @dataclass(slots=True)

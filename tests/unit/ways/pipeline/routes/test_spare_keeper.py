@@ -19,10 +19,10 @@ from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
-from paceline.machine.shapes import model_shape
+from paceline.machine.sizing import model_shape
 from paceline.ways.pipeline.routes import ahead
+from paceline.ways.pipeline.routes.ahead import SpareKeeper
 from paceline.ways.pipeline.routes.choosing import Part, Wanted, choose
-from paceline.ways.pipeline.routes.spare_keeper import SpareKeeper
 
 A, B = NodeId("a"), NodeId("b")
 WANTED = Wanted(MODEL, DIGEST, WeightsFormat.BF16, SPEC.n_layers, 2, "counting")

@@ -39,8 +39,7 @@ from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner, RowPlan
 from paceline.ways.pipeline.executor.route import Fault
 from paceline.ways.pipeline.routes.choosing import Part
-from paceline.ways.pipeline.routes.fleet_route import FleetRoute
-from paceline.ways.pipeline.routes.opening import Opener
+from paceline.ways.pipeline.routes.opening import FleetRoute, Opener
 from paceline.ways.pipeline.routes.spot_check import SpotCheck
 
 ROWS = 5

@@ -7,7 +7,7 @@ from paceline.core.model import LayerRange
 from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.sessions import StageLoading
 from paceline.ways.pipeline.routes.choosing import Part
-from paceline.ways.pipeline.routes.stage_loads import StageLoads
+from paceline.ways.pipeline.routes.opening import StageLoads
 
 BEE, CAT = Part(NodeId("bee"), LayerRange(0, 3)), Part(NodeId("cat"), LayerRange(3, 6))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from paceline.core.histogram import Histogram
+from paceline.core.stats import Histogram
 
 LATENCY_BOUNDS_MS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0)
 WINDOW = 256

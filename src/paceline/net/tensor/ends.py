@@ -1,0 +1,381 @@
+"""What the two ends of a tensor stream have in common: one sends tensors (`sender`), one receives them (`receiver`). Each is for one thread; `close`
+is for any.
+
+Acknowledgements stay off the path of a message: the receiver sends one when half the window lacks it, and after its user says that the result is
+passed on; the sender looks for them when half the window is used, and waits for them when all of it is.
+
+The end of a tensor stream that sends: small tensors in one write, large ones in chunks, no more than the window on their way.
+
+The end of a tensor stream that receives: whole tensors, acknowledged once their user is done with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+
+from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
+from paceline.core.ids import NodeId
+from paceline.net.tensor.frames import (
+    CODES,
+    MAX_CHUNK_BYTES,
+    MAX_DIMENSIONS,
+    MAX_HEADER_BYTES,
+    MAX_START_BYTES,
+    MAX_TENSOR_BYTES,
+    WINDOW,
+    CloseCode,
+    Conversation,
+    Event,
+    ack,
+    chunk_start,
+    close,
+    code_of,
+    error_of,
+    hello,
+    tensor_start,
+)
+from paceline.net.tensor.incoming import BUFFER_BYTES, FROM_RECEIVER, FROM_SENDER, Array, Closed, Incoming, Message
+from paceline.net.tensor.pipe import Pipe, Silence
+
+HALF = WINDOW // 2
+
+
+class End:
+    """What both ends have in common."""
+
+    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
+        self._pipe, self._conversation, self._incoming = pipe, conversation, incoming
+        self._on_close = on_close
+
+    @property
+    def peer(self) -> NodeId:
+        """Whose certificate the other end showed."""
+        return self._pipe.peer
+
+    @property
+    def closed(self) -> bool:
+        return self._pipe.closed
+
+    def close(self, code: CloseCode = CloseCode.DONE, why: str = "") -> None:
+        """Idempotent, from any thread; wakes the one that reads or writes.
+
+        Args:
+            code: told to the other side where no thread is reading or writing.
+        """
+        self._pipe.close(close(code, why))
+        if self._on_close is not None:
+            self._on_close()
+
+    def fail(self, error: TensorStreamError) -> None:
+        """Close, for an error that the other side is told."""
+        self.close(code_of(error), error.message)
+
+
+JOINED_BYTES = 48 << 10
+"""Frames up to here are put together, so that each is one write."""
+
+
+class TensorSender(End):
+    """Sends tensors, once `greet` has opened the stream."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        conversation = Conversation()
+        super().__init__(pipe, conversation, Incoming(conversation, FROM_RECEIVER, 4096))
+        self._joined = bytearray(JOINED_BYTES)
+        self._ready_for: tuple[np.dtype[np.generic], tuple[int, ...]] | None = None
+        """Of what tensor the start lies in `_joined`."""
+        self._ready_bytes = 0
+
+    def greet(self, ticket: bytes, deadline: float) -> None:
+        """Say which ticket this is, and wait until it is taken.
+
+        Raises:
+            TensorStreamError: it is not, or not in time.
+        """
+        try:
+            with self._pipe:
+                self._conversation.on(Event.HELLO)
+                self._pipe.send(hello(ticket), deadline)
+                self._hear(deadline)
+        except TensorStreamError as error:
+            self.fail(error)
+            raise
+
+    def prepare(self, header: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
+        """Write what comes before a tensor, so that `send_prepared` has only its data to add. Does nothing where the tensor is not small, and
+        where it would have to wait.
+
+        Raises:
+            TensorStreamError: the stream is broken.
+        """
+        self._ready_for = None
+        code, total = CODES.get(dtype), prod(shape) * dtype.itemsize
+        if code is None or len(shape) > MAX_DIMENSIONS or len(header) + total + MAX_START_BYTES > JOINED_BYTES:
+            return
+        if self._conversation.unacknowledged >= HALF:
+            try:
+                with self._pipe:
+                    while self._hear_now():
+                        pass
+            except TensorStreamError as error:
+                raise self._broken(error) from error
+            if self._conversation.unacknowledged >= WINDOW:
+                return
+        start = tensor_start(self._conversation.next_seq, len(header), total, code, shape, total) + header
+        self._joined[: len(start)] = start
+        self._ready_for, self._ready_bytes = (dtype, shape), len(start)
+
+    def send_prepared(self, array: Array, deadline: float) -> bool:
+        """Send the tensor that was prepared. False: none like this was. Raises as `send` does."""
+        if (array.dtype, array.shape) != self._ready_for:
+            return False
+        self._ready_for = None
+        at, total = self._ready_bytes, array.nbytes
+        self._joined[at : at + total] = array.tobytes()
+        try:
+            with self._pipe:
+                self._pipe.send(memoryview(self._joined)[: at + total], deadline)
+                self._conversation.tensor(self._conversation.next_seq, total, total)
+        except TensorStreamError as error:
+            raise self._broken(error) from error
+        return True
+
+    def send(self, header: bytes, array: Array, deadline: float) -> None:
+        """A tensor, and what is to be known of it. Returns once the system has it; `array` may be reused then.
+
+        Args:
+            header: at most 512 KiB.
+            array: uint16 (bf16 bits), float16 or float32, of at most four dimensions and 64 MiB.
+            deadline: on the monotonic clock, for as long as nothing is taken (`pipe.Silence`).
+
+        Raises:
+            TensorTooLarge: beyond these bounds. The stream is good for another.
+            StreamCorrupt: of another dtype or with more dimensions. The stream is good for another.
+            StreamStalled: the other side takes too little.
+            TensorStreamError: the stream is broken.
+        """
+        code = CODES.get(array.dtype)
+        total, n_header = array.nbytes, len(header)
+        if code is None or array.ndim > MAX_DIMENSIONS:
+            raise StreamCorrupt(f"A tensor of dtype {array.dtype} with {array.ndim} dimensions can't be sent")
+        if total > MAX_TENSOR_BYTES or n_header > MAX_HEADER_BYTES:
+            raise TensorTooLarge(
+                f"A tensor of {total} bytes with a header of {n_header}; {MAX_TENSOR_BYTES} and {MAX_HEADER_BYTES} are taken"
+            )
+        self._ready_for = None
+        data = (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B") if total else memoryview(b"")
+        conversation, silence = self._conversation, Silence(deadline, self._pipe.now, total)
+        try:
+            with self._pipe:
+                self._make_way(silence)
+                seq, at = conversation.next_seq, min(total, MAX_CHUNK_BYTES - n_header)
+                conversation.tensor(seq, total, at)
+                self._put(tensor_start(seq, n_header, total, code, array.shape, at) + header, data[:at], silence)
+                while at < total:
+                    self._make_way(silence)
+                    seq, n = conversation.next_seq, min(total - at, MAX_CHUNK_BYTES)
+                    conversation.chunk(seq, n)
+                    self._put(chunk_start(seq, n), data[at : at + n], silence)
+                    at += n
+        except TensorStreamError as error:
+            raise self._broken(error) from error
+
+    def _put(self, start: bytes, data: memoryview, silence: Silence) -> None:
+        """A frame: its start and its data, in one write where that is cheap."""
+        deadline = silence.deadline
+        at, n = len(start), len(data)
+        if at + n <= JOINED_BYTES:
+            joined = self._joined
+            joined[:at] = start
+            joined[at : at + n] = data
+            self._pipe.send(memoryview(joined)[: at + n], deadline)
+        else:
+            self._pipe.send(start, deadline)
+            self._pipe.send(data, deadline)
+        silence.moved()
+
+    def _make_way(self, silence: Silence) -> None:
+        """Have room for a chunk in the window."""
+        conversation = self._conversation
+        if conversation.unacknowledged >= HALF:
+            while self._hear_now():
+                pass
+            while conversation.unacknowledged >= WINDOW:
+                self._hear(silence.deadline)
+                silence.moved()
+
+    def _hear(self, deadline: float) -> None:
+        """One thing that the other side says."""
+        while not self._heard():
+            self._incoming.filled(self._pipe.receive(self._incoming.space(), deadline))
+
+    def _hear_now(self) -> bool:
+        """Likewise, if it has been said."""
+        if self._heard():
+            return True
+        n = self._pipe.receive_now(self._incoming.space())
+        self._incoming.filled(n)
+        return n > 0
+
+    def _heard(self) -> bool:
+        event = self._incoming.next()
+        if isinstance(event, Closed):
+            raise error_of(event.code, event.message, self.peer)
+        return event is not None
+
+    def _broken(self, error: TensorStreamError) -> TensorStreamError:
+        """Close, for an error or for what the other side gave as its reason, which is returned."""
+        told = self._told(error)
+        self.fail(told)
+        return told
+
+    def _told(self, error: TensorStreamError) -> TensorStreamError:
+        """What the other side gave as its reason, where a write failed; else the error itself."""
+        if self.closed or self._conversation.over:
+            return error
+        try:
+            with self._pipe:
+                while self._hear_now():
+                    pass
+        except TensorStreamError as reason:
+            return reason if self._conversation.over else error
+        return error
+
+
+MOST_BYTES = BUFFER_BYTES // 2
+"""Of a message that is rehearsed. Larger ones take long anyway, and copying them would push other things out of the caches."""
+
+
+class Rehearsal:
+    """Reads a message like the last one again, so that what reads the next is at hand when it comes.
+
+    Law: nothing that was received is kept but its header; the made-up tensor is zeros. The stream itself is not touched.
+    """
+
+    def __init__(self) -> None:
+        conversation = Conversation()
+        conversation.on(Event.HELLO)
+        conversation.on(Event.WELCOME)
+        self._conversation = conversation
+        self._incoming = Incoming(conversation, FROM_SENDER)
+        self._header = b""
+        self._zeros: Array | None = None
+
+    def came(self, message: Message) -> None:
+        """A message to be like."""
+        array, zeros = message.array, self._zeros
+        self._header = message.header
+        if zeros is None or zeros.shape != array.shape or zeros.dtype != array.dtype:
+            small = len(message.header) + array.nbytes <= MOST_BYTES
+            self._zeros = np.zeros(array.shape, array.dtype) if small else None
+
+    def again(self) -> Message | None:
+        """Read one; None where there is nothing to be like, or it was large."""
+        zeros, conversation, incoming = self._zeros, self._conversation, self._incoming
+        if zeros is None:
+            return None
+        start = tensor_start(conversation.next_seq, len(self._header), zeros.nbytes, CODES[zeros.dtype], zeros.shape, zeros.nbytes)
+        frame = start + self._header + zeros.tobytes()
+        incoming.space()[: len(frame)] = frame
+        incoming.filled(len(frame))
+        message = incoming.next()
+        conversation.acknowledge(conversation.next_seq)
+        return message if isinstance(message, Message) else None
+
+
+class TensorReceiver(End):
+    """Receives tensors. The listener makes it, from a connection that has been greeted."""
+
+    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
+        super().__init__(pipe, conversation, incoming, on_close)
+        self._rehearsal = Rehearsal()
+
+    def receive(self, deadline: float, rehearse: Callable[[Message], None] | None = None) -> Message:
+        """The next tensor. Its array is good until the next call.
+
+        Args:
+            deadline: on the monotonic clock, for as long as nothing comes (`pipe.Silence`).
+            rehearse: called now and then while this looks, with a message like the last one, of zeros.
+
+        Raises:
+            StreamIdle: none has begun to come.
+            StreamStalled: it was not all there in time. Calling again goes on where this left off.
+            TensorStreamError: the stream is broken.
+        """
+        try:
+            with self._pipe:
+                event = self._next(deadline, self._rehearsing(rehearse) if rehearse else None)
+        except StreamStalled as error:
+            if self._incoming.empty and self._conversation.between:
+                raise StreamIdle(error.message) from error
+            raise
+        except TensorStreamError as error:
+            self.fail(error)
+            raise
+        if isinstance(event, Closed):
+            error = error_of(event.code, event.message, self.peer)
+            self.fail(error)
+            raise error
+        self._rehearsal.came(event)
+        return event
+
+    def look(self, seconds: float) -> None:
+        """Have `receive` look for so long before it sleeps. It takes the core meanwhile, unless others want it."""
+        self._pipe.look_s = seconds
+
+    def refuse(self, error: TensorStreamError) -> TensorStreamError:
+        """What came makes no sense to its user: the stream ends, and the other side is told. Returns the error, to be raised."""
+        self.fail(error)
+        return error
+
+    def acknowledge(self) -> None:
+        """The user is done with what it received, so more may come.
+
+        Raises:
+            TensorStreamError: the stream is broken.
+        """
+        if self._conversation.unacknowledged >= HALF:
+            try:
+                with self._pipe:
+                    self._ack(None)
+            except TensorStreamError as error:
+                self.fail(error)
+                raise
+
+    def _rehearsing(self, rehearse: Callable[[Message], None]) -> Callable[[], None]:
+        """Read a message like the last one, and do with it what is done with the next."""
+
+        def again() -> None:
+            message = self._rehearsal.again()
+            if message is not None:
+                rehearse(message)
+
+        return again
+
+    def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> Message | Closed:
+        incoming, pipe, conversation = self._incoming, self._pipe, self._conversation
+        if conversation.unacknowledged > HALF + HALF // 2:
+            # Nothing is acknowledged; but asking for more says as much.
+            self._ack(deadline)
+        silence = Silence(deadline, pipe.now)
+        while True:
+            event = incoming.next()
+            if event is None:
+                incoming.filled(pipe.receive(incoming.space(), silence.deadline, rehearse))
+                silence.moved(incoming.tensor_bytes)
+            elif isinstance(event, Message | Closed):
+                return event
+            elif conversation.unacknowledged >= HALF:
+                self._ack(silence.deadline)
+
+    def _ack(self, deadline: float | None) -> None:
+        """For every chunk that has come. It is a few bytes: who can't take them takes nothing any more."""
+        seq = self._conversation.next_seq
+        self._conversation.acknowledge(seq)
+        try:
+            self._pipe.send(ack(seq), deadline)
+        except StreamStalled as error:
+            raise StreamClosed(f"{self.peer} takes no acknowledgements") from error
