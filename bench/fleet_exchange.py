@@ -20,7 +20,7 @@ from pathlib import Path
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.fleet.messages import Call, Request
+from paceline.fleet.messages import ExchangeRequest, GossipCall
 from paceline.net.channels import Purpose
 from paceline.net.exchange import Exchanger
 from paceline.net.member.node import FleetNode
@@ -80,8 +80,8 @@ async def measure(root: Path, exchanges: int) -> None:
 
     async def exchange() -> None:
         """What `GossipDriver` does for a call, and nothing else."""
-        request = Request(digests=driver._registry.digests())  # noqa: SLF001
-        answer = await exchanger.call(Call(0, b.addresses, None, request, 5.0), fail)
+        request = ExchangeRequest(digests=driver._registry.digests())  # noqa: SLF001
+        answer = await exchanger.call(GossipCall(0, b.addresses, None, request, 5.0), fail)
         driver.on_reply(0, answer.reply, answer.peer, clock.monotonic())
 
     async def with_news() -> None:

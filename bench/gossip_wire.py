@@ -6,7 +6,7 @@ some HTTP/2 frames, compressed headers and TLS records: CALL_BYTES, both directi
 
 from __future__ import annotations
 
-from paceline.fleet.messages import PassedCard, Reply, Request
+from paceline.fleet.messages import ExchangeRequest, PassedCard, Reply
 
 CALL_BYTES = 260
 DIGEST_BYTES = 8 + 8 + 2
@@ -22,10 +22,10 @@ def _cards(cards: tuple[PassedCard, ...]) -> int:
     )
 
 
-def size(message: Request | Reply) -> int:
+def size(message: ExchangeRequest | Reply) -> int:
     """Bytes of a serialised message, at most a few more than it has, and half of what its call costs besides."""
     total = CALL_BYTES // 2 + len(message.revocations_digest) + TAG_BYTES
     total += sum(len(sealed.sealed) + TAG_BYTES for sealed in message.revocations)
     total += len(message.stamps) * STAMP_BYTES + (6 * TAG_BYTES if message.stamps else 0) + _cards(message.cards)
-    digests = message.digests if isinstance(message, Request) else message.wanted
+    digests = message.digests if isinstance(message, ExchangeRequest) else message.wanted
     return total + (len(digests) * DIGEST_BYTES + 4 * TAG_BYTES if digests else 0)

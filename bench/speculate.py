@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_peers import GARBAGE, DraftPeers
-from paceline.bench.draft.exercises import Kind
+from paceline.bench.draft.exercises import ExerciseKind
 from paceline.bench.draft.forced import ForcedExecutor
 from paceline.bench.draft.run import DraftBenchPlan, DraftRow, RowMeter, settings_for
 from paceline.core.clock import SystemClock
@@ -74,28 +74,28 @@ class Bench:
         engine = Engine(forced, self.tokenizer, config, SystemClock(), drafting=DraftingConfig(sources=sources))
         return lambda **changes: RowMeter(engine, forced, replace(self.plan, **changes), SystemClock())
 
-    def measure(self, what: str, meter: RowMeter, cases: Sequence[tuple[Kind, int, bool]], least: float, reach: float) -> None:
+    def measure(self, what: str, meter: RowMeter, cases: Sequence[tuple[ExerciseKind, int, bool]], least: float, reach: float) -> None:
         for kind, batch, forced in cases:
             line = Line(what, meter.row(self.tokenizer, kind, batch, forced=forced), least, reach)
             self.lines.append(line)
             print(line, flush=True)
 
 
-def both(*kinds: Kind, batch: int = 1) -> list[tuple[Kind, int, bool]]:
+def both(*kinds: ExerciseKind, batch: int = 1) -> list[tuple[ExerciseKind, int, bool]]:
     return [(kind, batch, forced) for kind in kinds for forced in (True, False)]
 
 
 def measure_local(bench: Bench, built: BuiltEngine) -> None:
     meter = bench.meter(built.executor, built.config, {})
-    bench.measure("ngram / off", meter(draft="ngram"), both(Kind.CODE_EDIT, Kind.AGENT), 1.8, 2.5)
-    bench.measure("auto / off", meter(), both(Kind.SUMMARY), 1.0, 1.5)
-    bench.measure("auto / off", meter(), [*both(Kind.PROSE), *both(Kind.PROSE, batch=16)], 0.97, 1.0)
+    bench.measure("ngram / off", meter(draft="ngram"), both(ExerciseKind.CODE_EDIT, ExerciseKind.AGENT), 1.8, 2.5)
+    bench.measure("auto / off", meter(), both(ExerciseKind.SUMMARY), 1.0, 1.5)
+    bench.measure("auto / off", meter(), [*both(ExerciseKind.PROSE), *both(ExerciseKind.PROSE, batch=16)], 0.97, 1.0)
 
 
 def measure_remote(bench: Bench, built: BuiltEngine, peers: DraftPeers, added_ms: float) -> None:
     sources: dict[str, DraftSource] = {"near": peers.source("ngram"), "far": peers.source("ngram", added_ms)}
     meter = bench.meter(built.executor, built.config, sources)
-    cases = [(Kind.CODE_EDIT, 1, True), (Kind.AGENT, 1, True)]
+    cases = [(ExerciseKind.CODE_EDIT, 1, True), (ExerciseKind.AGENT, 1, True)]
     bench.measure("remote ngram / local ngram", meter(draft="near", against="ngram"), cases, 0.95, 0.99)
     bench.measure(f"the same, {added_ms:g} ms added", meter(draft="far", against="ngram"), cases, 0.85, 0.95)
 
@@ -104,7 +104,7 @@ def measure_garbage(bench: Bench, built: BuiltEngine, peers: DraftPeers) -> None
     sources: dict[str, DraftSource] = {kind: peers.source(kind) for kind in GARBAGE}
     meter = bench.meter(built.executor, built.config, sources)
     for kind in GARBAGE:
-        bench.measure(f"garbage ({kind}) / off", meter(draft=kind), [(Kind.PROSE, 1, True)], 0.95, 1.0)
+        bench.measure(f"garbage ({kind}) / off", meter(draft=kind), [(ExerciseKind.PROSE, 1, True)], 0.95, 1.0)
 
 
 def measure_pipeline(bench: Bench, cut: int, cores: tuple[int, int]) -> None:
@@ -117,7 +117,7 @@ def measure_pipeline(bench: Bench, cut: int, cores: tuple[int, int]) -> None:
     config = EngineConfig(max_context=2048, max_running=16, prefix_cache=False)
     try:
         meter = bench.meter(executor, config, {})
-        bench.measure("2 stages: ngram / off", meter(draft="ngram"), both(Kind.AGENT), 1.8, 2.5)
+        bench.measure("2 stages: ngram / off", meter(draft="ngram"), both(ExerciseKind.AGENT), 1.8, 2.5)
     finally:
         executor.close()
         process.kill()

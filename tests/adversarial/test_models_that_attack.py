@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.cli.chat import _show_plain, _write
-from paceline.cli.endpoint import Endpoint, EndpointError
+from paceline.cli.endpoint import EndpointClient, EndpointError
 from paceline.cli.terminal import report
 from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError
 from paceline.core.model import LayerRange, WeightsFormat
@@ -323,7 +323,7 @@ class Hostile(BaseHTTPRequestHandler):
 def test_row_51_an_endpoints_names_and_errors_are_shown_harmless() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with Endpoint(f"127.0.0.1:{server.server_port}", None) as endpoint:
+        with EndpointClient(f"127.0.0.1:{server.server_port}", None) as endpoint:
             (name,) = endpoint.models()
             assert not COMMANDS & set(name)
             with pytest.raises(EndpointError) as caught:

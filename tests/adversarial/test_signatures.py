@@ -27,7 +27,7 @@ from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import JoinAttempt
 from paceline.net.trust.seals import open_card, open_revocation, sign_revocation
-from paceline.net.trust.signing import CONTEXT, Kind, verifies
+from paceline.net.trust.signing import CONTEXT, SignedKind, verifies
 from paceline.net.trust.tokens import JoinToken
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.testing.fleets import TestFleet, card_of
@@ -102,16 +102,16 @@ def test_row_4_no_text_of_tls_or_x509_begins_as_ours() -> None:
     # begins with a hello.
     assert len(CONTEXT) >= 64
     assert CONTEXT[0] not in {0x20, 0x30, 0x01, 0x16}
-    assert len({kind.value for kind in Kind}) == len(Kind)
-    assert not any(one != other and (one.value + b"\0").startswith(other.value + b"\0") for one in Kind for other in Kind)
+    assert len({kind.value for kind in SignedKind}) == len(SignedKind)
+    assert not any(one != other and (one.value + b"\0").startswith(other.value + b"\0") for one in SignedKind for other in SignedKind)
 
 
 def test_row_4_a_signature_is_for_one_kind(fleet: TestFleet) -> None:
     key = make_key()
     identity = Identity(key, fleet.member("a-1").member, fleet.authority.root)
-    for kind in Kind:
+    for kind in SignedKind:
         signature = identity.sign(kind, b"text")
-        assert [verifies(key.public_key(), signature, other, b"text") for other in Kind] == [other is kind for other in Kind]
+        assert [verifies(key.public_key(), signature, other, b"text") for other in SignedKind] == [other is kind for other in SignedKind]
 
 
 def test_row_5_a_node_is_no_join_port(fleet: TestFleet) -> None:
@@ -143,7 +143,7 @@ def test_row_5_the_join_port_does_not_have_the_cas_key(tmp_path: Path) -> None:
 
 
 def signed(fleet: TestFleet, data: bytes) -> wire.SignedRevocation:
-    return wire.SignedRevocation(revocation=data, signature=fleet.authority.sign(Kind.REVOCATION, data))
+    return wire.SignedRevocation(revocation=data, signature=fleet.authority.sign(SignedKind.REVOCATION, data))
 
 
 def test_row_15_revocations_are_read_strictly(fleet: TestFleet) -> None:
@@ -191,7 +191,7 @@ def test_row_18_a_card_has_one_form_and_may_say_more(fleet: TestFleet) -> None:
     data = write_card(card_of(alice))
 
     def opened(card: bytes) -> object:
-        message = wire.SignedCard(card=card, signature=alice.sign(Kind.CARD, card), certificate=alice.member.certificate)
+        message = wire.SignedCard(card=card, signature=alice.sign(SignedKind.CARD, card), certificate=alice.member.certificate)
         return open_card(message, root=fleet.authority.root, voids=fleet.revocations.voids, now=fleet.clock.wall()).card
 
     assert opened(data) == card_of(alice)

@@ -9,7 +9,7 @@ from tests.fakes.served import Served
 from tests.unit.server.formats.test_families import FORMATS
 
 from paceline.core.errors import InvalidRequest
-from paceline.server.formats.grammar import Choice, calls_grammar
+from paceline.server.formats.grammar import BranchChoice, calls_grammar
 from paceline.testing.scripted_inference import ScriptedInference
 
 ITSELF = {"type": "object", "properties": {f"k{place}": {"$ref": "#"} for place in range(12)}}
@@ -17,7 +17,7 @@ ITSELF = {"type": "object", "properties": {f"k{place}": {"$ref": "#"} for place 
 
 def test_a_schema_that_refers_to_itself_again_and_again_is_too_large() -> None:
     with pytest.raises(InvalidRequest, match="too many values"):
-        calls_grammar(FORMATS["gemma4"], {"f": ITSELF}, Choice.REQUIRED, parallel=True, token_id=lambda _: None)
+        calls_grammar(FORMATS["gemma4"], {"f": ITSELF}, BranchChoice.REQUIRED, parallel=True, token_id=lambda _: None)
 
 
 def test_half_a_surrogate_pair_in_arguments_is_no_error(shared: Served[ScriptedInference]) -> None:

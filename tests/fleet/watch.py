@@ -13,7 +13,7 @@ import grpc.aio
 
 from paceline.core.errors import PacelineError
 from paceline.net.control_service import control_channel, read_sight
-from paceline.net.member.state import Running, read_running
+from paceline.net.member.state import RunningNode, read_running
 from paceline.net.trust.folder import FleetFolder
 
 EVERY_S = 0.1
@@ -24,7 +24,7 @@ class Watched:
 
     def __init__(self, home: Path) -> None:
         self._folder = FleetFolder(home / "fleet")
-        self._running: Running | None = None
+        self._running: RunningNode | None = None
         self._channel: grpc.aio.Channel | None = None
 
     async def sample(self) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from tests.identity.draft_rounds import HITS, PLAIN, PREEMPTED, PROPOSERS, Confi
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
-from paceline.bench.draft.exercises import Kind, load
+from paceline.bench.draft.exercises import ExerciseKind, load
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from paceline.core.ids import RequestId, SequenceId
@@ -277,7 +277,7 @@ def tiny(clock: Callable[[], Clock], count: int = 16) -> Subject:
 def bundled(clock: Callable[[], Clock], count: int, answer: int = ANSWER) -> Subject:
     """The model that ships, on pieces of the texts that ship."""
     opened = open_model("smollm2-135m")
-    exercises = [exercise for several in zip(*(load(kind) for kind in Kind), strict=True) for exercise in several]
+    exercises = [exercise for several in zip(*(load(kind) for kind in ExerciseKind), strict=True) for exercise in several]
     prompts = list(itertools.islice(_pieces([exercise.prompt_ids(opened.tokenizer) for exercise in exercises]), count))
     return Subject(opened.weights, opened.tokenizer, prompts, answer, clock)
 

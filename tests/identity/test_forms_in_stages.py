@@ -28,7 +28,7 @@ from paceline.engine.grammar import Grammars
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine.setup import load_runner
 from paceline.server.formats.format import find_format
-from paceline.server.formats.grammar import Choice, calls_grammar, content_grammar
+from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.testing.clock import FakeClock
@@ -45,7 +45,9 @@ HERMES = find_format("<tool_call>")
 def forms() -> dict[str, Grammar]:
     """One of every kind."""
     assert HERMES.thinking is not None
-    calls = calls_grammar(HERMES, {"sell": FORM, "stop": {}}, Choice.REQUIRED, parallel=True, token_id=lambda _: None, in_reasoning=False)
+    calls = calls_grammar(
+        HERMES, {"sell": FORM, "stop": {}}, BranchChoice.REQUIRED, parallel=True, token_id=lambda _: None, in_reasoning=False
+    )
     assert calls is not None
     return {
         "schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps(FORM)),

@@ -20,15 +20,15 @@ from pathlib import Path
 from paceline.core.ids import NodeId
 from paceline.fleet.messages import (
     Appeared,
-    Call,
     Changed,
     Clashed,
     Effect,
+    ExchangeRequest,
     Expired,
+    GossipCall,
     Ignored,
     Left,
     PassedCard,
-    Request,
     Reseal,
     Restarted,
     Revoked,
@@ -57,7 +57,7 @@ def told(effect: Effect) -> str:
             return f"ignored{f' of {node_id}' if node_id else ''}, from {peer}: {reason}"
         case Reseal(_, reason):
             return f"signs a new card: {reason}"
-        case Call():
+        case GossipCall():
             raise AssertionError("calls are not told")
 
 
@@ -70,7 +70,7 @@ class Script:
         self.network = SimulatedNetwork(lan(), seed=1, on_effect=self._happened)
 
     def _happened(self, now: float, node: SimulatedNode, effect: Effect) -> None:
-        if not isinstance(effect, Call):
+        if not isinstance(effect, GossipCall):
             self.out.append(f"{now:7.1f} {node.label}: {told(effect)}")
 
     def run(self, line: str) -> None:
@@ -127,14 +127,14 @@ class Script:
             assert passed is not None
             self.kept[name] = passed
         else:
-            reply = holder.gossip.on_request(Request(digests=frozenset()), NodeId("keeper"), self.network.clock(holder)).reply
+            reply = holder.gossip.on_request(ExchangeRequest(digests=frozenset()), NodeId("keeper"), self.network.clock(holder)).reply
             self.kept[name] = next(passed for passed in reply.cards if passed.sealed.card.node_id == node_id)
 
     def do_replay(self, words: list[str], named: dict[str, str]) -> None:
         # Whoever replays a card lies about its age.
         node = self.network.nodes[words[1]]
         card = replace(self.kept[words[0]], age_s=0.0)
-        effects = node.gossip.on_request(Request(cards=(card,)), NodeId("mallory"), self.network.clock(node)).effects
+        effects = node.gossip.on_request(ExchangeRequest(cards=(card,)), NodeId("mallory"), self.network.clock(node)).effects
         for effect in effects:
             self._happened(self.network.now, node, effect)
 

@@ -230,7 +230,7 @@ def up(
 ) -> None:
     """Serve a model as an OpenAI endpoint; on a machine of a fleet, the whole fleet's."""
     from paceline.cli.api_options import ApiOptions, server_settings
-    from paceline.cli.sharing import Sharing, run_shared
+    from paceline.cli.sharing import SharingOptions, run_shared
 
     logging.basicConfig(level=log_level.upper(), format="%(message)s")
     if model is not None and len(model) > 1:
@@ -260,7 +260,7 @@ def up(
             draft=draft,
         )
     )
-    sharing = Sharing(
+    sharing = SharingOptions(
         *(fleet_port, tensor_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
         *(tuple(beside or ()), drain_s, max_revocation_age, embeddings),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from paceline.bench.draft.exercises import Kind
+from paceline.bench.draft.exercises import ExerciseKind
 from paceline.bench.draft.run import DraftBenchPlan, DraftReport, run_draft_bench
 from paceline.cli.bench import counts, note_load, print_report, table_of, telling
 from paceline.cli.terminal import counted
@@ -28,11 +28,11 @@ def bench_speculate(
     print_report(report, show, as_json=as_json)
 
 
-def _kinds(asked: str) -> tuple[Kind, ...]:
+def _kinds(asked: str) -> tuple[ExerciseKind, ...]:
     try:
-        return tuple(Kind(part.strip()) for part in asked.split(",")) if asked else tuple(Kind)
+        return tuple(ExerciseKind(part.strip()) for part in asked.split(",")) if asked else tuple(ExerciseKind)
     except ValueError:
-        raise ConfigError(f"--kinds {asked!r} names a kind that there is not", f"There are: {', '.join(Kind)}.") from None
+        raise ConfigError(f"--kinds {asked!r} names a kind that there is not", f"There are: {', '.join(ExerciseKind)}.") from None
 
 
 def show(console: Console, report: DraftReport) -> None:

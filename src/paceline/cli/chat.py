@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from paceline.cli.endpoint import Endpoint
-from paceline.cli.status_here import Running, running
+from paceline.cli.endpoint import EndpointClient
+from paceline.cli.status_here import RunningEndpoint, running
 from paceline.cli.terminal import EXIT_OK, Terminal, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.shown import shown
@@ -83,7 +83,7 @@ def run_chat(
     here = None if load_here or url is not None else _endpoint_here(settings, model, api_key)
     found, ca = (url, tls_ca) if here is None else (here.url, here.authority)
     if found is not None:
-        with Endpoint(found, api_key, ca) as endpoint:
+        with EndpointClient(found, api_key, ca) as endpoint:
             name = model or next(iter(endpoint.models()), "")
             if not name:
                 raise UserError(f"{found} serves no model", "Name one with --model.")
@@ -116,7 +116,7 @@ def _one_message(question: str | None) -> str | None:
     return piped
 
 
-def _endpoint_here(settings: NodeSettings, model: str | None, api_key: str | None) -> Running | None:
+def _endpoint_here(settings: NodeSettings, model: str | None, api_key: str | None) -> RunningEndpoint | None:
     """An endpoint of this machine that serves the model. None where there is none, or the person asked how the model is to be loaded."""
     if NodeSettings(settings.model, max_running=settings.max_running) != settings:
         return None
@@ -124,7 +124,7 @@ def _endpoint_here(settings: NodeSettings, model: str | None, api_key: str | Non
         if one.has_key and api_key is None:
             continue
         try:
-            with Endpoint(one.url, api_key, one.authority) as endpoint:
+            with EndpointClient(one.url, api_key, one.authority) as endpoint:
                 names = endpoint.models()
         except UserError:
             continue

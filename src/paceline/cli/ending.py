@@ -14,7 +14,7 @@ from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, end_now
 
 if TYPE_CHECKING:
     from paceline.node.build import BuiltNode
-    from paceline.server.app import Service
+    from paceline.server.app import ApiService
 
 ORDERLY_S = 1.8
 """Longest an orderly stop may take once nothing is waited for; after it the process ends as it does at a second Ctrl-C."""
@@ -33,14 +33,14 @@ class Ending:
         self.stop = asyncio.Event()
         """Set once everything is to end."""
         self._console, self._drain_s = console, drain_s
-        self._service: Service | None = None
+        self._service: ApiService | None = None
         self._node: BuiltNode | None = None
         self._draining: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, EXIT_INTERRUPTED)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, 128 + signal.SIGTERM)
 
-    def wait_for(self, service: Service, node: BuiltNode | None) -> None:
+    def wait_for(self, service: ApiService, node: BuiltNode | None) -> None:
         """Have a stop wait for what is being answered from now on."""
         self._service, self._node = service, node
 

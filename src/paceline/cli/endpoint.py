@@ -26,7 +26,7 @@ class EndpointError(UserError):
     """An endpoint that can't be reached, or that refused."""
 
 
-class Endpoint:
+class EndpointClient:
     """One endpoint, over one connection."""
 
     def __init__(self, url: str, api_key: str | None, ca: Path | None = None) -> None:

@@ -16,7 +16,7 @@ from paceline.machine.settings import NodeSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SharingOptions:
     """The options of `paceline up` that concern other machines."""
 
     fleet_port: int
@@ -43,7 +43,7 @@ class Sharing:
     """An encoder, which this machine serves alone."""
 
 
-def run_shared(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, greet: bool) -> NoReturn:
+def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
     """Serve until interrupted.
 
     Args:
@@ -86,7 +86,7 @@ def run_shared(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions,
     _run(settings, sharing, api, greet=greet)
 
 
-def _run(settings: NodeSettings | None, sharing: Sharing, api: ApiOptions, *, greet: bool) -> NoReturn:
+def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
     _check_names(settings, sharing.propose)
     from paceline.cli.membership import fleet_settings
     from paceline.cli.up import run_up

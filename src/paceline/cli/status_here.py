@@ -34,7 +34,7 @@ ANSWERS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningEndpoint:
     """An endpoint of this machine."""
 
     url: str
@@ -67,7 +67,9 @@ def announced(url: str, *, has_key: bool, certificate: Path | None) -> Generator
         place.parent.mkdir(parents=True, exist_ok=True)
         write_file(
             place,
-            json.dumps(asdict(Running(url, os.getpid(), has_key, "" if certificate is None else str(certificate.absolute())))).encode(),
+            json.dumps(
+                asdict(RunningEndpoint(url, os.getpid(), has_key, "" if certificate is None else str(certificate.absolute())))
+            ).encode(),
         )
     except OSError as error:
         logger.warning("%s can't be written (%s): chat and status will not find this endpoint by themselves", place, error.strerror)
@@ -78,9 +80,9 @@ def announced(url: str, *, has_key: bool, certificate: Path | None) -> Generator
             place.unlink()
 
 
-def running(home: Home) -> list[Running]:
+def running(home: Home) -> list[RunningEndpoint]:
     """Endpoints that answer, the one that started last first. Notes of processes that are gone are removed."""
-    found: list[tuple[float, Running]] = []
+    found: list[tuple[float, RunningEndpoint]] = []
     for place in home.running.glob("*.json"):
         endpoint = _read(place)
         if endpoint is None or not _lives(endpoint.process):
@@ -92,11 +94,11 @@ def running(home: Home) -> list[Running]:
     return [endpoint for _, endpoint in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
-def _read(place: Path) -> Running | None:
+def _read(place: Path) -> RunningEndpoint | None:
     fields = read_json_object(place) or {}
     match fields:
         case {"url": str(url), "process": int(process), "has_key": bool(has_key), "certificate": str(certificate)} if process > 0:
-            return Running(url, process, has_key, certificate)
+            return RunningEndpoint(url, process, has_key, certificate)
         case _:
             return None
 
@@ -111,7 +113,7 @@ def _lives(process: int) -> bool:
     return True
 
 
-def _answers(endpoint: Running) -> bool:
+def _answers(endpoint: RunningEndpoint) -> bool:
     try:
         with endpoint.client() as client:
             answer = client.get("/health")
@@ -188,7 +190,7 @@ def show_endpoints(endpoints: list[EndpointLoad], console: Console) -> None:
         console.print(*lines, sep="\n", markup=False, soft_wrap=True)
 
 
-def _load(one: Running, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
+def _load(one: RunningEndpoint, first: dict[str, float], last: dict[str, float]) -> EndpointLoad:
     state, models = GONE, None
     try:
         with one.client(_key()) as client:
@@ -218,7 +220,7 @@ def _load(one: Running, first: dict[str, float], last: dict[str, float]) -> Endp
     )
 
 
-def _figures(one: Running) -> dict[str, float]:
+def _figures(one: RunningEndpoint) -> dict[str, float]:
     """Figures of the endpoint's own page, and when they were read; empty where it does not give them."""
     try:
         with one.client(_key()) as client:

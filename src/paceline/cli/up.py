@@ -323,11 +323,11 @@ def _welcome(console: Console, model: str, url: str, api_key: str | None, tls: T
 
 
 def _greet(console: Console, url: str, model: str, api_key: str | None, ca: Path | None) -> None:
-    from paceline.cli.endpoint import Endpoint, EndpointError
+    from paceline.cli.endpoint import EndpointClient, EndpointError
 
     console.print(f"> {QUESTION}", style="dim", markup=False)
     try:
-        with Endpoint(url, api_key, ca) as endpoint:
+        with EndpointClient(url, api_key, ca) as endpoint:
             for text in endpoint.say(model, [{"role": "user", "content": QUESTION}], temperature=0.0, seed=None, max_tokens=80):
                 console.print(shown(text), end="", markup=False, soft_wrap=True)
         console.print("\n")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from paceline.engine.step_costs import Load, StepCosts
+from paceline.engine.step_costs import StepCosts, StepLoad
 
 FLOOR = 5
 """The oldest prompt gets one part in so many. Raising it: short prompts are answered sooner behind a long one, and that one later."""
@@ -50,7 +50,7 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
     """
     if not prompts or most <= 0:
         return [0] * len(prompts)
-    base = Load(answers)
+    base = StepLoad(answers)
     limit = max(budget_s, BESIDE * costs.of(base)) if costs.any_known and answers else budget_s if costs.any_known else inf
     step = _Step(prompts, most, base, costs)
     order = sorted(range(len(prompts)), key=lambda place: prompts[place].left)
@@ -74,7 +74,7 @@ def rows_of_prompts(prompts: Sequence[PromptLeft], most: int, answers: int, cost
 class _Step:
     """Rows given so far."""
 
-    def __init__(self, prompts: Sequence[PromptLeft], most: int, load: Load, costs: StepCosts) -> None:
+    def __init__(self, prompts: Sequence[PromptLeft], most: int, load: StepLoad, costs: StepCosts) -> None:
         self._prompts, self._left, self._costs = prompts, most, costs
         self.load = load
         self.rows = [0] * len(prompts)

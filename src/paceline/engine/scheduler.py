@@ -33,7 +33,7 @@ from paceline.engine.intake import context_of
 from paceline.engine.local import blocks_for
 from paceline.engine.prefix_cache import Prefixes
 from paceline.engine.sequence import Phase, SequenceState
-from paceline.engine.step_costs import Load, StepCosts
+from paceline.engine.step_costs import StepCosts, StepLoad
 
 LEAST_ROWS = 32
 """Of prompts in the step after one that was recalled; the next has twice as many. Raising it: more is lost where requests keep coming."""
@@ -47,7 +47,7 @@ class PlannedBatch:
 
     batch: StepBatch
     sequences: list[SequenceState]
-    load: Load
+    load: StepLoad
     may_recall: bool = False
     """It is of prompts alone, on this machine, and the one before it ran to its end."""
 
@@ -113,7 +113,7 @@ class Scheduler:
             self._admit()
         steps: list[SequenceStep] = []
         sequences: list[SequenceState] = []
-        load = Load(0)
+        load = StepLoad(0)
         for seq, rows, guess in self._rows():
             load = load.more(rows, seq.computed) if rows > 1 else replace(load, rows=load.rows + rows + len(guess))
             steps.append(self._step(seq, rows, guess))

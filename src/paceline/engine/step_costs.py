@@ -36,7 +36,7 @@ HALF_LIFE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StepLoad:
     """What one step runs."""
 
     rows: int
@@ -45,9 +45,9 @@ class Load:
     keys: int = 0
     """That the rows of prompts look at: the sum of their positions."""
 
-    def more(self, rows: int, start: int) -> Load:
+    def more(self, rows: int, start: int) -> StepLoad:
         """With rows of another prompt, the first at position `start`."""
-        return Load(self.rows + rows, self.prompt_rows + rows, self.keys + rows * start + rows * (rows + 1) // 2)
+        return StepLoad(self.rows + rows, self.prompt_rows + rows, self.keys + rows * start + rows * (rows + 1) // 2)
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class StepCosts:
         """Whether `of` gives seconds yet."""
         return self._answers.level > 0 or self._prompts.level > 0
 
-    def took(self, load: Load, seconds: float) -> None:
+    def took(self, load: StepLoad, seconds: float) -> None:
         """A step was measured."""
         if seconds <= 0 or load.rows <= 0:
             return
@@ -95,7 +95,7 @@ class StepCosts:
             return self.seconds(MOST_ROWS) * rows / MOST_ROWS
         return self._answers.seconds(rows)
 
-    def of(self, load: Load) -> float:
+    def of(self, load: StepLoad) -> float:
         """A step's expected time; relative to others even where none was measured. One without rows takes none."""
         if not load.rows:
             return 0.0
@@ -105,7 +105,7 @@ class StepCosts:
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 
-    def _took_prompts(self, load: Load, seconds: float) -> None:
+    def _took_prompts(self, load: StepLoad, seconds: float) -> None:
         curve = self._prompts
         if curve.level:
             factor = curve.factor_between(load.rows, self._one_row())
@@ -227,11 +227,11 @@ class StepTimes:
 
     def __init__(self, costs: StepCosts, clock: Clock) -> None:
         self._costs, self._clock = costs, clock
-        self._flying: deque[tuple[Load, float]] = deque()
+        self._flying: deque[tuple[StepLoad, float]] = deque()
         """Of batches in flight: what they run, and when they were submitted."""
         self._collected_at = 0.0
 
-    def submitted(self, load: Load) -> None:
+    def submitted(self, load: StepLoad) -> None:
         """A batch is about to be run."""
         self._flying.append((load, self._clock.monotonic()))
 

@@ -15,7 +15,7 @@ from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.figures import two_digits
 from paceline.fleet.machines import DECODE_SHARE, FREE_SHARE, Machine, memory_rate, sensible
 from paceline.fleet.pipelines import Pipeline
-from paceline.fleet.plan import Choice, Constraint, Draft, Estimate, Excluded, PlanRequest, Stage, Way
+from paceline.fleet.plan import Choice, Constraint, Draft, Estimate, Excluded, PlannedStage, PlanRequest, Way
 
 MOST_PROPOSERS = 16
 """Of those that could draft for a machine, the first in the seed's order are priced."""
@@ -116,7 +116,7 @@ def _rank(choice: Choice, cards: Mapping[NodeId, NodeCard]) -> tuple[bool, float
 
 
 def _choice(way: Way, machines: Sequence[Machine], layers: Sequence[int], draft: Draft | None, estimate: Estimate) -> Choice:
-    stages: list[Stage] = []
+    stages: list[PlannedStage] = []
     start = 0
     for place, (machine, count) in enumerate(zip(machines, layers, strict=True)):
         card, offer, shape = machine.card, machine.offer, machine.shape
@@ -125,7 +125,7 @@ def _choice(way: Way, machines: Sequence[Machine], layers: Sequence[int], draft:
             fetch_bytes = shape.layer_bytes * count + (0 if place else shape.edge_bytes)
         span = LayerRange(start, start + count)
         warm = offer.warm or _is_loaded(machine, span)
-        stages.append(Stage(card.node_id, card.instance, span, offer.numerics_id, warm, machine.fetch_from, fetch_bytes))
+        stages.append(PlannedStage(card.node_id, card.instance, span, offer.numerics_id, warm, machine.fetch_from, fetch_bytes))
         start += count
     offer = machines[0].offer
     return Choice(way, offer.model_id, offer.digest, offer.weights, tuple(stages), draft, estimate)
@@ -152,11 +152,11 @@ def _drafted(machine: Machine, card: NodeCard, offer: ModelOffer, link: LinkOf, 
     return _choice(Way.DRAFT, [machine], [machine.shape.n_layers], draft, estimate)
 
 
-def _proposer(card: NodeCard, offer: ModelOffer, request: PlanRequest) -> cost.Proposer:
+def _proposer(card: NodeCard, offer: ModelOffer, request: PlanRequest) -> cost.PricedProposer:
     assumed = cost.MODEL_ACCEPTANCE if offer.weights else cost.LOOKUP_ACCEPTANCE
     acceptance = assumed if request.acceptance is None else min(max(request.acceptance, 0.0), 1.0)
     measured = sensible(offer.tokens_per_second, 1e-6, 1e9) is not None and request.acceptance is not None
-    return cost.Proposer(_rate(card, offer) or 1e-6, acceptance, measured)
+    return cost.PricedProposer(_rate(card, offer) or 1e-6, acceptance, measured)
 
 
 def _rate(card: NodeCard, offer: ModelOffer) -> float | None:

@@ -85,7 +85,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposer:
+class PricedProposer:
     """Who drafts, as the cost model sees it."""
 
     tokens_per_s: float
@@ -100,7 +100,7 @@ def alone(machine: Machine, request: PlanRequest) -> Estimate:
     return estimate(_first_token_alone(machine, request), Seconds(token), request, measured=machine.measured)
 
 
-def draft(machine: Machine, proposer: Proposer, link: Link | None, request: PlanRequest) -> tuple[Estimate, int]:
+def draft(machine: Machine, proposer: PricedProposer, link: Link | None, request: PlanRequest) -> tuple[Estimate, int]:
     """One machine, all layers, with another that proposes. And the best length of a draft.
 
     Args:
@@ -188,7 +188,7 @@ def _first_token_alone(machine: Machine, request: PlanRequest) -> Seconds:
     return Seconds(machine.prompt_layer_s * machine.shape.n_layers * request.prompt_tokens * request.abreast)
 
 
-def _drafted_token(machine: Machine, proposer: Proposer, link: Link | None, length: int, streams: int) -> Seconds:
+def _drafted_token(machine: Machine, proposer: PricedProposer, link: Link | None, length: int, streams: int) -> Seconds:
     batch = machine.layer_batch_s(streams) * machine.shape.n_layers + machine.edge_batch_s(streams)
     verify = batch + streams * length * machine.prompt_layer_s * machine.shape.n_layers
     busy = Seconds(streams * length / proposer.tokens_per_s + verify)

@@ -2,7 +2,7 @@
 
 A round: a node tells a few others what it holds, in 17 bytes a node; each hands over what it has newer and names what it wants; what was
 wanted follows in a second call. A round costs what changed, not the fleet's cards. The owner signs cards (`Reseal` -> `announce`), makes
-calls (`Call` -> `on_reply` or `on_failure`), checks signatures before anything enters, and calls `tick` at `next_tick`.
+calls (`GossipCall` -> `on_reply` or `on_failure`), checks signatures before anything enters, and calls `tick` at `next_tick`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
-from paceline.fleet.intake import ClashWatch, Intake, Shares
-from paceline.fleet.messages import Call, Effect, PassedCard, Reply, Request, Reseal
-from paceline.fleet.peers import Peer, Peers
+from paceline.fleet.intake import ClashWatch, FleetIntake, Shares
+from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, PassedCard, Reply, Reseal
+from paceline.fleet.peers import ExchangePeer, Peers
 from paceline.fleet.presets import Measures, Preset
 from paceline.fleet.registry import CardRegistry
 from paceline.fleet.revocations import Revocations
@@ -35,7 +35,7 @@ class Answered:
 class _Exchange:
     """An exchange under way with one peer."""
 
-    peer: Peer
+    peer: ExchangePeer
     calls: int
     until: float
 
@@ -59,7 +59,7 @@ class Gossip:
         self._clashes = ClashWatch(preset.clash_memory_s, 2 * preset.bounds.max_nodes)
         self._shares = Shares(preset.bounds.burst, preset.exchange_s, 2 * preset.bounds.max_nodes)
         self._peers = Peers(own, rng, preset.remember_lost_s)
-        self._intake = Intake(self._registry, self._revocations, self._clashes, self._peers)
+        self._intake = FleetIntake(self._registry, self._revocations, self._clashes, self._peers)
         for seed in seeds:
             self._peers.give_seed(seed)
         self._chain: StampChain | None = None
@@ -139,7 +139,7 @@ class Gossip:
         self._shares.take(peer, now)
         self._preset.bounds.check(measures)
 
-    def on_request(self, request: Request, peer: NodeId, now: float) -> Answered:
+    def on_request(self, request: ExchangeRequest, peer: NodeId, now: float) -> Answered:
         """Answer a peer; its request was admitted and its signatures hold."""
         effects = self._intake.sweep(now)
         effects += self._intake.take(request.revocations, request.cards, request.stamps, peer, now)
@@ -170,7 +170,7 @@ class Gossip:
         again = reply.more or apart.more
         behind = reply.revocations_digest != self._revocations.digest
         if (again or behind or apart.cards or apart.stamps) and exchange.calls < self._preset.max_calls:
-            request = Request(
+            request = ExchangeRequest(
                 digests=self._registry.digests() if again else None,
                 stamps=apart.stamps,
                 cards=apart.cards,
@@ -240,19 +240,19 @@ class Gossip:
             return self._preset.fanout_goodbye
         return self._preset.fanout_news if self._intake.news else self._preset.fanout
 
-    def _opening(self, now: float) -> Request:
+    def _opening(self, now: float) -> ExchangeRequest:
         revocations, digest = self._revocations.all() if self._intake.revocation_news else (), self._revocations.digest
         said = self.revocation_list
         own = self._registry.own_passed(now)
         if own is not None and own.sealed.card.leaving:
-            return Request(cards=(own,), revocations=revocations, revocations_digest=digest, revocation_list=said)
-        return Request(self._registry.digests(), revocations=revocations, revocations_digest=digest, revocation_list=said)
+            return ExchangeRequest(cards=(own,), revocations=revocations, revocations_digest=digest, revocation_list=said)
+        return ExchangeRequest(self._registry.digests(), revocations=revocations, revocations_digest=digest, revocation_list=said)
 
-    def _call(self, peer: Peer, calls: int, request: Request, now: float) -> Call:
+    def _call(self, peer: ExchangePeer, calls: int, request: ExchangeRequest, now: float) -> GossipCall:
         self._last_call += 1
         # The owner reports each call within its timeout; one that is never reported is forgotten after twice that.
         self._exchanges[self._last_call] = _Exchange(peer, calls, now + 2 * self._preset.rpc_timeout_s)
-        return Call(self._last_call, peer.addresses, peer.node_id, request, self._preset.rpc_timeout_s)
+        return GossipCall(self._last_call, peer.addresses, peer.node_id, request, self._preset.rpc_timeout_s)
 
     def _stamp(self, now: float) -> tuple[Effect, ...]:
         self._next_stamp = now + self._preset.restamp_s

@@ -116,7 +116,7 @@ REFUSED = {
 }
 
 
-class Intake:
+class FleetIntake:
     """Merges into a registry, a set of revocations, a watch for clashes and the peers to call."""
 
     def __init__(self, registry: CardRegistry, revocations: Revocations, clashes: ClashWatch, peers: Peers) -> None:

@@ -3,7 +3,7 @@ checked there before they become `SealedCard` and `SealedRevocation`, stamps are
 
 What gossip asks its owner to do, and what it tells it happened. Values: gossip itself does nothing.
 
-`Call` and `Reseal` are asked; everything else is news, for logs, metrics, open streams and callers that wait for a change of the view.
+`GossipCall` and `Reseal` are asked; everything else is news, for logs, metrics, open streams and callers that wait for a change of the view.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PassedCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ExchangeRequest:
     """ExchangeCapabilities, asked. Revocations are merged before everything else."""
 
     digests: frozenset[Digest] | None = None
@@ -84,7 +84,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GossipCall:
     """Send `request` to a peer and hand back what came of it: `Gossip.on_reply(id, ...)` or `Gossip.on_failure(id, ...)`."""
 
     id: int
@@ -92,7 +92,7 @@ class Call:
     """host:port; any of them will do."""
     node_id: NodeId | None
     """Who must answer; None where only an address is known (a seed)."""
-    request: Request
+    request: ExchangeRequest
     timeout_s: float
 
 
@@ -169,4 +169,4 @@ class Ignored:
     """Cards or stamps that were not taken for this reason."""
 
 
-Effect = Call | Reseal | Appeared | Changed | Restarted | Left | Expired | Revoked | Clashed | Ignored
+Effect = GossipCall | Reseal | Appeared | Changed | Restarted | Left | Expired | Revoked | Clashed | Ignored

@@ -19,7 +19,7 @@ MAX_STRAYS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class ExchangePeer:
     """A node to call."""
 
     addresses: tuple[str, ...]
@@ -85,25 +85,27 @@ class Peers:
         """Of all that may be called beside the members."""
         return frozenset([*self._given, *self._heard, *(address for addresses, _ in self._lost.values() for address in addresses)])
 
-    def choose(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:
+    def choose(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[ExchangePeer, ...]:
         """The next `count` members (addresses by id, without this node), and a stray; more strays where there are fewer members."""
-        chosen: list[Peer] = []
+        chosen: list[ExchangePeer] = []
         while len(chosen) < min(count, len(members)):
             if not self._turn:
                 self._turn = sorted(members)
                 self._rng.shuffle(self._turn)
             node_id = self._turn.pop()
             if node_id in members and all(peer.node_id != node_id for peer in chosen):
-                chosen.append(Peer(members[node_id], node_id))
+                chosen.append(ExchangePeer(members[node_id], node_id))
         return (*chosen, *self._take_strays(members, max(1, count - len(chosen)), now))
 
-    def _take_strays(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[Peer, ...]:
+    def _take_strays(self, members: dict[NodeId, tuple[str, ...]], count: int, now: float) -> tuple[ExchangePeer, ...]:
         met = {*members, self._own}
         given, heard = (
-            [Peer((address,)) for address in seeds if self._owners.get(address) not in met] for seeds in (self._given, self._heard)
+            [ExchangePeer((address,)) for address in seeds if self._owners.get(address) not in met] for seeds in (self._given, self._heard)
         )
-        given += [Peer(addresses, node_id) for node_id, (addresses, since) in self._lost.items() if now - since <= self._remember_lost_s]
-        taken: list[Peer] = []
+        given += [
+            ExchangePeer(addresses, node_id) for node_id, (addresses, since) in self._lost.items() if now - since <= self._remember_lost_s
+        ]
+        taken: list[ExchangePeer] = []
         left = [len(given), len(heard)]
         while len(taken) < count and any(left):
             kind = self._next_kind if left[self._next_kind] else 1 - self._next_kind

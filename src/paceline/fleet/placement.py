@@ -23,7 +23,7 @@ from paceline.fleet.cover import spares_for
 from paceline.fleet.machines import Links, Machine, barred_hosts, fetchers, groups, live_cards, matching_offers, stage_machines
 from paceline.fleet.pins import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, pinned
 from paceline.fleet.pipelines import pipelines
-from paceline.fleet.plan import Choice, Constraint, Excluded, Objective, Plan, PlanRequest, Spare, Stage, Way
+from paceline.fleet.plan import Choice, Constraint, Excluded, Objective, Plan, PlannedStage, PlanRequest, Spare, Way
 
 RUNNERS_UP = 8
 """How many of the other choices a plan names."""
@@ -293,5 +293,5 @@ def parts(choice: Choice) -> Iterator[str]:
         yield f"{choice.draft.node_id} proposes {choice.draft.length} tokens at a time, {choice.draft.acceptance:.0%} accepted"
 
 
-def _layers(stage: Stage) -> str:
+def _layers(stage: PlannedStage) -> str:
     return f"[{stage.layers.start}..{stage.layers.stop - 1}]" if len(stage.layers) else "[no layers]"

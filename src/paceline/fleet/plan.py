@@ -108,7 +108,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PlannedStage:
     """A machine and the layers it runs. The first stage also holds embedding, final norm and head; an orchestrator's may run no layers."""
 
     node_id: NodeId
@@ -162,7 +162,7 @@ class Choice:
     model_id: str
     digest: str
     weights: str
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
     """In the order of their layers, which they cover without gap or overlap."""
     draft: Draft | None
     estimate: Estimate

@@ -37,15 +37,15 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopEngine:
     """End the engine's loop after the step in progress."""
 
 
-Command = Add | Abort | Stop
+Command = Add | Abort | StopEngine
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StepReport:
     """What changed since the last one."""
 
     taken: int
@@ -76,7 +76,7 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter from another that waits for it. Python's 5 ms is a whole decode step of a small model."""
 
 
-News = Report | Died | Rebuilt
+News = StepReport | Died | Rebuilt
 
 
 class StepEngine(Protocol):
@@ -141,7 +141,7 @@ class EngineThread:
 
     def close(self, timeout_s: float) -> bool:
         """Stop after the step in progress. False if that took longer than `timeout_s`."""
-        self.send(Stop())
+        self.send(StopEngine())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -178,7 +178,7 @@ class EngineThread:
         while True:
             if not engine.has_work:
                 engine.check_invariants()
-                self._tell(Report(self._taken, engine.has_work, chunks, [], engine.stats()))
+                self._tell(StepReport(self._taken, engine.has_work, chunks, [], engine.stats()))
                 chunks = []
             commands = self._take(wait=not engine.has_work)
             self._taken += len(commands)
@@ -188,7 +188,7 @@ class EngineThread:
             finally:
                 # Said now, so that the event loop hands it out while kernels run without the interpreter lock, and not while
                 # this thread wants it to plan the next batch.
-                self._tell(Report(self._taken, engine.has_work, chunks, refused, engine.stats()))
+                self._tell(StepReport(self._taken, engine.has_work, chunks, refused, engine.stats()))
             if self._stops:
                 return
             if self._commands:
@@ -200,7 +200,7 @@ class EngineThread:
         """End the step in progress early, if those who wait to be heard are better served so. With the lock."""
         gone = {command.request_id for command in self._commands if isinstance(command, Abort)}
         came = [len(command.request.prompt_ids) for command in self._commands if isinstance(command, Add)]
-        self._engine.recall(gone, min(came, default=None), stops=Stop() in self._commands)
+        self._engine.recall(gone, min(came, default=None), stops=StopEngine() in self._commands)
 
     def _take(self, *, wait: bool) -> list[Command]:
         """All commands that are there; with `wait`, sleep until there is one."""
@@ -223,6 +223,6 @@ class EngineThread:
                         refused.append((request.request_id, error))
                 case Abort(request_id):
                     self._engine.abort(request_id)
-                case Stop():
+                case StopEngine():
                     self._stops = True
         return refused

@@ -24,7 +24,7 @@ from paceline.core.stats import EngineStats
 from paceline.engine.config import EngineConfig
 from paceline.engine.grammar import Grammars
 from paceline.engine.intake import check_room
-from paceline.machine.engine_thread import Abort, Add, Command, Died, EngineThread, News, Rebuilt, Report, StepEngine
+from paceline.machine.engine_thread import Abort, Add, Command, Died, EngineThread, News, Rebuilt, StepEngine, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -248,14 +248,14 @@ class EngineHost:
                 logger.warning("the engine was built anew")
                 self._died, self._progressed_s = None, self._clock.monotonic()
                 self._changed()
-            case Report():
+            case StepReport():
                 self._read(news)
 
     def _changed(self) -> None:
         for changed in self._on_change:
             changed()
 
-    def _read(self, news: Report) -> None:
+    def _read(self, news: StepReport) -> None:
         if news.stats.steps != self._stats.steps:
             self._progressed_s = self._clock.monotonic()
         self._heard_s = self._clock.monotonic()

@@ -19,7 +19,7 @@ import grpc.aio
 from paceline.core.clock import Clock
 from paceline.core.errors import GossipRefused, MessageTooLarge, NodeUnreachable, PacelineError
 from paceline.core.ids import NodeId
-from paceline.fleet.messages import Call, Reply
+from paceline.fleet.messages import GossipCall, Reply
 from paceline.fleet.presets import Bounds
 from paceline.net.channels import ChannelPool, Purpose
 from paceline.net.discovery import AddressBook
@@ -47,7 +47,7 @@ EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ExchangeAnswer:
     """Who answered a call, and what."""
 
     peer: NodeId
@@ -82,7 +82,7 @@ class Exchanger:
         self._met: dict[str, Member] = {}
         """Who was met at an address of which no card told."""
 
-    async def call(self, call: Call, refuse: Refuse) -> Answer:
+    async def call(self, call: GossipCall, refuse: Refuse) -> ExchangeAnswer:
         """One exchange.
 
         Args:
@@ -114,11 +114,11 @@ class Exchanger:
             return answer
         raise failure
 
-    async def _at(self, address: str, call: Call, timeout_s: float, refuse: Refuse) -> Answer:
+    async def _at(self, address: str, call: GossipCall, timeout_s: float, refuse: Refuse) -> ExchangeAnswer:
         began = self._clock.monotonic()
         member = await self._whom(address, call.node_id, timeout_s)
         if member.node_id == self._own:
-            return Answer(self._own, Reply())
+            return ExchangeAnswer(self._own, Reply())
         channel = self._pool.get(Purpose.EXCHANGE, address, member)
         left = max(0.001, timeout_s - (self._clock.monotonic() - began))
         try:
@@ -136,7 +136,7 @@ class Exchanger:
         else:
             message = parse_reply(data)
             self._bounds.check(measure_reply(message))
-            return Answer(member.node_id, await read_reply(message, self._opener, refuse))
+            return ExchangeAnswer(member.node_id, await read_reply(message, self._opener, refuse))
         raise failure  # as `ChannelPool.card_at` does
 
     async def _whom(self, address: str, node_id: NodeId | None, timeout_s: float) -> Member:

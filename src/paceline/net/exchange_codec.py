@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from paceline.core.errors import FleetError, MalformedMessage
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
-from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
+from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
 from paceline.fleet.presets import Measures
 from paceline.net.trust.handlers import check_parts
 from paceline.net.wire import fleet_pb2 as wire
@@ -39,7 +39,7 @@ Message = TypeVar("Message")
 Held = TypeVar("Held")
 
 
-class Opener(Protocol):
+class CardOpener(Protocol):
     """Checks what is signed."""
 
     def card(self, signed: wire.SignedCard) -> SealedCard:
@@ -94,7 +94,7 @@ def _largest(cards: Sequence[wire.PassedCard]) -> int:
     return max((passed.card.ByteSize() for passed in islice(cards, MOST_MEASURED)), default=0)
 
 
-def write_request(request: Request) -> wire.ExchangeCapabilitiesRequest:
+def write_request(request: ExchangeRequest) -> wire.ExchangeCapabilitiesRequest:
     return wire.ExchangeCapabilitiesRequest(
         revocations=_write_revocations(request.revocations),
         revocations_digest=request.revocations_digest,
@@ -119,13 +119,13 @@ def parse_reply(data: bytes) -> wire.ExchangeCapabilitiesResponse:
         raise MalformedMessage("A reply can't be read") from error
 
 
-async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: Opener, refuse: Refuse) -> Request:
+async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: CardOpener, refuse: Refuse) -> ExchangeRequest:
     """A request, checked.
 
     Raises:
         MalformedMessage: its columns don't fit together.
     """
-    return Request(
+    return ExchangeRequest(
         revocations=await _read_revocations(message.revocations, opener, refuse),
         digests=frozenset(_read_digests(message.digests)) if message.HasField("digests") else None,
         stamps=_read_stamps(message.stamps),
@@ -147,7 +147,7 @@ def write_reply(reply: Reply) -> wire.ExchangeCapabilitiesResponse:
     )
 
 
-async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: Opener, refuse: Refuse) -> Reply:
+async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: CardOpener, refuse: Refuse) -> Reply:
     """A reply, checked.
 
     Raises:
@@ -172,14 +172,14 @@ def write_passed(passed: PassedCard) -> wire.PassedCard:
     return wire.PassedCard(card=signed, beat=passed.beat, proof=passed.proof, age_ms=_ms(passed.age_s))
 
 
-async def _read_cards(messages: Iterable[wire.PassedCard], opener: Opener, refuse: Refuse) -> tuple[PassedCard, ...]:
+async def _read_cards(messages: Iterable[wire.PassedCard], opener: CardOpener, refuse: Refuse) -> tuple[PassedCard, ...]:
     def read(message: wire.PassedCard) -> PassedCard:
         return PassedCard(opener.card(message.card), message.beat, message.proof, message.age_ms / 1000)
 
     return await _read(messages, read, refuse)
 
 
-async def _read_revocations(messages: Iterable[wire.SignedRevocation], opener: Opener, refuse: Refuse) -> tuple[SealedRevocation, ...]:
+async def _read_revocations(messages: Iterable[wire.SignedRevocation], opener: CardOpener, refuse: Refuse) -> tuple[SealedRevocation, ...]:
     return await _read(messages, opener.revocation, refuse)
 
 
@@ -209,7 +209,7 @@ def _write_list(said: SealedList | None) -> wire.SignedRevocationList | None:
 
 
 def _read_list(
-    message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse, opener: Opener, refuse: Refuse
+    message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse, opener: CardOpener, refuse: Refuse
 ) -> SealedList | None:
     if not message.HasField("revocation_list"):
         return None

@@ -20,7 +20,7 @@ from paceline.core.errors import NodeUnreachable, SourceLost, WrongBytes
 from paceline.core.manifest import PIECE, ModelManifest, PieceRun
 from paceline.core.shown import printable
 from paceline.net.rpc_faults import unless_closed
-from paceline.net.weights_codec import Description
+from paceline.net.weights_codec import WeightsDescription
 from paceline.net.weights_servicer import MAX_RANGES
 from paceline.net.wire import weights_pb2 as wire
 from paceline.net.wire import weights_pb2_grpc
@@ -95,7 +95,7 @@ class WeightsClient:
             SourceLost: the node can't be reached, or does not have it.
             WrongBytes: what it says contradicts itself.
         """
-        description, patience = Description(digest), _Patience(self._idle_s)
+        description, patience = WeightsDescription(digest), _Patience(self._idle_s)
         with self._unless_closed():
             call = self._stub.DescribeWeights(wire.DescribeWeightsRequest(digest=digest))
         try:

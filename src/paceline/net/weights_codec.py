@@ -47,7 +47,7 @@ def parts(manifest: ModelManifest) -> Iterator[wire.DescribeWeightsResponse]:
     yield wire.DescribeWeightsResponse(complete=True)
 
 
-class Description:
+class WeightsDescription:
     """A description as it comes in.
 
     Args:

@@ -128,7 +128,7 @@ _REASONS = {
 _FAULTS: Documented = {status: {"model": replies.ErrorReply, "description": reason} for status, reason in _REASONS.items()}
 
 
-class Service:
+class ApiService:
     """What the routes share. One an application, on one event loop."""
 
     def __init__(self, inference: Inference, settings: ServerSettings, clock: Clock, encoder: TextEncoder | None) -> None:
@@ -247,9 +247,9 @@ class Service:
         return (200 if status == "ok" else 503), body
 
 
-def service_of(app: FastAPI) -> Service:
+def service_of(app: FastAPI) -> ApiService:
     """The service of an application made by `create_app`."""
-    return cast("Service", app.state.service)
+    return cast("ApiService", app.state.service)
 
 
 def create_app(inference: Inference, settings: ServerSettings | None = None, encoder: TextEncoder | None = None) -> FastAPI:
@@ -259,7 +259,7 @@ def create_app(inference: Inference, settings: ServerSettings | None = None, enc
         settings: bounds and the key; the defaults where missing.
         encoder: what makes embeddings; None: nothing does.
     """
-    service = Service(inference, settings or ServerSettings(), SystemClock(), encoder)
+    service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -321,7 +321,7 @@ def _add_faults(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
+def _add_routes(app: FastAPI, service: ApiService) -> None:
     failing: Documented = (
         {401: {"model": replies.ErrorReply, "description": "No or a wrong key"}} if service.settings.api_key is not None else {}
     )
@@ -356,7 +356,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         embeds = [] if encoder is None else [_encoder(encoder)]
         return _json({"object": "list", "data": [*(_model(model, service.settings) for model in served), *embeds]})
 
-    @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.Model}, 404: _FAULTS[404], **failing})
+    @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.ListedModel}, 404: _FAULTS[404], **failing})
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         try:
             return _json(_model(find_model(model_id, service.inference, service.settings.served_names), service.settings))

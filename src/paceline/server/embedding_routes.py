@@ -20,7 +20,7 @@ from paceline.server.messages import Strict
 from paceline.server.requests import check_texts, texts_schema
 
 if TYPE_CHECKING:
-    from paceline.server.app import Service
+    from paceline.server.app import ApiService
 
 MOST_INPUTS: Final = 2048
 """Of one request, as at OpenAI."""
@@ -60,7 +60,7 @@ class Embeddings(BaseModel):
     usage: EmbeddingUsage
 
 
-def add_routes(app: FastAPI, service: Service, faults: dict[int | str, dict[str, Any]], body: dict[str, Any]) -> None:
+def add_routes(app: FastAPI, service: ApiService, faults: dict[int | str, dict[str, Any]], body: dict[str, Any]) -> None:
     """Add the path.
 
     Args:
@@ -91,7 +91,7 @@ def parse(embedder: Embedder, _: Intake, body: bytes) -> EmbeddingRequest:
     return read_body(EmbeddingRequest, body)
 
 
-def encoder_of(asked: EmbeddingRequest, service: Service) -> TextEncoder:
+def encoder_of(asked: EmbeddingRequest, service: ApiService) -> TextEncoder:
     """The encoder that is asked for.
 
     Raises:

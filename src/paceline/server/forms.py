@@ -9,7 +9,7 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.server.call import Reading
 from paceline.server.formats.dialect import as_followed
-from paceline.server.formats.grammar import Choice, calls_grammar, content_grammar
+from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
 from paceline.server.json_bytes import json_bytes, json_object
 from paceline.server.requests import ChatCompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 from paceline.server.tools import Tools
@@ -75,12 +75,12 @@ def answer_grammar(asked: ChatCompletionRequest, tools: Tools, reading: Reading 
         if form is None or thinking is None:
             return form
         return content_grammar(thinking, content, token_id=special.get, in_reasoning=reading.in_reasoning)
-    choice = Choice.REQUIRED if tools.required else Choice.AUTO if form is None else Choice.OR_CONTENT
+    choice = BranchChoice.REQUIRED if tools.required else BranchChoice.AUTO if form is None else BranchChoice.OR_CONTENT
     try:
         made = calls_grammar(
             reading.format,
             {
-                name: tool.function.parameters or {} if tool.function.strict or choice is not Choice.AUTO else {}
+                name: tool.function.parameters or {} if tool.function.strict or choice is not BranchChoice.AUTO else {}
                 for name, tool in tools.callable.items()
             },
             choice,

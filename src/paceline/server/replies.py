@@ -13,7 +13,7 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class UsageReply(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -55,7 +55,7 @@ class ChatCompletion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageReply
 
 
 class CompletionLogprobs(BaseModel):
@@ -79,10 +79,10 @@ class Completion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageReply
 
 
-class Model(BaseModel):
+class ListedModel(BaseModel):
     id: str
     object: Literal["model"]
     created: int
@@ -95,7 +95,7 @@ class Model(BaseModel):
 
 class ModelList(BaseModel):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ListedModel]
 
 
 class ErrorDetail(BaseModel):

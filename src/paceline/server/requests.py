@@ -155,7 +155,7 @@ class Sampling(Strict):
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
 
-class Thinking(Strict):
+class ThinkingFields(Strict):
     type: Literal["enabled", "disabled", "adaptive", "auto"]
 
 
@@ -186,7 +186,7 @@ class ChatCompletionRequest(Sampling):
     )
     add_generation_prompt: bool | None = Field(default=None, description="The opposite of `continue_final_message`, which alone decides.")
     think: bool | None = Field(default=None, description="As others call it: false, as `reasoning_effort: none`, turns reasoning off.")
-    thinking: Thinking | None = Field(default=None, description="As others call it: `disabled` turns reasoning off.")
+    thinking: ThinkingFields | None = Field(default=None, description="As others call it: `disabled` turns reasoning off.")
 
     prediction: dict[str, Any] | None = Field(default=None, description="Ignored.")
 

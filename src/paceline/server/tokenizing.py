@@ -17,7 +17,7 @@ from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool
 from paceline.server.requests import ChatCompletionRequest, TokenId
 
 if TYPE_CHECKING:
-    from paceline.server.app import Service
+    from paceline.server.app import ApiService
     from paceline.server.intake import Intake
 
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -68,7 +68,7 @@ def detokenize(intake: Intake, body: bytes) -> Response:
     return _answer({"prompt": text, "content": text}, asked)
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, service: ApiService) -> None:
     """Serve both."""
 
     @app.post("/tokenize", include_in_schema=False)

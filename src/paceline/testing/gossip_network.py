@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
 from paceline.fleet.gossip import Gossip
-from paceline.fleet.messages import Call, Effect, Reply, Request, Reseal
+from paceline.fleet.messages import Effect, ExchangeRequest, GossipCall, Reply, Reseal
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
 from paceline.fleet.stamps import LINK_BYTES, StampChain
@@ -66,7 +66,7 @@ class SimulatedNetwork:
     loss: float = 0.0
     sealed_bytes: int = 64
     certificate_bytes: int = 16
-    size: Callable[[Request | Reply], int] | None = None
+    size: Callable[[ExchangeRequest | Reply], int] | None = None
     on_effect: Callable[[float, SimulatedNode, Effect], None] | None = None
     now: float = 0.0
     nodes: dict[str, SimulatedNode] = field(default_factory=dict[str, SimulatedNode])
@@ -171,7 +171,7 @@ class SimulatedNetwork:
         for effect in effects:
             if self.on_effect is not None:
                 self.on_effect(self.now, node, effect)
-            if isinstance(effect, Call):
+            if isinstance(effect, GossipCall):
                 self._send(node, effect)
             elif isinstance(effect, Reseal):
                 self.announce(node, above=effect.above)
@@ -192,7 +192,7 @@ class SimulatedNetwork:
             # Due times were converted from the node's clock and back: never a hair too early.
             self._act(node, node.gossip.tick(max(self.clock(node), node.gossip.next_tick or 0.0)))
 
-    def _send(self, caller: SimulatedNode, call: Call) -> None:
+    def _send(self, caller: SimulatedNode, call: GossipCall) -> None:
         callee = next((self.nodes[a.partition(":")[0]] for a in call.addresses if a.partition(":")[0] in self.nodes), None)
         sent = 0 if self.size is None else self.size(call.request)
         caller.bytes_sent += sent
@@ -202,7 +202,7 @@ class SimulatedNetwork:
         else:
             self.at(self.now + self._rng.uniform(*self.latency_s), lambda: self._arrive(caller, callee, call, sent))
 
-    def _arrive(self, caller: SimulatedNode, callee: SimulatedNode, call: Call, sent: int) -> None:
+    def _arrive(self, caller: SimulatedNode, callee: SimulatedNode, call: GossipCall, sent: int) -> None:
         if not callee.alive or callee.gossip.voids(caller.node_id, caller.issued_at):
             self._fail(caller, call)
             return
@@ -216,7 +216,7 @@ class SimulatedNetwork:
             return
         self.at(self.now + self._rng.uniform(*self.latency_s), lambda: self._return(caller, callee, call, answered.reply, size))
 
-    def _return(self, caller: SimulatedNode, callee: SimulatedNode, call: Call, reply: Reply, size: int) -> None:
+    def _return(self, caller: SimulatedNode, callee: SimulatedNode, call: GossipCall, reply: Reply, size: int) -> None:
         if not caller.alive:
             return
         caller.bytes_received += size
@@ -225,6 +225,6 @@ class SimulatedNetwork:
             return
         self._act(caller, caller.gossip.on_reply(call.id, reply, callee.node_id, self.clock(caller)))
 
-    def _fail(self, caller: SimulatedNode, call: Call) -> None:
+    def _fail(self, caller: SimulatedNode, call: GossipCall) -> None:
         if caller.alive:
             caller.gossip.on_failure(call.id)

@@ -24,7 +24,7 @@ from paceline.core.rope import inverse_frequencies
 from paceline.core.weights import TENSOR_TYPES
 from paceline.store.gguf_file import FAMILIES
 from paceline.testing.seeded_blocks import DENSE, Bytes, random_tensor
-from paceline.testing.seeded_vocabulary import Vocabulary, vocabulary
+from paceline.testing.seeded_vocabulary import SeededVocabulary, vocabulary
 
 _LLAMA3: Final = RopeSpec(500_000.0, llama3=(8.0, 1.0, 4.0, 8192))
 _QWEN3: Final = RopeSpec(1_000_000.0)
@@ -192,7 +192,7 @@ def write_folder(path: Path, spec: ModelSpec, kind: str = "BF16", seed: int = 0)
     return path
 
 
-def _add_metadata(writer: Any, spec: ModelSpec, words: Vocabulary, name: str) -> None:
+def _add_metadata(writer: Any, spec: ModelSpec, words: SeededVocabulary, name: str) -> None:
     """What describes the model, for a gguf.GGUFWriter."""
     writer.add_name(name)
     writer.add_block_count(spec.n_layers)

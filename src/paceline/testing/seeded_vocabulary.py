@@ -18,7 +18,7 @@ _CONTROL = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class SeededVocabulary:
     """Byte-level BPE, cut as the bundled model's is."""
 
     tokens: tuple[str, ...]
@@ -46,7 +46,7 @@ class Vocabulary:
 
 
 @cache
-def vocabulary(n_tokens: int) -> Vocabulary:
+def vocabulary(n_tokens: int) -> SeededVocabulary:
     """The bundled model's first tokens, or all of them and words that no text is cut into.
 
     Args:
@@ -70,7 +70,7 @@ def vocabulary(n_tokens: int) -> Vocabulary:
     there = set(kept)
     possible = (merge for merge in merges if {*merge.split(" "), merge.replace(" ", "")} <= there)
     padded = [*map(int, kinds[:n_tokens]), *(1 for _ in range(len(tokens), n_tokens))]
-    return Vocabulary(tuple(kept), tuple(padded), tuple(possible), cut, bos, eos, template)
+    return SeededVocabulary(tuple(kept), tuple(padded), tuple(possible), cut, bos, eos, template)
 
 
 def _bundled() -> GgufHeader:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from paceline.bench.draft import run as subject
 from paceline.bench.draft.drive import answer_all, loops
-from paceline.bench.draft.exercises import Kind, load, parse
+from paceline.bench.draft.exercises import ExerciseKind, load, parse
 from paceline.bench.draft.forced import ForcedExecutor, Script
 from paceline.bench.draft.run import DraftBenchPlan, DraftReport, RowMeter, without_loops
 from paceline.cli.bench_speculate import show
@@ -26,9 +26,9 @@ from paceline.testing.executors import InOrderExecutor
 from paceline.testing.null_backend import NullRunner
 from paceline.testing.scripted_inference import EOS, SIZE, ByteTokenizer
 
-PLAN = DraftBenchPlan(kinds=(Kind.AGENT,), batches=(1, 3), answer_tokens=12, rounds=2)
+PLAN = DraftBenchPlan(kinds=(ExerciseKind.AGENT,), batches=(1, 3), answer_tokens=12, rounds=2)
 SHORT = [
-    parse(Kind.AGENT, f"agent-{place}", f"=== system\nBe brief.\n=== user\n{asked}\n=== assistant\n{said}\n")
+    parse(ExerciseKind.AGENT, f"agent-{place}", f"=== system\nBe brief.\n=== user\n{asked}\n=== assistant\n{said}\n")
     for place, (asked, said) in enumerate([("one two", "one two three"), ("a b c", "abcabc")])
 ]
 
@@ -44,8 +44,8 @@ def tokenizer() -> object:
     return open_model("smollm2-135m").tokenizer
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_texts_are_as_long_as_real_ones(kind: Kind, tokenizer: ByteTokenizer) -> None:
+@pytest.mark.parametrize("kind", ExerciseKind)
+def test_texts_are_as_long_as_real_ones(kind: ExerciseKind, tokenizer: ByteTokenizer) -> None:
     exercises = load(kind)
     assert len(exercises) >= 4
     for exercise in exercises:
@@ -59,7 +59,7 @@ def test_texts_are_as_long_as_real_ones(kind: Kind, tokenizer: ByteTokenizer) ->
 
 def test_a_text_without_an_answer_is_refused() -> None:
     with pytest.raises(ValueError, match="half"):
-        parse(Kind.PROSE, "half", "=== user\nWell?\n")
+        parse(ExerciseKind.PROSE, "half", "=== user\nWell?\n")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -87,7 +87,7 @@ def test_an_answer_loops_where_half_of_its_pieces_are_old() -> None:
 
 
 def test_what_loops_is_left_out_and_counted() -> None:
-    works = [subject.Work([(1,), (2,)], [9, 9], []), subject.Work([(3,)], [9], [])]
+    works = [subject.DraftWork([(1,), (2,)], [9, 9], []), subject.DraftWork([(3,)], [9], [])]
     kept, answers, left_out = without_loops(works, [[(7,) * 30, (1, 2)], [(8,) * 30]])
     assert [work.prompts for work in kept] == [[(2,)]]
     assert answers == [[(1, 2)]]
@@ -99,14 +99,14 @@ def test_what_loops_is_left_out_and_counted() -> None:
 def test_a_row_compares_the_same_work_with_and_without(monkeypatch: pytest.MonkeyPatch, batch: int, forced: bool) -> None:
     monkeypatch.setattr(subject, "load", lambda _: SHORT)
     engine, executor = forced_engine()
-    row = RowMeter(engine, executor, PLAN, SystemClock()).row(ByteTokenizer(), Kind.AGENT, batch, forced=forced)
+    row = RowMeter(engine, executor, PLAN, SystemClock()).row(ByteTokenizer(), ExerciseKind.AGENT, batch, forced=forced)
     assert row.answers == (batch if batch > 1 else 2 if forced else subject.FEW)
     assert row.same_bytes
     assert row.off.tokens > 0
     assert row.on.tokens > 0
     assert row.least_ratio <= row.ratio <= row.most_ratio
     said = io.StringIO()
-    rated = replace(row, kind=Kind.CODE_EDIT, left_out=12, off_per_s=1332.0, on_per_s=1332.0, ratio=2.5, least_ratio=2.25)
+    rated = replace(row, kind=ExerciseKind.CODE_EDIT, left_out=12, off_per_s=1332.0, on_per_s=1332.0, ratio=2.5, least_ratio=2.25)
     show(Console(file=said, width=80), DraftReport("m", "int4", 1, PLAN, (rated, replace(rated, same_bytes=False)), 0.0))
     assert "…" not in said.getvalue()
     assert "12 loop" in said.getvalue()
@@ -129,7 +129,7 @@ def test_other_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             self.steps += 1
             return [replace(each, token_ids=(1,)) if self.steps % 50 == 0 and each.token_ids else each for each in engine.step()]
 
-    row = RowMeter(Lying(), executor, PLAN, SystemClock()).row(ByteTokenizer(), Kind.AGENT, 1, forced=True)  # type: ignore[arg-type]
+    row = RowMeter(Lying(), executor, PLAN, SystemClock()).row(ByteTokenizer(), ExerciseKind.AGENT, 1, forced=True)  # type: ignore[arg-type]
     assert not row.same_bytes
 
 

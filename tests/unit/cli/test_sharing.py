@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.api_options import ApiOptions
-from paceline.cli.sharing import Sharing, run_shared
+from paceline.cli.sharing import SharingOptions, run_shared
 from paceline.core.errors import ConfigError
 from paceline.machine.settings import NodeSettings
 
-PLAIN = Sharing(
+PLAIN = SharingOptions(
     fleet_port=0,
     tensor_port=None,
     fleet_host="127.0.0.1",
@@ -32,7 +32,7 @@ PLAIN = Sharing(
 LOCAL = replace(PLAIN, local_nodes=3)
 
 
-def up(sharing: Sharing) -> None:
+def up(sharing: SharingOptions) -> None:
     run_shared(NodeSettings("nothing-is-loaded"), sharing, ApiOptions(), greet=False)
 
 
@@ -43,13 +43,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("asked", [replace(LOCAL, pipeline=False), replace(LOCAL, serve_shards=False), replace(LOCAL, peers=("a:1",))])
-def test_local_nodes_are_a_pipeline_of_their_own(asked: Sharing) -> None:
+def test_local_nodes_are_a_pipeline_of_their_own(asked: SharingOptions) -> None:
     with pytest.raises(ConfigError, match="over nodes of this machine"):
         up(asked)
 
 
 @pytest.mark.parametrize("sharing", [PLAIN, LOCAL])
-def test_a_key_that_does_not_exist_is_said_in_a_fleet_or_out_of_it(home: Path, sharing: Sharing) -> None:
+def test_a_key_that_does_not_exist_is_said_in_a_fleet_or_out_of_it(home: Path, sharing: SharingOptions) -> None:
     (home / "config.toml").write_text("[pipeline]\nenabld = true\n")
     with pytest.raises(ConfigError, match="enabld does not exist"):
         up(sharing)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engine.acceptance import MARGIN, UNLIKELY, Acceptance, length_ahead, lengths
-from paceline.engine.step_costs import HALF_LIFE, WILD, Load, StepCosts
+from paceline.engine.step_costs import HALF_LIFE, WILD, StepCosts, StepLoad
 
 some_chances = st.lists(st.floats(0, 1), max_size=6)
 
@@ -76,7 +76,7 @@ class TestStepCosts:
     def test_ratios_are_learnt(self) -> None:
         costs = StepCosts()
         for rows, seconds in [(1, 0.004), (4, 0.005), (8, 0.008), (16, 0.014)] * 40:
-            costs.took(Load(rows), seconds)
+            costs.took(StepLoad(rows), seconds)
         for rows, ratio in [(4, 1.25), (8, 2.0), (16, 3.5)]:
             assert costs.seconds(rows) / costs.seconds(1) == pytest.approx(ratio, rel=0.1)
         assert costs.seconds(128) == pytest.approx(2 * costs.seconds(64))
@@ -84,53 +84,53 @@ class TestStepCosts:
     def test_a_wild_measurement_moves_little(self) -> None:
         costs = StepCosts()
         for _ in range(20):
-            costs.took(Load(1), 0.004)
-        costs.took(Load(4), 4.0)
+            costs.took(StepLoad(1), 0.004)
+        costs.took(StepLoad(4), 4.0)
         assert costs.seconds(4) / costs.seconds(1) < WILD
 
     def test_a_wild_measurement_moves_little_of_what_was_measured_often_however_early(self) -> None:
         costs = StepCosts()
         for rows in (1, 4, 1, 4, 1, 4, 1, 1, 1):
-            costs.took(Load(rows), 1.0)
+            costs.took(StepLoad(rows), 1.0)
         one, four = costs.seconds(1), costs.seconds(4)
-        costs.took(Load(1), 0.05)
+        costs.took(StepLoad(1), 0.05)
         assert costs.seconds(1) > one / WILD
         assert costs.seconds(4) > four / WILD
 
     def test_what_was_never_run_is_tried(self) -> None:
         costs = StepCosts()
-        costs.took(Load(1), 0.004)
+        costs.took(StepLoad(1), 0.004)
         assert costs.seconds(4) < 1.2 * costs.seconds(1)
 
     def test_a_step_without_rows_takes_no_time_whatever_was_measured(self) -> None:
         costs = StepCosts()
-        for load in (Load(0).more(32, 0), Load(2).more(8, 64)):
+        for load in (StepLoad(0).more(32, 0), StepLoad(2).more(8, 64)):
             costs.took(load, 0.05)
-        assert costs.of(Load(0)) == 0.0
-        assert costs.of(Load(0).more(1, 0)) > 0
+        assert costs.of(StepLoad(0)) == 0.0
+        assert costs.of(StepLoad(0).more(1, 0)) > 0
 
     def test_old_news_is_forgotten(self) -> None:
         costs = StepCosts()
         for rows in [1, 4] * 30:
-            costs.took(Load(rows), 0.004 if rows == 1 else 0.04)
+            costs.took(StepLoad(rows), 0.004 if rows == 1 else 0.04)
         dear = costs.seconds(4) / costs.seconds(1)
         for _ in range(3 * HALF_LIFE):
-            costs.took(Load(1), 0.004)
+            costs.took(StepLoad(1), 0.004)
         assert costs.seconds(4) / costs.seconds(1) < 0.4 * dear
 
     @pytest.mark.parametrize("rows", [1, 8])
     def test_a_slow_beginning_is_soon_forgotten(self, rows: int) -> None:
         costs = StepCosts()
-        costs.took(Load(rows), 60.0)
+        costs.took(StepLoad(rows), 60.0)
         for _ in range(8):
-            costs.took(Load(1), 0.01)
+            costs.took(StepLoad(1), 0.01)
         assert 0.008 < costs.seconds(1) < 0.0125
         assert costs.seconds(8) < 2 * costs.seconds(1)
 
     @pytest.mark.parametrize(("rows", "seconds"), [(0, 0.004), (1000, 0.004), (1, 0.0), (1, -1.0)])
     def test_what_is_no_measurement_changes_nothing(self, rows: int, seconds: float) -> None:
         costs = StepCosts()
-        costs.took(Load(rows), seconds)
+        costs.took(StepLoad(rows), seconds)
         assert not costs.known
 
 

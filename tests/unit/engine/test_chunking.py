@@ -13,7 +13,7 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.chunking import BESIDE, FLOOR, LONGER, PromptLeft, rows_of_prompts
 from paceline.engine.executor import StepBatch
-from paceline.engine.step_costs import Load, StepCosts
+from paceline.engine.step_costs import StepCosts, StepLoad
 from paceline.testing.clock import FakeClock
 
 
@@ -26,9 +26,9 @@ def machine(one_s: float, row_s: float, key_s: float = 0.0) -> StepCosts:
     costs = StepCosts()
     for _ in range(30):
         for rows, start in [(1, 0), (2, 0), (4, 0), (9, 0), (33, 0), (120, 4000), (250, 0), (512, 0), (512, 8000)]:
-            load = Load(0).more(rows, start)
+            load = StepLoad(0).more(rows, start)
             costs.took(load, one_s + row_s * rows + key_s * load.keys)
-        costs.took(Load(1), one_s + row_s)
+        costs.took(StepLoad(1), one_s + row_s)
     return costs
 
 
@@ -36,7 +36,7 @@ def prompts_alone(costs: StepCosts) -> StepCosts:
     """As they are where no step without prompts was measured."""
     alone = StepCosts()
     if costs.any_known:
-        alone.took(Load(0).more(100, 0), 0.2)
+        alone.took(StepLoad(0).more(100, 0), 0.2)
     return alone
 
 
@@ -71,10 +71,10 @@ def test_where_nothing_waits_no_row_is_left_empty(each: list[PromptLeft], most: 
 def test_a_budget_is_kept_but_for_the_oldest_prompts_one_row(each: list[PromptLeft], answers: int, budget_s: float) -> None:
     costs = machine(0.02, 0.0005, 1e-7)
     rows = rows_of_prompts(each, 512, answers, costs, budget_s)
-    load = Load(answers)
+    load = StepLoad(answers)
     for n, prompt in zip(rows, each, strict=True):
         load = load.more(n, prompt.start)
-    allowed = max(budget_s, BESIDE * costs.of(Load(answers)))
+    allowed = max(budget_s, BESIDE * costs.of(StepLoad(answers)))
     assert costs.of(load) <= allowed * (1 + 1e-9) or rows[0] == 1
 
 
@@ -83,7 +83,7 @@ def test_answers_that_fill_the_budget_leave_prompts_a_part_of_the_time(answers: 
     # As of an 8B on two processors: sixteen answers took 225 ms a step, and a prompt of 32 tokens beside them sixteen steps.
     costs = machine(0.01, 0.0135)
     [rows] = rows_of_prompts([left(512)], 512, answers, costs, 0.25)
-    assert costs.of(Load(answers).more(rows, 0)) - costs.of(Load(answers)) > costs.of(Load(answers)) / 4
+    assert costs.of(StepLoad(answers).more(rows, 0)) - costs.of(StepLoad(answers)) > costs.of(StepLoad(answers)) / 4
 
 
 @pytest.mark.parametrize("row_s", [0.001, 0.022])
@@ -92,7 +92,7 @@ def test_a_first_token_waits_little_for_rows_that_end_no_wait(row_s: float) -> N
     rows = rows_of_prompts([left(8000), left(20)], 512, 0, costs)
     assert rows[1] == 20
     assert rows[0] >= 1
-    assert costs.of(Load(0).more(sum(rows), 0)) <= LONGER * costs.of(Load(0).more(20, 0)) * 1.1
+    assert costs.of(StepLoad(0).more(sum(rows), 0)) <= LONGER * costs.of(StepLoad(0).more(20, 0)) * 1.1
 
 
 def test_where_rows_are_free_they_are_used_beside_a_first_token() -> None:
@@ -118,9 +118,9 @@ def test_what_was_measured_twice_stands_while_other_counts_are_found_cheaper_tha
     """An 8B where weights are read for one row as for twenty: steps of more rows cost less than their shape suggests, those of twenty what they cost."""
     costs = StepCosts()
     for rows, seconds in [(20, 3.0), (20, 1.5), (20, 1.5), (27, 1.6), (32, 1.7), (64, 2.4), (16, 1.4)]:
-        costs.took(Load(0).more(rows, 0), seconds)
-    assert costs.of(Load(0).more(20, 0)) == pytest.approx(1.5, rel=0.05)
-    costs.took(Load(1), 0.8)
+        costs.took(StepLoad(0).more(rows, 0), seconds)
+    assert costs.of(StepLoad(0).more(20, 0)) == pytest.approx(1.5, rel=0.05)
+    costs.took(StepLoad(1), 0.8)
     (rows,) = rows_of_prompts([left(8000)], 512, 1, costs, 0.25)
     assert 0 < rows < 20, "twenty would make the answer beside them wait for almost twice its time"
 
@@ -128,16 +128,16 @@ def test_what_was_measured_twice_stands_while_other_counts_are_found_cheaper_tha
 def test_a_machine_that_begins_slowly_is_soon_known_to_be_fast() -> None:
     costs = StepCosts()
     for rows, seconds in [(20, 0.6), (20, 0.02), (20, 0.02), (512, 0.4), (24, 0.024)]:
-        costs.took(Load(0).more(rows, 0), seconds)
-    assert costs.of(Load(0).more(20, 0)) == pytest.approx(0.02, rel=0.2)
-    assert costs.of(Load(0).more(24, 0)) < 0.04
+        costs.took(StepLoad(0).more(rows, 0), seconds)
+    assert costs.of(StepLoad(0).more(20, 0)) == pytest.approx(0.02, rel=0.2)
+    assert costs.of(StepLoad(0).more(24, 0)) < 0.04
 
 
 def test_a_step_without_rows_is_estimated_where_only_prompts_were_measured() -> None:
     """As beside a pipeline's answers, all of whose rows are on their way."""
     costs = StepCosts()
-    costs.took(Load(0).more(64, 0), 0.1)
-    assert 0 <= costs.of(Load(0)) < costs.of(Load(0).more(64, 0))
+    costs.took(StepLoad(0).more(64, 0), 0.1)
+    assert 0 <= costs.of(StepLoad(0)) < costs.of(StepLoad(0).more(64, 0))
 
 
 class TimedExecutor:

@@ -12,15 +12,15 @@ from paceline.core.ids import NodeId
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.messages import (
     Appeared,
-    Call,
     Changed,
     Digest,
     Effect,
+    ExchangeRequest,
     Expired,
+    GossipCall,
     Left,
     PassedCard,
     Reply,
-    Request,
     Reseal,
     Restarted,
     Revoked,
@@ -39,11 +39,11 @@ def gossip(preset: Preset | None = None, seeds: tuple[str, ...] = (), version: i
 
 
 def told(node: Gossip, *cards: PassedCard, at: float = 0.0) -> tuple[Effect, ...]:
-    return node.on_request(Request(cards=cards), PEER, at).effects
+    return node.on_request(ExchangeRequest(cards=cards), PEER, at).effects
 
 
-def calls(effects: tuple[Effect, ...]) -> list[Call]:
-    return [effect for effect in effects if isinstance(effect, Call)]
+def calls(effects: tuple[Effect, ...]) -> list[GossipCall]:
+    return [effect for effect in effects if isinstance(effect, GossipCall)]
 
 
 def test_nothing_is_called_before_there_is_a_card_to_show() -> None:
@@ -126,7 +126,7 @@ def test_a_certificate_goes_only_to_those_who_hold_no_card_that_was_signed_by_it
     node.announce(sealed(card("own", clear + 9), renewed_at), chain("own", clear + 9), 0.0)
     for version, with_certificate in ((0, True), (renewed_at, True), (clear - 1, True), (clear, False)):
         theirs = frozenset([Digest(node_key(OWN), version)]) if version else frozenset[Digest]()
-        (handed,) = node.on_request(Request(digests=theirs), PEER, 0.0).reply.cards
+        (handed,) = node.on_request(ExchangeRequest(digests=theirs), PEER, 0.0).reply.cards
         assert handed.with_certificate is with_certificate
 
 
@@ -189,7 +189,7 @@ def test_events_of_a_life() -> None:
 def test_a_stamp_keeps_a_card_alive_and_its_age_counts() -> None:
     node, first = gossip(), card("peer", 1)
     told(node, passed(first, age_s=100.0))
-    assert node.on_request(Request(stamps=(stamp(first, 1, age_s=30.0),)), PEER, 10.0).effects == ()
+    assert node.on_request(ExchangeRequest(stamps=(stamp(first, 1, age_s=30.0),)), PEER, 10.0).effects == ()
     held = node.view(99.0).get(PEER)
     assert held is not None
     assert (held.age_s, held.beat) == (119.0, 1)
@@ -210,7 +210,7 @@ def test_an_own_card_that_others_hold_in_a_higher_version_is_risen_above_once_a_
 
 def test_a_claim_of_a_higher_own_version_is_believed_only_with_the_card() -> None:
     node = gossip(version=10)
-    answered = node.on_request(Request(digests=frozenset([Digest(node_key(OWN), 2**63)])), PEER, 0.0)
+    answered = node.on_request(ExchangeRequest(digests=frozenset([Digest(node_key(OWN), 2**63)])), PEER, 0.0)
     assert answered.effects == ()
     assert answered.reply.wanted == (Digest(node_key(OWN), 10),)
 

@@ -14,7 +14,7 @@ from tests.unit.fleet.cards import card
 
 from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard
-from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
+from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
 from paceline.fleet.presets import desk, lan, simulation
 from paceline.net.exchange_codec import write_reply, write_request
 from paceline.net.wire import fleet_pb2 as wire
@@ -82,17 +82,17 @@ def test_bytes_are_counted_as_protobuf_makes_them(bench: ModuleType) -> None:
     digests = frozenset(Digest(key << 40, 1_763_000_000_000_000 + key, key % 256) for key in range(1, 301))
     stamps = tuple(Stamp(key, 1_763_000_000_000_000, 200, b"p" * 16, 100.0) for key in range(300))
     cards = tuple(PassedCard(sealed, 200, b"p" * 16, 100.0, with_certificate=number % 2 == 0) for number in range(20))
-    messages: list[Request | Reply] = [
-        Request(digests=digests),
-        Request(stamps=stamps, revocations_digest=b"d" * 16),
-        Request(cards=cards),
-        Request(digests, stamps, cards, (), b"d" * 16),
+    messages: list[ExchangeRequest | Reply] = [
+        ExchangeRequest(digests=digests),
+        ExchangeRequest(stamps=stamps, revocations_digest=b"d" * 16),
+        ExchangeRequest(cards=cards),
+        ExchangeRequest(digests, stamps, cards, (), b"d" * 16),
         Reply(stamps, cards, tuple(digests), (), b"d" * 16, more=True),
         Reply(),
     ]
     half_a_call = importlib.import_module("gossip_wire").CALL_BYTES // 2
     for message in messages:
-        real = (write_request(message) if isinstance(message, Request) else write_reply(message)).ByteSize()
+        real = (write_request(message) if isinstance(message, ExchangeRequest) else write_reply(message)).ByteSize()
         counted = size(message) - half_a_call
         assert real <= counted <= 1.06 * real + 50
 

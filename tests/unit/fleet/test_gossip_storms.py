@@ -13,7 +13,7 @@ from paceline.core.errors import GossipRefused, MessageTooLarge, PeerFloods
 from paceline.core.ids import NodeId
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
-from paceline.fleet.messages import Call, Digest, Ignored, Request, Stamp
+from paceline.fleet.messages import Digest, ExchangeRequest, GossipCall, Ignored, Stamp
 from paceline.fleet.presets import Bounds, Measures, lan
 from paceline.fleet.stamps import CHAIN_LENGTH, node_key
 
@@ -96,7 +96,7 @@ def test_a_message_at_the_bounds_is_admitted() -> None:
 def test_thirty_thousand_ids_leave_a_full_registry_and_bounded_memory() -> None:
     node, now = gossip(), 0.0
     friend = card("friend", 1)
-    node.on_request(Request(cards=(passed(friend),)), NodeId("friend"), now)
+    node.on_request(ExchangeRequest(cards=(passed(friend),)), NodeId("friend"), now)
     template = card("x", 1, ttl_s=10)
 
     def storm(waves: range) -> int:
@@ -104,10 +104,10 @@ def test_thirty_thousand_ids_leave_a_full_registry_and_bounded_memory() -> None:
         for wave in waves:
             ids = (NodeId(f"id-{wave}-{number}") for number in range(100))
             cards = tuple(passed(replace(template, node_id=node_id)) for node_id in ids)
-            answered = node.on_request(Request(digests=frozenset(), cards=cards), MALLORY, now + wave)
+            answered = node.on_request(ExchangeRequest(digests=frozenset(), cards=cards), MALLORY, now + wave)
             ignored += sum(effect.count for effect in answered.effects if isinstance(effect, Ignored))
             assert len(answered.reply.cards) <= BOUNDS.max_cards
-            node.on_request(Request(stamps=(stamp(friend, wave // 20 + 1),)), NodeId("friend"), now + wave)
+            node.on_request(ExchangeRequest(stamps=(stamp(friend, wave // 20 + 1),)), NodeId("friend"), now + wave)
             assert len(node.members) < BOUNDS.max_nodes
         return ignored
 
@@ -125,7 +125,7 @@ def test_thirty_thousand_ids_leave_a_full_registry_and_bounded_memory() -> None:
 def test_a_refusal_is_one_effect_a_message_whatever_it_holds() -> None:
     node = gossip()
     cards = tuple(passed(card(f"n{number}", 1)) for number in range(200))
-    effects = node.on_request(Request(cards=cards), MALLORY, 0.0).effects
+    effects = node.on_request(ExchangeRequest(cards=cards), MALLORY, 0.0).effects
     (told,) = [effect for effect in effects if isinstance(effect, Ignored)]
     assert told.peer == MALLORY
     assert told.count == 200 - (BOUNDS.max_nodes - 1)
@@ -134,26 +134,26 @@ def test_a_refusal_is_one_effect_a_message_whatever_it_holds() -> None:
 def test_digests_of_ids_that_do_not_exist_are_asked_for_and_not_remembered() -> None:
     node = gossip()
     made_up = frozenset(Digest(key, 1, 0) for key in range(BOUNDS.max_nodes))
-    reply = node.on_request(Request(digests=made_up), MALLORY, 0.0).reply
+    reply = node.on_request(ExchangeRequest(digests=made_up), MALLORY, 0.0).reply
     assert len(reply.wanted) == BOUNDS.max_nodes
     assert not node.members
-    assert node.on_request(Request(digests=frozenset()), NodeId("friend"), 0.0).reply.wanted == ()
+    assert node.on_request(ExchangeRequest(digests=frozenset()), NodeId("friend"), 0.0).reply.wanted == ()
 
 
 def test_forged_stamps_change_nothing_but_that_the_card_is_asked_for_again() -> None:
     node, friend = gossip(), card("friend", 1)
-    node.on_request(Request(cards=(passed(friend, beat=1),)), NodeId("friend"), 0.0)
+    node.on_request(ExchangeRequest(cards=(passed(friend, beat=1),)), NodeId("friend"), 0.0)
     forged = [
         Stamp(node_key(friend.node_id), 1, beat, proof, 0.0)
         for beat, proof in ((2, b"\0" * 16), (CHAIN_LENGTH, b"\1" * 16), (10**9, b"\2" * 16), (3, b""), (3, b"\3" * 1000))
     ]
-    effects = node.on_request(Request(stamps=tuple(forged)), MALLORY, 1.0).effects
+    effects = node.on_request(ExchangeRequest(stamps=tuple(forged)), MALLORY, 1.0).effects
     assert effects == (Ignored(MALLORY, None, "a stamp that its card disowns", len(forged)),)
     held = node.view(1.0).get(friend.node_id)
     assert held is not None
     assert (held.beat, held.age_s) == (1, 1.0)
     # It may be the card that is wrong: whoever holds one is asked for it, certificate and all.
-    wanted = node.on_request(Request(digests=frozenset([Digest(node_key(friend.node_id), 1, 1)])), MALLORY, 2.0).reply.wanted
+    wanted = node.on_request(ExchangeRequest(digests=frozenset([Digest(node_key(friend.node_id), 1, 1)])), MALLORY, 2.0).reply.wanted
     assert wanted == (Digest(node_key(friend.node_id), 0),)
 
 
@@ -166,11 +166,11 @@ def test_certificates_that_are_missing_for_made_up_ids_are_not_remembered() -> N
 
 def test_calls_that_never_come_back_are_forgotten() -> None:
     node = gossip()
-    node.on_request(Request(cards=tuple(passed(card(f"n{number}", 1, ttl_s=10**6)) for number in range(20))), MALLORY, 0.0)
+    node.on_request(ExchangeRequest(cards=tuple(passed(card(f"n{number}", 1, ttl_s=10**6)) for number in range(20))), MALLORY, 0.0)
     now, calls = 0.0, 0
     for _ in range(300):
         now = node.next_tick or now
-        calls += sum(isinstance(effect, Call) for effect in node.tick(now))
+        calls += sum(isinstance(effect, GossipCall) for effect in node.tick(now))
     assert calls > 300
     assert len(node._exchanges) <= 2 * (lan().fanout_news + 1)
 

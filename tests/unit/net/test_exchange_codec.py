@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paceline.core.clock import SystemClock
 from paceline.core.errors import FleetError, MalformedMessage, MessageTooLarge, NotTrusted
 from paceline.fleet.card import SealedCard, SealedRevocation
-from paceline.fleet.messages import Digest, PassedCard, Reply, Request, Stamp
+from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
 from paceline.net.exchange_codec import (
     MAX_EXCHANGE_PARTS,
     MOST_LIES,
@@ -43,7 +43,7 @@ stamps = st.builds(Stamp, words, words, short, st.binary(min_size=PROOF_BYTES, m
 cards = st.builds(PassedCard, st.sampled_from(CARDS), short, st.binary(max_size=PROOF_BYTES), ages)
 revocations = st.lists(st.sampled_from([FLEET.revoke("x"), FLEET.revoke("y")]), max_size=2, unique=True).map(tuple)
 requests = st.builds(
-    Request,
+    ExchangeRequest,
     st.none() | st.frozensets(digests, max_size=4),
     st.lists(stamps, max_size=4).map(tuple),
     st.lists(cards, max_size=4).map(tuple),
@@ -71,7 +71,7 @@ def fail(error: FleetError) -> None:
 
 
 @given(requests)
-def test_a_request_survives_the_wire(request: Request) -> None:
+def test_a_request_survives_the_wire(request: ExchangeRequest) -> None:
     message = wire.ExchangeCapabilitiesRequest.FromString(write_request(request).SerializeToString())
     assert asyncio.run(read_request(message, opener(), fail)) == request
 
@@ -154,7 +154,7 @@ def test_a_revocation_that_comes_again_is_not_checked_again(monkeypatch: pytest.
         return open_revocation(signed, root)
 
     monkeypatch.setattr("paceline.net.opener.open_revocation", counting)
-    request = Request(revocations=(FLEET.revoke("z"),))
+    request = ExchangeRequest(revocations=(FLEET.revoke("z"),))
     one = opener()
     for _ in range(3):
         assert asyncio.run(read_request(write_request(request), one, fail)) == request

@@ -20,7 +20,7 @@ from paceline.core.manifest import PIECE, FileEntry, ModelManifest, ModelPart, P
 from paceline.core.model import LayerRange
 from paceline.net import weights_codec
 from paceline.net.weights_client import WeightsClient
-from paceline.net.weights_codec import Description, parts
+from paceline.net.weights_codec import WeightsDescription, parts
 from paceline.net.weights_servicer import MAX_RANGES, WeightsServicer
 from paceline.net.wire import weights_pb2 as wire
 from paceline.net.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
@@ -36,7 +36,7 @@ def manifest(n_files: int = 2, n_pieces: int = 3, n_tensors: int = 5) -> ModelMa
 
 
 def described(*said: wire.DescribeWeightsResponse) -> ModelManifest:
-    description = Description(DIGEST)
+    description = WeightsDescription(DIGEST)
     for part in said:
         description.add(part)
     return description.manifest()
@@ -44,7 +44,7 @@ def described(*said: wire.DescribeWeightsResponse) -> ModelManifest:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 0), (2, 3, 5), (3, 40_000, 10_000), (4096, 2, 1)])
 def test_a_description_survives_the_wire_in_small_messages(sizes: tuple[int, int, int]) -> None:
-    said, heard = manifest(*sizes), Description(DIGEST)
+    said, heard = manifest(*sizes), WeightsDescription(DIGEST)
     for part in parts(said):
         data = part.SerializeToString()
         assert len(data) < 1 << 20

@@ -29,7 +29,7 @@ from paceline.backends.numerics import ROWS, Numerics, SeededWeights, measure, s
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
 from paceline.backends.torch.paged import PAGE, CudaPool, CudaStep, Tables, host_tables, to_device
-from paceline.backends.torch.runner import Layer, Model, edges_of, from_bits, run_watched, wire_bits
+from paceline.backends.torch.runner import Layer, TorchModel, edges_of, from_bits, run_watched, wire_bits
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, WeightsFormat
@@ -138,7 +138,7 @@ class CudaRunner:
     block_size = PAGE
     one_path = True
 
-    def __init__(self, model: Model, n_layers: int, n_blocks: int, numerics: Numerics, device: torch.device) -> None:
+    def __init__(self, model: TorchModel, n_layers: int, n_blocks: int, numerics: Numerics, device: torch.device) -> None:
         spec = model.spec
         self._model, self._device, self.n_blocks = model, device, n_blocks
         self.layers = model.held
@@ -181,7 +181,7 @@ class CudaRunner:
     def close(self) -> None:
         """Free weights, KV and graphs. Idempotent."""
         spec = self._model.spec
-        self._graphs, self._model = None, Model(spec, LayerRange(0, 0), (), None, one_path=True)
+        self._graphs, self._model = None, TorchModel(spec, LayerRange(0, 0), (), None, one_path=True)
         self._pool = CudaPool(0, 0, spec.n_kv_heads, spec.head_dim, self._device)
         torch.cuda.empty_cache()
 
@@ -227,7 +227,7 @@ def load_cuda(source: WeightSource, options: LoadOptions, progress: LoadProgress
         return CudaRunner(model, len(options.layers), n_blocks, _measured(model, options, device), device)
 
 
-def _measured(model: Model, options: LoadOptions, device: torch.device) -> Numerics:
+def _measured(model: TorchModel, options: LoadOptions, device: torch.device) -> Numerics:
     def make(source: WeightSource, threads: int) -> LayerRunner[Any]:
         small = LoadOptions(source.spec.all_layers, options.weights, 1, PAGE, threads)
         blocks = -(-ROWS // PAGE)
@@ -240,7 +240,7 @@ def _measured(model: Model, options: LoadOptions, device: torch.device) -> Numer
         rows = min(_LONG, model.spec.max_context)
         # Real sizes, and rows enough for the kernels of long prompts.
         first = CudaRunner(
-            Model(model.spec, LayerRange(0, 1), model.layers[:1], None, one_path=True),
+            TorchModel(model.spec, LayerRange(0, 1), model.layers[:1], None, one_path=True),
             1,
             -(-_LONG // PAGE),
             Numerics("", holds_identity=False),

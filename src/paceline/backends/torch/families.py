@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.backends.torch.blocks import gated, split_heads
-from paceline.backends.torch.reader import Reader
+from paceline.backends.torch.reader import TensorReader
 from paceline.backends.torch.step import Step
 from paceline.core.model import MoeSpec
 
@@ -32,7 +32,7 @@ class LlamaLayer:
 
     qkv_bias = False
 
-    def __init__(self, reader: Reader, index: int, slot: int) -> None:
+    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
         at, spec = f"model.layers.{index}", reader.spec
         self._slot, self._n_heads, self._n_kv = slot, spec.n_heads, spec.n_kv_heads
         self._attention_norm = reader.norm(f"{at}.input_layernorm.weight")
@@ -59,7 +59,7 @@ class Qwen2Layer(LlamaLayer):
 class Qwen3Attention:
     """Norm, attention and its output product: shared by the dense family and the mixture of experts."""
 
-    def __init__(self, reader: Reader, index: int, slot: int) -> None:
+    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
         at, spec = f"model.layers.{index}", reader.spec
         self._slot, self._n_heads, self._n_kv = slot, spec.n_heads, spec.n_kv_heads
         self._norm = reader.norm(f"{at}.input_layernorm.weight")
@@ -79,7 +79,7 @@ class Qwen3Attention:
 class Qwen3Layer:
     """One layer. `index` counts from the model's first layer, `slot` from the range's."""
 
-    def __init__(self, reader: Reader, index: int, slot: int) -> None:
+    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
         at = f"model.layers.{index}"
         self._attention = Qwen3Attention(reader, index, slot)
         self._ffn_norm = reader.norm(f"{at}.post_attention_layernorm.weight")
@@ -94,7 +94,7 @@ class Qwen3Layer:
 class Experts:
     """Router and experts of one layer."""
 
-    def __init__(self, reader: Reader, at: str, moe: MoeSpec) -> None:
+    def __init__(self, reader: TensorReader, at: str, moe: MoeSpec) -> None:
         self._moe = moe
         self._router = reader.dense_linear(at, "gate")
         self._gate_up = [reader.linear(f"{at}.experts.{e}", "gate_proj", "up_proj") for e in range(moe.n_experts)]
@@ -116,7 +116,7 @@ class Experts:
 class Qwen3MoeLayer:
     """One layer. `index` counts from the model's first layer, `slot` from the range's."""
 
-    def __init__(self, reader: Reader, index: int, slot: int) -> None:
+    def __init__(self, reader: TensorReader, index: int, slot: int) -> None:
         at, moe = f"model.layers.{index}", reader.spec.moe
         assert moe is not None
         self._attention = Qwen3Attention(reader, index, slot)

@@ -24,8 +24,8 @@ from paceline.backends.torch.attention import KEYS, KvPool
 from paceline.backends.torch.families import LlamaLayer, Qwen2Layer, Qwen3Layer, Qwen3MoeLayer
 from paceline.backends.torch.linear import Scratch
 from paceline.backends.torch.processor import multiplies_bf16, onednn_isa
-from paceline.backends.torch.reader import Reader, linear_numbers
-from paceline.backends.torch.runner import Edges, Layer, Model, TorchRunner, wire_bits
+from paceline.backends.torch.reader import TensorReader, linear_numbers
+from paceline.backends.torch.runner import Edges, Layer, TorchModel, TorchRunner, wire_bits
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import LayerRange, WeightsFormat
@@ -40,7 +40,7 @@ RESIDENT_SHARE = 0.9
 class Family(Protocol):
     """Builds one layer of a family."""
 
-    def __call__(self, reader: Reader, index: int, slot: int, /) -> Layer: ...
+    def __call__(self, reader: TensorReader, index: int, slot: int, /) -> Layer: ...
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -52,7 +52,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 
 
-def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgress | None, device: torch.device) -> Model:
+def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgress | None, device: torch.device) -> TorchModel:
     """Read the layers asked for, and nothing else.
 
     Raises:
@@ -64,14 +64,14 @@ def load_model(source: WeightSource, options: LoadOptions, progress: LoadProgres
         raise UnsupportedModel(f"The torch backend does not run the family {spec.model_type!r}", f"It runs {', '.join(FAMILIES)}.")
     formats = torch_formats(spec, options.weights, source.type_of)
     one_path = formats[EMBEDDING] is WeightsFormat.BF16
-    reader = Reader(source, formats, None if one_path else _scratch(source, options), device, progress)
+    reader = TensorReader(source, formats, None if one_path else _scratch(source, options), device, progress)
     reader.expect(options.layers, edges=options.edges)
     layers = [family(reader, index, slot) for slot, index in enumerate(range(options.layers.start, options.layers.stop))]
     edges = None
     if options.edges:
         embedding = reader.table(EMBEDDING)
         edges = Edges(embedding, reader.norm(FINAL_NORM), embedding if spec.tied_head else reader.table(HEAD))
-    return Model(spec, options.layers, layers, edges, one_path)
+    return TorchModel(spec, options.layers, layers, edges, one_path)
 
 
 def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress | None) -> TorchRunner:
@@ -97,14 +97,14 @@ def load_cpu(source: WeightSource, options: LoadOptions, progress: LoadProgress 
         return _runner(model, len(options.layers), options, _measured(model, options, formats))
 
 
-def _runner(model: Model, n_layers: int, options: LoadOptions, numerics: Numerics) -> TorchRunner:
+def _runner(model: TorchModel, n_layers: int, options: LoadOptions, numerics: Numerics) -> TorchRunner:
     spec = model.spec
     pool = KvPool(n_layers, options.n_blocks, options.block_size, spec.n_kv_heads, spec.head_dim)
     rope = Rope(spec.rope, spec.head_dim, min(spec.max_context, options.n_blocks * options.block_size), torch.device("cpu"))
     return TorchRunner(model, pool, rope, options.threads, numerics)
 
 
-def _measured(model: Model, options: LoadOptions, formats: Sequence[WeightsFormat]) -> Numerics:
+def _measured(model: TorchModel, options: LoadOptions, formats: Sequence[WeightsFormat]) -> Numerics:
     def make(weights: WeightsFormat, source: WeightSource, threads: int) -> LayerRunner[Any]:
         small = LoadOptions(source.spec.all_layers, weights, -(-ROWS // options.block_size), options.block_size, threads)
         return _runner(load_model(source, small, None, torch.device("cpu")), 1, small, Numerics("", holds_identity=False))
@@ -117,11 +117,11 @@ def _measured(model: Model, options: LoadOptions, formats: Sequence[WeightsForma
     return Numerics(together([each.id for each in found]), holds)
 
 
-def _first_layer_holds(model: Model, options: LoadOptions) -> bool:
+def _first_layer_holds(model: TorchModel, options: LoadOptions) -> bool:
     """Whether the first loaded layer, in its real sizes, gives whole and cut runs the same bytes."""
     if not model.layers:
         return True
-    first = Model(model.spec, LayerRange(0, 1), model.layers[:1], None, model.one_path)
+    first = TorchModel(model.spec, LayerRange(0, 1), model.layers[:1], None, model.one_path)
     small = LoadOptions(options.layers, options.weights, -(-ROWS // options.block_size), options.block_size, options.threads)
     runner = _runner(first, 1, small, Numerics("", holds_identity=False))
     return cuts_agree(runner, seeded_rows(ROWS, model.spec.hidden), CUTS)

@@ -19,7 +19,7 @@ from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import EMBEDDING, FINAL_NORM, HEAD, StoredTensor, WeightSource, tensor_shapes
 
 
-class Reader:
+class TensorReader:
     """Where families get their weights from.
 
     Args:

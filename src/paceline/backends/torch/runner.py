@@ -43,7 +43,7 @@ class Edges:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class TorchModel:
     """Weights of a range of layers, loaded."""
 
     spec: ModelSpec
@@ -72,7 +72,7 @@ class TorchRunner:
         numerics: what these kernels were measured to compute.
     """
 
-    def __init__(self, model: Model, pool: KvPool, rope: Rope, threads: int, numerics: Numerics) -> None:
+    def __init__(self, model: TorchModel, pool: KvPool, rope: Rope, threads: int, numerics: Numerics) -> None:
         self._model, self._pool, self._rope, self._threads = model, pool, rope, threads
         self.layers = model.held
         self.n_blocks, self.block_size, self.one_path = pool.n_blocks, pool.block_size, model.one_path
@@ -123,7 +123,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Free weights and KV. Idempotent."""
-        self._model = Model(self._model.spec, LayerRange(0, 0), (), None, self._model.one_path)
+        self._model = TorchModel(self._model.spec, LayerRange(0, 0), (), None, self._model.one_path)
         self._pool = KvPool(0, 0, self.block_size, self._pool.n_kv, self._pool.head_dim)
 
     def _run(self, layers: Sequence[Layer], x_TD: Tensor, plan: RowPlan, path: Path) -> Tensor:
@@ -156,7 +156,7 @@ def from_bits(x_TD: WireBits) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(x_TD).view(np.int16)).view(torch.bfloat16)
 
 
-def edges_of(model: Model) -> Edges:
+def edges_of(model: TorchModel) -> Edges:
     """A model's edges; asking a stage in the middle for them is a mistake of the caller."""
     if model.edges is None:
         raise RuntimeError("this runner holds layers only: it was loaded with edges=False, or closed")

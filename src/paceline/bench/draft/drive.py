@@ -27,7 +27,7 @@ class MeasuredEngine(StepsRequests, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class DraftTally:
     """What was done, and in what time. Adds up."""
 
     tokens: int = 0
@@ -38,8 +38,8 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
+    def __add__(self, other: DraftTally) -> DraftTally:
+        return DraftTally(
             self.tokens + other.tokens,
             self.seconds + other.seconds,
             self.steps + other.steps,
@@ -59,7 +59,7 @@ Answers = list[tuple[int, ...]]
 
 def answer_all(
     engine: MeasuredEngine, prompts: Sequence[tuple[int, ...]], draft: str, max_tokens: Sequence[int], clock: Clock
-) -> tuple[Answers, Tally]:
+) -> tuple[Answers, DraftTally]:
     """Answer greedily, ends of sequence honoured.
 
     Args:
@@ -85,7 +85,7 @@ def answer_all(
     after = engine.stats()
     begin = max(times[0] for times in arrivals.values())
     end = max(times[-1] for times in arrivals.values())
-    tally = Tally(
+    tally = DraftTally(
         sum(at > begin for times in arrivals.values() for at in times),
         end - begin,
         after.steps - before.steps,

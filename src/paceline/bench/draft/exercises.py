@@ -16,7 +16,7 @@ from paceline.core.text import Tokenizer
 _MESSAGE = re.compile(r"^=== (system|user|assistant)\n", re.MULTILINE)
 
 
-class Kind(StrEnum):
+class ExerciseKind(StrEnum):
     """What a text is. The first two repeat much of what was said before, the last one hardly anything."""
 
     CODE_EDIT = "code-edit"
@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ExerciseMessage:
     """Of a chat."""
 
     role: str
@@ -37,9 +37,9 @@ class Message:
 class Exercise:
     """A chat, and how it goes on."""
 
-    kind: Kind
+    kind: ExerciseKind
     name: str
-    messages: tuple[Message, ...]
+    messages: tuple[ExerciseMessage, ...]
     answer: str
 
     def prompt_ids(self, tokenizer: Tokenizer, variant: int = 0) -> tuple[int, ...]:
@@ -54,20 +54,20 @@ class Exercise:
         return (*tokenizer.encode(self.answer, add_special=False), min(tokenizer.eos_ids))
 
 
-def parse(kind: Kind, name: str, text: str) -> Exercise:
+def parse(kind: ExerciseKind, name: str, text: str) -> Exercise:
     """Read a file of `texts/`.
 
     Raises:
         ValueError: it does not end with an answer.
     """
     parts = _MESSAGE.split(text)
-    messages = [Message(role, content.strip("\n")) for role, content in zip(parts[1::2], parts[2::2], strict=True)]
+    messages = [ExerciseMessage(role, content.strip("\n")) for role, content in zip(parts[1::2], parts[2::2], strict=True)]
     if len(messages) < 2 or messages[-1].role != "assistant":
         raise ValueError(f"{name} does not end with the assistant's answer")
     return Exercise(kind, name, tuple(messages[:-1]), messages[-1].content)
 
 
-def load(kind: Kind) -> list[Exercise]:
+def load(kind: ExerciseKind) -> list[Exercise]:
     """All of a kind, in the order of their names."""
     found = [file for file in files("paceline.bench.draft").joinpath("texts").iterdir() if file.name.startswith(f"{kind}-")]
     return [parse(kind, file.name.removesuffix(".txt"), file.read_text("utf-8")) for file in sorted(found, key=lambda file: file.name)]

@@ -15,8 +15,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from paceline.bench.draft.drive import Answers, MeasuredEngine, Tally, answer_all, loops
-from paceline.bench.draft.exercises import Kind, load
+from paceline.bench.draft.drive import Answers, DraftTally, MeasuredEngine, answer_all, loops
+from paceline.bench.draft.exercises import ExerciseKind, load
 from paceline.bench.draft.forced import ForcedExecutor, Script
 from paceline.bench.engine import with_room
 from paceline.core.clock import Clock
@@ -37,7 +37,7 @@ class DraftBenchPlan:
     draft: str = "auto"
     against: str = OFF
     """What it is compared with."""
-    kinds: tuple[Kind, ...] = tuple(Kind)
+    kinds: tuple[ExerciseKind, ...] = tuple(ExerciseKind)
     batches: tuple[int, ...] = (1, 16)
     answer_tokens: int = 128
     """Of free answers, at most."""
@@ -58,7 +58,7 @@ class DraftBenchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DraftWork:
     """Prompts that are answered side by side, and how long their answers may be."""
 
     prompts: list[tuple[int, ...]]
@@ -71,7 +71,7 @@ class Work:
 class DraftRow:
     """One kind of text at one batch size. Rates in tokens a second, medians over the rounds; counts of all rounds together."""
 
-    kind: Kind
+    kind: ExerciseKind
     forced: bool
     batch: int
     answers: int
@@ -83,8 +83,8 @@ class DraftRow:
     """Of the two, round by round: the median, and the extremes."""
     least_ratio: float
     most_ratio: float
-    off: Tally
-    on: Tally
+    off: DraftTally
+    on: DraftTally
     same_bytes: bool
 
     @property
@@ -98,7 +98,7 @@ class DraftRow:
         return self.on.accepted / self.on.blocks if self.on.blocks else 0.0
 
 
-def prepare(tokenizer: Tokenizer, kind: Kind, batch: int, plan: DraftBenchPlan, *, forced: bool) -> list[Work]:
+def prepare(tokenizer: Tokenizer, kind: ExerciseKind, batch: int, plan: DraftBenchPlan, *, forced: bool) -> list[DraftWork]:
     """The work of one row, in pieces that run one after the other."""
     exercises = load(kind)
     count = batch if batch > 1 else len(exercises) if forced else FEW
@@ -110,7 +110,9 @@ def prepare(tokenizer: Tokenizer, kind: Kind, batch: int, plan: DraftBenchPlan, 
         made.append((prompt, len(answer), Script(len(prompt), answer)) if forced else (prompt, plan.answer_tokens, None))
     pieces = [made] if batch > 1 else [[one] for one in made]
     return [
-        Work([prompt for prompt, _, _ in piece], [most for _, most, _ in piece], [script for _, _, script in piece if script is not None])
+        DraftWork(
+            [prompt for prompt, _, _ in piece], [most for _, most, _ in piece], [script for _, _, script in piece if script is not None]
+        )
         for piece in pieces
     ]
 
@@ -123,16 +125,16 @@ def settings_for(asked: NodeSettings, tokenizer: Tokenizer, plan: DraftBenchPlan
     return with_room(asked, max(plan.batches), longest)
 
 
-def without_loops(works: Sequence[Work], looks: Sequence[Answers]) -> tuple[list[Work], list[Answers], int]:
+def without_loops(works: Sequence[DraftWork], looks: Sequence[Answers]) -> tuple[list[DraftWork], list[Answers], int]:
     """The work but for the answers that go round in circles; the answers that are left; how many were left out."""
-    kept: list[Work] = []
+    kept: list[DraftWork] = []
     answers: list[Answers] = []
     left_out = 0
     for work, look in zip(works, looks, strict=True):
         good = [place for place, answer in enumerate(look) if not loops(answer)]
         left_out += len(look) - len(good)
         if good:
-            kept.append(Work([work.prompts[place] for place in good], [work.max_tokens[place] for place in good], []))
+            kept.append(DraftWork([work.prompts[place] for place in good], [work.max_tokens[place] for place in good], []))
             answers.append([look[place] for place in good])
     return kept, answers, left_out
 
@@ -147,7 +149,7 @@ class RowMeter:
     def __init__(self, engine: MeasuredEngine, executor: ForcedExecutor, plan: DraftBenchPlan, clock: Clock) -> None:
         self._engine, self._executor, self._plan, self._clock = engine, executor, plan, clock
 
-    def row(self, tokenizer: Tokenizer, kind: Kind, batch: int, *, forced: bool) -> DraftRow:
+    def row(self, tokenizer: Tokenizer, kind: ExerciseKind, batch: int, *, forced: bool) -> DraftRow:
         """Measure one."""
         works = prepare(tokenizer, kind, batch, self._plan, forced=forced)
         looks = [self._run(work, OFF)[0] for work in works]
@@ -157,11 +159,11 @@ class RowMeter:
         base, draft = self._plan.against, self._plan.draft
         for work in works:  # so that what steps cost is known
             self._run(work, draft)
-        off: list[Tally] = []
-        on: list[Tally] = []
+        off: list[DraftTally] = []
+        on: list[DraftTally] = []
         same = True
         for turn in range(self._plan.rounds if works else 0):
-            sums = {base: Tally(), draft: Tally()}
+            sums = {base: DraftTally(), draft: DraftTally()}
             for place, (work, look) in enumerate(zip(works, looks, strict=True)):
                 order = list(sums)
                 for each in order if (turn + place) % 2 else reversed(order):
@@ -182,12 +184,12 @@ class RowMeter:
             ratio=median(ratios or [0.0]),
             least_ratio=min(ratios, default=0.0),
             most_ratio=max(ratios, default=0.0),
-            off=sum(off, Tally()),
-            on=sum(on, Tally()),
+            off=sum(off, DraftTally()),
+            on=sum(on, DraftTally()),
             same_bytes=same,
         )
 
-    def _run(self, work: Work, draft: str) -> tuple[Answers, Tally]:
+    def _run(self, work: DraftWork, draft: str) -> tuple[Answers, DraftTally]:
         self._executor.begin(work.scripts)
         return answer_all(self._engine, work.prompts, draft, work.max_tokens, self._clock)
 

@@ -32,7 +32,7 @@ PROMPT_ROWS = 16
 """So many rows or more run as a prompt's: where kernels differ, those for prompts are faster then."""
 
 
-class Text:
+class DraftedText:
     """One text's place in the KV."""
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class SharedKv(Generic[Activations]):
         self.lock = threading.Lock()
         """Held while a text is extended, by the thread that does: a runner runs one batch at a time."""
         self._free = list(range(runner.n_blocks))
-        self._texts: list[Text] = []
+        self._texts: list[DraftedText] = []
         """Those with blocks, the one drafted for last at the end."""
         self._row_bytes = 0
 
-    def extend(self, text: Text, tokens: Sequence[int], wanted: int) -> npt.NDArray[np.float32]:
+    def extend(self, text: DraftedText, tokens: Sequence[int], wanted: int) -> npt.NDArray[np.float32]:
         """Make a text's KV that of `tokens`; run what of them is not there.
 
         Args:
@@ -85,14 +85,14 @@ class SharedKv(Generic[Activations]):
             kept = len(text.tokens)
         return self._run(text, tokens[kept:], wanted)
 
-    def forget(self, text: Text) -> None:
+    def forget(self, text: DraftedText) -> None:
         """Give its blocks back. Idempotent."""
         self._free += text.blocks
         text.blocks, text.tokens = [], []
         if text in self._texts:
             self._texts.remove(text)
 
-    def _make_room(self, text: Text, n_tokens: int) -> None:
+    def _make_room(self, text: DraftedText, n_tokens: int) -> None:
         if text in self._texts:
             self._texts.remove(text)
         needed = -(-n_tokens // self._runner.block_size)
@@ -102,7 +102,7 @@ class SharedKv(Generic[Activations]):
         while len(text.blocks) < needed:
             text.blocks.append(self._free.pop())
 
-    def _run(self, text: Text, tokens: Sequence[int], wanted: int) -> npt.NDArray[np.float32]:
+    def _run(self, text: DraftedText, tokens: Sequence[int], wanted: int) -> npt.NDArray[np.float32]:
         runner, rows = self._runner, len(tokens)
         path = Path.PROMPT if rows >= PROMPT_ROWS else Path.GENERATED
         plan = row_plan([rows], [len(text.tokens)], [path], np.array([text.blocks], np.int32))
@@ -162,7 +162,7 @@ class JacobiProposer(ModelProposer[Activations]):
 class _ModelSession(ABC, Generic[Activations]):
     def __init__(self, model: ModelProposer[Activations]) -> None:
         self._model, self._kv = model, model.kv
-        self._text = Text()
+        self._text = DraftedText()
         self.told: list[int] = []
 
     def propose(self, first_position: int, token_ids: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:

@@ -21,7 +21,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard, SealedList, SealedRevocation
 from paceline.fleet.gossip import Gossip
 from paceline.fleet.intake import Shares
-from paceline.fleet.messages import Appeared, Call, Changed, Clashed, Effect, Expired, Ignored, Left, Reseal, Restarted, Revoked
+from paceline.fleet.messages import Appeared, Changed, Clashed, Effect, Expired, GossipCall, Ignored, Left, Reseal, Restarted, Revoked
 from paceline.fleet.presets import Preset
 from paceline.fleet.registry import next_version
 from paceline.fleet.stamps import LINK_BYTES, StampChain
@@ -48,7 +48,7 @@ class GossipHooks(Protocol):
     """What a node does about its fleet's news."""
 
     def news(self, effect: Effect) -> None:
-        """Anything but `Call` and `Reseal`. Must not wait."""
+        """Anything but `GossipCall` and `Reseal`. Must not wait."""
         ...
 
     def card(self) -> NodeCard:
@@ -232,13 +232,13 @@ class GossipDriver:
                 except TimeoutError:
                     now = self._clock.monotonic()
             effects = self._gossip.tick(now)
-            self._meter.rounds += any(isinstance(effect, Call) for effect in effects)
+            self._meter.rounds += any(isinstance(effect, GossipCall) for effect in effects)
             self._do(effects)
 
     def _do(self, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
             match effect:
-                case Call():
+                case GossipCall():
                     self._spawn(self._call(effect))
                 case Reseal(above, reason):
                     logger.info("announcing this node anew: %s", reason)
@@ -254,7 +254,7 @@ class GossipDriver:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _call(self, call: Call) -> None:
+    async def _call(self, call: GossipCall) -> None:
         assert self._exchanger is not None, "calls are made after start"
         began = self._clock.monotonic()
         try:

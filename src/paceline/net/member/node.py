@@ -32,9 +32,9 @@ from paceline.net.member.gossip import GossipDriver
 from paceline.net.member.links import LinkDriver
 from paceline.net.member.meter import FleetMeter, log_news
 from paceline.net.member.settings import FleetSettings
-from paceline.net.member.state import Claim, Running, forget_running, keep_running
+from paceline.net.member.state import Claim, RunningNode, forget_running, keep_running
 from paceline.net.member.trust import TrustKeeper
-from paceline.net.member.upkeep import Portrait, Upkeep
+from paceline.net.member.upkeep import OwnPortrait, Upkeep
 from paceline.net.server import NodeServer, RpcMeter, Service
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member, join_host
@@ -61,7 +61,7 @@ class FleetNode:
         MembershipError, IdentityError: this machine is in no fleet, or not any more.
     """
 
-    def __init__(self, settings: FleetSettings, folder: FleetFolder, portrait: Portrait, clock: Clock) -> None:
+    def __init__(self, settings: FleetSettings, folder: FleetFolder, portrait: OwnPortrait, clock: Clock) -> None:
         self._settings, self._folder, self._portrait, self._clock = settings, folder, portrait, clock
         self.identity = folder.identity()
         revocations = open_revocations(folder.sealed_revocations(), self.identity.root)
@@ -153,7 +153,7 @@ class FleetNode:
         self._tensors.serve_on(claim.tensors)
         await self._upkeep.begin(port)
         local = join_host(self._settings.host or "127.0.0.1", port)
-        await asyncio.to_thread(keep_running, self._folder, Running(os.getpid(), local))
+        await asyncio.to_thread(keep_running, self._folder, RunningNode(os.getpid(), local))
         bounds = self._settings.preset.bounds
         await self.gossip.start(
             Exchanger(self.node_id, self.pool, self.gossip.opener, self.book, bounds, self._clock, self._settings.peers)

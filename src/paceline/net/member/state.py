@@ -24,7 +24,7 @@ from paceline.net.trust.folder import FleetFolder
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningNode:
     """A node of this machine that serves its fleet."""
 
     pid: int
@@ -84,7 +84,7 @@ class Claim:
         self._taken.close()
 
 
-def keep_running(folder: FleetFolder, running: Running) -> None:
+def keep_running(folder: FleetFolder, running: RunningNode) -> None:
     """For `paceline status` and its like. Blocks."""
     data = json.dumps({"pid": running.pid, "address": running.address}).encode()
     folder.write_secret(folder.root / "running.json", data)
@@ -97,11 +97,11 @@ def forget_running(folder: FleetFolder) -> None:
             (folder.root / "running.json").unlink(missing_ok=True)
 
 
-def read_running(folder: FleetFolder) -> Running | None:
+def read_running(folder: FleetFolder) -> RunningNode | None:
     """What said last that it runs; whether it still does shows when it is called."""
     try:
         value: Any = json.loads((folder.root / "running.json").read_bytes())
-        return Running(int(value["pid"]), str(value["address"]))
+        return RunningNode(int(value["pid"]), str(value["address"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -33,7 +33,7 @@ MOST_ADDRESSES = 16
 """Machines with containers have dozens of interfaces; a card lists so many."""
 
 
-class Portrait(Protocol):
+class OwnPortrait(Protocol):
     """What a machine says of itself, measured."""
 
     def look(self) -> bool:
@@ -58,7 +58,7 @@ class Upkeep:
         self,
         host: str,
         folder: FleetFolder,
-        portrait: Portrait,
+        portrait: OwnPortrait,
         gossip: GossipDriver,
         refusals: Refusals,
         clock: Clock,

@@ -15,7 +15,7 @@ from enum import Enum, auto
 from paceline.core.errors import NodeUnreachable, StreamClosed, StreamCorrupt
 from paceline.net.tensor.ends import TensorSender
 from paceline.net.tensor.frames import CloseCode, Conversation, close
-from paceline.net.tensor.incoming import FROM_SENDER, Hello, Incoming
+from paceline.net.tensor.incoming import FROM_SENDER, Hello, IncomingBytes
 from paceline.net.tensor.pipe import Pipe, tune
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.credentials import check_callable, client_context
@@ -46,7 +46,7 @@ class Newcomer:
         self.sock, self.host, self.port, self.until = sock, host, port, until
         self.member: Member | None = None
         self.conversation = Conversation()
-        self._incoming = Incoming(self.conversation, FROM_SENDER, HELLO_BYTES)
+        self._incoming = IncomingBytes(self.conversation, FROM_SENDER, HELLO_BYTES)
 
     @property
     def who(self) -> str:

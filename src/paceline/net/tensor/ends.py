@@ -37,8 +37,8 @@ from paceline.net.tensor.frames import (
     hello,
     tensor_start,
 )
-from paceline.net.tensor.incoming import BUFFER_BYTES, FROM_RECEIVER, FROM_SENDER, Array, Closed, Incoming, Message
-from paceline.net.tensor.pipe import Pipe, Silence
+from paceline.net.tensor.incoming import BUFFER_BYTES, FROM_RECEIVER, FROM_SENDER, Array, Closed, IncomingBytes, TensorMessage
+from paceline.net.tensor.pipe import Pipe, PipeSilence
 
 HALF = WINDOW // 2
 
@@ -46,7 +46,7 @@ HALF = WINDOW // 2
 class End:
     """What both ends have in common."""
 
-    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: IncomingBytes, on_close: Callable[[], None] | None = None) -> None:
         self._pipe, self._conversation, self._incoming = pipe, conversation, incoming
         self._on_close = on_close
 
@@ -83,7 +83,7 @@ class TensorSender(End):
 
     def __init__(self, pipe: Pipe) -> None:
         conversation = Conversation()
-        super().__init__(pipe, conversation, Incoming(conversation, FROM_RECEIVER, 4096))
+        super().__init__(pipe, conversation, IncomingBytes(conversation, FROM_RECEIVER, 4096))
         self._joined = bytearray(JOINED_BYTES)
         self._ready_for: tuple[np.dtype[np.generic], tuple[int, ...]] | None = None
         """Of what tensor the start lies in `_joined`."""
@@ -167,7 +167,7 @@ class TensorSender(End):
             )
         self._ready_for = None
         data = (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B") if total else memoryview(b"")
-        conversation, silence = self._conversation, Silence(deadline, self._pipe.now, total)
+        conversation, silence = self._conversation, PipeSilence(deadline, self._pipe.now, total)
         try:
             with self._pipe:
                 self._make_way(silence)
@@ -183,7 +183,7 @@ class TensorSender(End):
         except TensorStreamError as error:
             raise self._broken(error) from error
 
-    def _put(self, start: bytes, data: memoryview, silence: Silence) -> None:
+    def _put(self, start: bytes, data: memoryview, silence: PipeSilence) -> None:
         """A frame: its start and its data, in one write where that is cheap."""
         deadline = silence.deadline
         at, n = len(start), len(data)
@@ -197,7 +197,7 @@ class TensorSender(End):
             self._pipe.send(data, deadline)
         silence.moved()
 
-    def _make_way(self, silence: Silence) -> None:
+    def _make_way(self, silence: PipeSilence) -> None:
         """Have room for a chunk in the window."""
         conversation = self._conversation
         if conversation.unacknowledged >= HALF:
@@ -260,11 +260,11 @@ class Rehearsal:
         conversation.on(Event.HELLO)
         conversation.on(Event.WELCOME)
         self._conversation = conversation
-        self._incoming = Incoming(conversation, FROM_SENDER)
+        self._incoming = IncomingBytes(conversation, FROM_SENDER)
         self._header = b""
         self._zeros: Array | None = None
 
-    def came(self, message: Message) -> None:
+    def came(self, message: TensorMessage) -> None:
         """A message to be like."""
         array, zeros = message.array, self._zeros
         self._header = message.header
@@ -272,7 +272,7 @@ class Rehearsal:
             small = len(message.header) + array.nbytes <= MOST_BYTES
             self._zeros = np.zeros(array.shape, array.dtype) if small else None
 
-    def again(self) -> Message | None:
+    def again(self) -> TensorMessage | None:
         """Read one; None where there is nothing to be like, or it was large."""
         zeros, conversation, incoming = self._zeros, self._conversation, self._incoming
         if zeros is None:
@@ -283,17 +283,17 @@ class Rehearsal:
         incoming.filled(len(frame))
         message = incoming.next()
         conversation.acknowledge(conversation.next_seq)
-        return message if isinstance(message, Message) else None
+        return message if isinstance(message, TensorMessage) else None
 
 
 class TensorReceiver(End):
     """Receives tensors. The listener makes it, from a connection that has been greeted."""
 
-    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: Incoming, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(self, pipe: Pipe, conversation: Conversation, incoming: IncomingBytes, on_close: Callable[[], None] | None = None) -> None:
         super().__init__(pipe, conversation, incoming, on_close)
         self._rehearsal = Rehearsal()
 
-    def receive(self, deadline: float, rehearse: Callable[[Message], None] | None = None) -> Message:
+    def receive(self, deadline: float, rehearse: Callable[[TensorMessage], None] | None = None) -> TensorMessage:
         """The next tensor. Its array is good until the next call.
 
         Args:
@@ -345,7 +345,7 @@ class TensorReceiver(End):
                 self.fail(error)
                 raise
 
-    def _rehearsing(self, rehearse: Callable[[Message], None]) -> Callable[[], None]:
+    def _rehearsing(self, rehearse: Callable[[TensorMessage], None]) -> Callable[[], None]:
         """Read a message like the last one, and do with it what is done with the next."""
 
         def again() -> None:
@@ -355,18 +355,18 @@ class TensorReceiver(End):
 
         return again
 
-    def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> Message | Closed:
+    def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> TensorMessage | Closed:
         incoming, pipe, conversation = self._incoming, self._pipe, self._conversation
         if conversation.unacknowledged > HALF + HALF // 2:
             # Nothing is acknowledged; but asking for more says as much.
             self._ack(deadline)
-        silence = Silence(deadline, pipe.now)
+        silence = PipeSilence(deadline, pipe.now)
         while True:
             event = incoming.next()
             if event is None:
                 incoming.filled(pipe.receive(incoming.space(), silence.deadline, rehearse))
                 silence.moved(incoming.tensor_bytes)
-            elif isinstance(event, Message | Closed):
+            elif isinstance(event, TensorMessage | Closed):
                 return event
             elif conversation.unacknowledged >= HALF:
                 self._ack(silence.deadline)

@@ -45,7 +45,7 @@ _CHUNK_START = Struct("!BII")
 MAX_START_BYTES = max(start.size for start in _TENSOR_START)
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     WELCOME = 2
     TENSOR = 3
@@ -65,12 +65,12 @@ class CloseCode(IntEnum):
 
 
 LENGTHS: dict[int, tuple[int, int]] = {
-    Kind.HELLO: (len(MAGIC) + TICKET_BYTES, len(MAGIC) + TICKET_BYTES),
-    Kind.WELCOME: (0, 0),
-    Kind.TENSOR: (TENSOR.size, TENSOR.size + 4 * MAX_DIMENSIONS + MAX_CHUNK_BYTES),
-    Kind.CHUNK: (SEQ.size + 1, SEQ.size + MAX_CHUNK_BYTES),
-    Kind.ACK: (SEQ.size, SEQ.size),
-    Kind.CLOSE: (1, 1 + MAX_MESSAGE_BYTES),
+    FrameKind.HELLO: (len(MAGIC) + TICKET_BYTES, len(MAGIC) + TICKET_BYTES),
+    FrameKind.WELCOME: (0, 0),
+    FrameKind.TENSOR: (TENSOR.size, TENSOR.size + 4 * MAX_DIMENSIONS + MAX_CHUNK_BYTES),
+    FrameKind.CHUNK: (SEQ.size + 1, SEQ.size + MAX_CHUNK_BYTES),
+    FrameKind.ACK: (SEQ.size, SEQ.size),
+    FrameKind.CLOSE: (1, 1 + MAX_MESSAGE_BYTES),
 }
 """The shortest and the longest body of each kind."""
 
@@ -87,31 +87,31 @@ _ERRORS: dict[int, type[TensorStreamError]] = {
 
 
 def hello(ticket: bytes) -> bytes:
-    return HEAD.pack(Kind.HELLO, len(MAGIC) + len(ticket)) + MAGIC + ticket
+    return HEAD.pack(FrameKind.HELLO, len(MAGIC) + len(ticket)) + MAGIC + ticket
 
 
-WELCOME = HEAD.pack(Kind.WELCOME, 0)
+WELCOME = HEAD.pack(FrameKind.WELCOME, 0)
 
 
 def tensor_start(seq: int, header_bytes: int, total: int, dtype: int, shape: Sequence[int], n_data: int) -> bytes:
     """What comes before a TENSOR's header and its first `n_data` bytes of data."""
     n = len(shape)
     body = TENSOR.size + 4 * n + header_bytes + n_data
-    return _TENSOR_START[n].pack(Kind.TENSOR, body, seq, header_bytes, total, dtype, n, *shape)
+    return _TENSOR_START[n].pack(FrameKind.TENSOR, body, seq, header_bytes, total, dtype, n, *shape)
 
 
 def chunk_start(seq: int, n_data: int) -> bytes:
     """What comes before a CHUNK's data."""
-    return _CHUNK_START.pack(Kind.CHUNK, SEQ.size + n_data, seq)
+    return _CHUNK_START.pack(FrameKind.CHUNK, SEQ.size + n_data, seq)
 
 
 def ack(seq: int) -> bytes:
-    return _CHUNK_START.pack(Kind.ACK, SEQ.size, seq)
+    return _CHUNK_START.pack(FrameKind.ACK, SEQ.size, seq)
 
 
 def close(code: int, message: str) -> bytes:
     text = message.encode()[:MAX_MESSAGE_BYTES]
-    return HEAD.pack(Kind.CLOSE, 1 + len(text)) + bytes([code]) + text
+    return HEAD.pack(FrameKind.CLOSE, 1 + len(text)) + bytes([code]) + text
 
 
 def code_of(error: TensorStreamError) -> CloseCode:

@@ -30,14 +30,14 @@ from paceline.net.tensor.frames import (
     TENSOR,
     Conversation,
     Event,
-    Kind,
+    FrameKind,
     State,
 )
 
 Array = npt.NDArray[np.generic]
 
 
-class Message(NamedTuple):
+class TensorMessage(NamedTuple):
     """A tensor and what was said of it."""
 
     header: bytes
@@ -63,14 +63,14 @@ class Signal(Enum):
     """A chunk has come, its tensor has not."""
 
 
-Happened = Message | Hello | Closed | Signal
+Happened = TensorMessage | Hello | Closed | Signal
 
-FROM_SENDER = frozenset({Kind.HELLO, Kind.TENSOR, Kind.CHUNK, Kind.CLOSE})
-FROM_RECEIVER = frozenset({Kind.WELCOME, Kind.ACK, Kind.CLOSE})
+FROM_SENDER = frozenset({FrameKind.HELLO, FrameKind.TENSOR, FrameKind.CHUNK, FrameKind.CLOSE})
+FROM_RECEIVER = frozenset({FrameKind.WELCOME, FrameKind.ACK, FrameKind.CLOSE})
 BUFFER_BYTES = 64 << 10
 
 
-class Incoming:
+class IncomingBytes:
     """What arrives at one end.
 
     Args:
@@ -162,9 +162,9 @@ class Incoming:
             raise StreamCorrupt(f"A frame of kind {kind} with {length} bytes")
         at += HEAD.size
         have -= HEAD.size
-        if kind == Kind.TENSOR:
+        if kind == FrameKind.TENSOR:
             return self._tensor(at, have, length)
-        if kind == Kind.CHUNK:
+        if kind == FrameKind.CHUNK:
             if have >= SEQ.size:
                 (seq,) = SEQ.unpack_from(buffer, at)
                 n = length - SEQ.size
@@ -181,13 +181,13 @@ class Incoming:
 
     def _small(self, kind: int, body: bytes) -> Happened:
         conversation = self._conversation
-        if kind == Kind.ACK:
+        if kind == FrameKind.ACK:
             conversation.acknowledge(SEQ.unpack(body)[0])
             return Signal.ACK
-        if kind == Kind.WELCOME:
+        if kind == FrameKind.WELCOME:
             conversation.on(Event.WELCOME)
             return Signal.WELCOME
-        if kind == Kind.HELLO:
+        if kind == FrameKind.HELLO:
             if not body.startswith(MAGIC):
                 raise StreamCorrupt("A hello of another protocol, or of another version of it")
             conversation.on(Event.HELLO)
@@ -195,7 +195,7 @@ class Incoming:
         conversation.on(Event.CLOSE)
         return Closed(body[0], body[1:].decode(errors="replace"))
 
-    def _tensor(self, at: int, have: int, length: int) -> Message | None:
+    def _tensor(self, at: int, have: int, length: int) -> TensorMessage | None:
         """A tensor begins, once enough of its frame is here."""
         if have < TENSOR.size:
             return None
@@ -222,7 +222,7 @@ class Incoming:
             # All of it is here, as nearly always when a tensor is small.
             self._start = at + n_header + total
             self._data[:total] = self._buffer[self._start - total : self._start]
-            return Message(bytes(self._buffer[at : at + n_header]), self._array)
+            return TensorMessage(bytes(self._buffer[at : at + n_header]), self._array)
         self._start = at
         self._header = bytearray(n_header)
         self._parts.append(memoryview(self._header))
@@ -245,4 +245,4 @@ class Incoming:
     def _chunk_over(self) -> Happened:
         if self._conversation.state is State.INSIDE:
             return Signal.PART
-        return Message(bytes(self._header), self._array)
+        return TensorMessage(bytes(self._header), self._array)

@@ -24,7 +24,7 @@ from paceline.core.ports import hold_port, listen_on
 from paceline.net.tensor.dialling import Newcomer, Wants
 from paceline.net.tensor.ends import TensorReceiver
 from paceline.net.tensor.frames import TICKET_BYTES, WELCOME, CloseCode, Event
-from paceline.net.tensor.incoming import FROM_SENDER, Incoming
+from paceline.net.tensor.incoming import FROM_SENDER, IncomingBytes
 from paceline.net.tensor.pipe import Pipe, tune
 from paceline.net.trust.certificates import FleetRoot, Member
 from paceline.net.trust.connections import Refusals
@@ -33,7 +33,7 @@ from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import Voids
 
 
-class Expected:
+class ExpectedStream:
     """Made by the listener.
 
     Args:
@@ -41,7 +41,7 @@ class Expected:
         forget: told, in any thread, that the ticket is good no longer.
     """
 
-    def __init__(self, ticket: bytes, forget: Callable[[Expected], None]) -> None:
+    def __init__(self, ticket: bytes, forget: Callable[[ExpectedStream], None]) -> None:
         self.ticket, self._forget = ticket, forget
         self._changed = threading.Condition()
         self._receiver: TensorReceiver | None = None
@@ -107,7 +107,7 @@ class TensorListener:
         self._root = FleetRoot(identity.root.certificate)
         self._voids, self._clock, self._refusals = voids, clock, refusals
         self._lock = threading.Lock()
-        self._expected: dict[bytes, Expected] = {}
+        self._expected: dict[bytes, ExpectedStream] = {}
         self._streams: dict[TensorReceiver, Member] = {}
         self._newcomers: OrderedDict[int, Newcomer] = OrderedDict()
         self._selector = selectors.DefaultSelector()
@@ -142,7 +142,7 @@ class TensorListener:
         self._thread.start()
         return self.port
 
-    def expect(self, ticket: bytes | None = None) -> Expected:
+    def expect(self, ticket: bytes | None = None) -> ExpectedStream:
         """A stream will come with a ticket: it works once.
 
         Args:
@@ -153,7 +153,7 @@ class TensorListener:
         """
         ticket = os.urandom(TICKET_BYTES) if ticket is None else ticket
         assert len(ticket) == TICKET_BYTES, "a ticket has 32 bytes"
-        expected = Expected(ticket, self._forget)
+        expected = ExpectedStream(ticket, self._forget)
         with self._lock:
             if self._closing:
                 raise StreamClosed("The listener for activations is closed")
@@ -196,7 +196,7 @@ class TensorListener:
             if self._listening is not None:
                 self._listening.close()
 
-    def _forget(self, expected: Expected) -> None:
+    def _forget(self, expected: ExpectedStream) -> None:
         with self._lock:
             if self._expected.get(expected.ticket) is expected:
                 del self._expected[expected.ticket]
@@ -300,7 +300,7 @@ class TensorListener:
         receiver = TensorReceiver(
             Pipe(newcomer.sock, member.node_id),
             newcomer.conversation,
-            Incoming(newcomer.conversation, FROM_SENDER),
+            IncomingBytes(newcomer.conversation, FROM_SENDER),
             on_close=lambda: self._left(receiver),
         )
         with self._lock:

@@ -80,7 +80,7 @@ def _ready(sock: socket.socket, seconds: float, *, writing: bool) -> bool:
     return bool(poll.poll(math.ceil(1000 * seconds)))
 
 
-class Silence:
+class PipeSilence:
     """Until when something has to move: a deadline that each byte moves on, by as long as it was away at first.
 
     Args:
@@ -153,7 +153,7 @@ class Pipe:
         at, n = self._write(data), len(data)
         if at == n:
             return
-        silence = Silence(self.now() + CLOSE_WAIT_S if deadline is None else deadline, self.now, n)
+        silence = PipeSilence(self.now() + CLOSE_WAIT_S if deadline is None else deadline, self.now, n)
         view = memoryview(data)
         while at < n:
             # What was taken of it so far is some records, so this looks at the clock every 16 KB.

@@ -33,7 +33,7 @@ from paceline.net.trust.certificates import (
     tls_name,
     whole_second,
 )
-from paceline.net.trust.signing import Kind, PrivateKey, PublicKey, sign_as
+from paceline.net.trust.signing import PrivateKey, PublicKey, SignedKind, sign_as
 
 CA_YEARS = timedelta(days=20 * 365)
 NODE_HOLDS = timedelta(days=365)
@@ -58,7 +58,7 @@ class CertificateAuthority(Protocol):
         """A certificate for a join port."""
         ...
 
-    def sign(self, kind: Kind, data: bytes) -> bytes:
+    def sign(self, kind: SignedKind, data: bytes) -> bytes:
         """A signature by the CA on a thing of that kind."""
         ...
 
@@ -166,7 +166,7 @@ class Authority:
         _, key = open_request(request)
         return self._certificate(key, _name("paceline join"), (x509.DNSName(JOIN_NAME),), draw_serial(), now, JOIN_PORT_HOLDS)
 
-    def sign(self, kind: Kind, data: bytes) -> bytes:
+    def sign(self, kind: SignedKind, data: bytes) -> bytes:
         """A signature by the CA on a thing of that kind."""
         return sign_as(self._key, kind, data)
 

@@ -20,7 +20,7 @@ from paceline.core.trust import Trust
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import FleetRoot
 from paceline.net.trust.identity import read_secret
-from paceline.net.trust.signing import Kind
+from paceline.net.trust.signing import SignedKind
 
 BOUND_S = 60.0
 """Of one signature, on a machine that is busy."""
@@ -46,7 +46,7 @@ class AuthorityProcess:
         """As `Authority.issue_to_join_port`."""
         return self._ask("issue_to_join_port", request, now)
 
-    def sign(self, kind: Kind, data: bytes) -> bytes:
+    def sign(self, kind: SignedKind, data: bytes) -> bytes:
         """As `Authority.sign`."""
         return self._ask("sign", data, 0.0, kind=kind.name)
 
@@ -77,7 +77,7 @@ def answer(authority: Authority, asked: dict[str, Any]) -> bytes:
         case "issue_to_join_port":
             return authority.issue_to_join_port(data, now)
         case _:
-            return authority.sign(Kind[asked["kind"]], data)
+            return authority.sign(SignedKind[asked["kind"]], data)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from cryptography.x509.oid import NameOID
 from paceline.core.errors import IdentityError, MalformedMessage, NotTrusted
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
-from paceline.net.trust.signing import SIGNING, Kind, PrivateKey, PublicKey, verifies
+from paceline.net.trust.signing import SIGNING, PrivateKey, PublicKey, SignedKind, verifies
 
 NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -106,7 +106,7 @@ class Member:
         """Unix seconds; before that TLS takes it nowhere."""
         return self.issued_at - int(BACKDATED.total_seconds())
 
-    def signed(self, signature: bytes, kind: Kind, data: bytes) -> bool:
+    def signed(self, signature: bytes, kind: SignedKind, data: bytes) -> bool:
         return verifies(self.public_key, signature, kind, data)
 
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from paceline.core.errors import IdentityError, NotTrusted
 from paceline.core.ids import NodeId
 from paceline.net.trust.certificates import UNREADABLE, FleetRoot, Member, key_pem
-from paceline.net.trust.signing import Kind, PrivateKey, sign_as
+from paceline.net.trust.signing import PrivateKey, SignedKind, sign_as
 
 MAX_FILE_BYTES = 16 << 20
 
@@ -71,7 +71,7 @@ class Identity:
     def certificate_pem(self) -> bytes:
         return x509.load_der_x509_certificate(self.member.certificate).public_bytes(Encoding.PEM)
 
-    def sign(self, kind: Kind, data: bytes) -> bytes:
+    def sign(self, kind: SignedKind, data: bytes) -> bytes:
         """A signature by this node on a thing of that kind."""
         return sign_as(self.key, kind, data)
 

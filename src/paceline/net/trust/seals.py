@@ -18,7 +18,7 @@ from paceline.fleet.card import NodeCard, Revocation, RevocationList, SealedCard
 from paceline.net.card_codec import check_card, check_size, read_card, write_card
 from paceline.net.trust.certificates import FleetRoot, is_node_id
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.signing import Kind, Signs, read_strictly, verifies
+from paceline.net.trust.signing import SignedKind, Signs, read_strictly, verifies
 from paceline.net.wire import fleet_pb2 as wire
 
 AHEAD_S = 86400
@@ -41,7 +41,7 @@ def sign_card(identity: Identity, card: NodeCard) -> SealedCard:
     if card.node_id != identity.node_id:
         raise NotTrusted(f"{identity.node_id} can't sign a card of {card.node_id}", who=identity.node_id)
     data = write_card(card)
-    signed = wire.SignedCard(card=data, signature=identity.sign(Kind.CARD, data))
+    signed = wire.SignedCard(card=data, signature=identity.sign(SignedKind.CARD, data))
     member = identity.member
     return SealedCard(card, signed.SerializeToString(deterministic=True), member.certificate, member.issued_at, member.trust)
 
@@ -63,7 +63,7 @@ def open_card(signed: wire.SignedCard, *, root: FleetRoot, voids: Voids, now: fl
     member = root.member(signed.certificate or held, now)
     if voids(member.node_id, member.issued_at):
         raise RevokedNode(f"{member.node_id} was revoked", who=member.node_id)
-    if not member.signed(signed.signature, Kind.CARD, signed.card):
+    if not member.signed(signed.signature, SignedKind.CARD, signed.card):
         raise NotTrusted(f"A card was not signed by {member.node_id}, whose certificate it carries", who=member.node_id)
     card = read_card(signed.card)
     if card.node_id != member.node_id:
@@ -78,7 +78,7 @@ def sign_revocation(authority: Signs, revocation: Revocation) -> SealedRevocatio
     data = wire.Revocation(
         node_id=revocation.node_id, revoked_at_unix=revocation.revoked_at, not_after_unix=revocation.not_after
     ).SerializeToString(deterministic=True)
-    signed = wire.SignedRevocation(revocation=data, signature=authority.sign(Kind.REVOCATION, data))
+    signed = wire.SignedRevocation(revocation=data, signature=authority.sign(SignedKind.REVOCATION, data))
     return SealedRevocation(revocation, signed.SerializeToString(deterministic=True))
 
 
@@ -89,7 +89,7 @@ def open_revocation(signed: wire.SignedRevocation, root: FleetRoot) -> SealedRev
         NotTrusted: it did not.
         MalformedMessage: what was signed is no revocation, or one that no CA makes.
     """
-    _check_signed("A revocation", Kind.REVOCATION, signed.revocation, signed.signature, root)
+    _check_signed("A revocation", SignedKind.REVOCATION, signed.revocation, signed.signature, root)
     said = read_strictly(wire.Revocation, signed.revocation)
     if not is_node_id(said.node_id):
         raise MalformedMessage("A revocation names no node")
@@ -108,7 +108,7 @@ def sign_list(authority: Signs, said: RevocationList) -> SealedList:
     data = wire.RevocationList(signed_at_unix=said.signed_at, digest=said.digest, issuer_node_id=said.issuer).SerializeToString(
         deterministic=True
     )
-    signed = wire.SignedRevocationList(list=data, signature=authority.sign(Kind.REVOCATION_LIST, data))
+    signed = wire.SignedRevocationList(list=data, signature=authority.sign(SignedKind.REVOCATION_LIST, data))
     return SealedList(said, signed.SerializeToString(deterministic=True))
 
 
@@ -122,7 +122,7 @@ def open_list(signed: wire.SignedRevocationList, root: FleetRoot, now: float) ->
         NotTrusted: it did not.
         MalformedMessage: what was signed is no list, or one that no CA makes now.
     """
-    _check_signed("A list of revocations", Kind.REVOCATION_LIST, signed.list, signed.signature, root)
+    _check_signed("A list of revocations", SignedKind.REVOCATION_LIST, signed.list, signed.signature, root)
     said = read_strictly(wire.RevocationList, signed.list)
     root.check_time("A list of revocations", said.signed_at_unix)
     if said.signed_at_unix > now + AHEAD_S:
@@ -136,7 +136,7 @@ def open_list(signed: wire.SignedRevocationList, root: FleetRoot, now: float) ->
     )
 
 
-def _check_signed(what: str, kind: Kind, data: bytes, signature: bytes, root: FleetRoot) -> None:
+def _check_signed(what: str, kind: SignedKind, data: bytes, signature: bytes, root: FleetRoot) -> None:
     """Raise unless the CA signed what it is said to have signed."""
     if len(data) > MAX_REVOCATION_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
         raise MalformedMessage(f"{what} is longer than any of ours")

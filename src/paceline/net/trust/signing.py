@@ -27,7 +27,7 @@ PublicKey = ec.EllipticCurvePublicKey
 PrivateKey = ec.EllipticCurvePrivateKey
 
 
-class Kind(Enum):
+class SignedKind(Enum):
     """What is signed. A signature on one kind is none on another."""
 
     CARD = b"card"
@@ -40,16 +40,16 @@ class Kind(Enum):
 class Signs(Protocol):
     """Who has a key: a node's identity, or the CA."""
 
-    def sign(self, kind: Kind, data: bytes) -> bytes:
+    def sign(self, kind: SignedKind, data: bytes) -> bytes:
         """A signature on `data` as a thing of that kind."""
         ...
 
 
-def sign_as(key: PrivateKey, kind: Kind, data: bytes) -> bytes:
+def sign_as(key: PrivateKey, kind: SignedKind, data: bytes) -> bytes:
     return key.sign(_text(kind, data), SIGNING)
 
 
-def verifies(key: PublicKey, signature: bytes, kind: Kind, data: bytes) -> bool:
+def verifies(key: PublicKey, signature: bytes, kind: SignedKind, data: bytes) -> bool:
     try:
         key.verify(signature, _text(kind, data), SIGNING)
     except InvalidSignature:
@@ -57,7 +57,7 @@ def verifies(key: PublicKey, signature: bytes, kind: Kind, data: bytes) -> bool:
     return True
 
 
-def _text(kind: Kind, data: bytes) -> bytes:
+def _text(kind: SignedKind, data: bytes) -> bytes:
     return CONTEXT + kind.value + b"\0" + data
 
 

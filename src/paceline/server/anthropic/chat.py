@@ -12,16 +12,16 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequest
 from paceline.server.anthropic.requests import (
-    Choice,
     ClientTool,
     CountTokensRequest,
     MessagesRequest,
+    MessageTurn,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
+    ToolChoiceAsked,
     ToolResultBlock,
     ToolUseBlock,
-    Turn,
 )
 from paceline.server.fields import inner_request
 from paceline.server.json_bytes import json_bytes
@@ -71,7 +71,7 @@ def _tool(tool: ClientTool) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _choice(choice: Choice) -> dict[str, Any]:
+def _choice(choice: ToolChoiceAsked) -> dict[str, Any]:
     fields: dict[str, Any] = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
     match choice.type:
         case "auto" | "none":
@@ -109,7 +109,7 @@ def _messages(asked: CountTokensRequest) -> list[Message]:
     return messages
 
 
-def _user(turns: Sequence[tuple[int, Turn]], known: set[str]) -> list[Message]:
+def _user(turns: Sequence[tuple[int, MessageTurn]], known: set[str]) -> list[Message]:
     results: list[Message] = []
     texts: list[str] = []
     for at, turn in turns:
@@ -134,7 +134,7 @@ def _user(turns: Sequence[tuple[int, Turn]], known: set[str]) -> list[Message]:
     return [*results, Message(role="user", content="\n".join(texts))] if texts else results
 
 
-def _assistant(turns: Sequence[tuple[int, Turn]], known: set[str]) -> list[Message]:
+def _assistant(turns: Sequence[tuple[int, MessageTurn]], known: set[str]) -> list[Message]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -167,7 +167,7 @@ def _misplaced(at: int, place: int, kind: str, whose: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: a {kind} block stands in a message of {whose} alone", field=field)
 
 
-def _said(turn: Turn) -> str:
+def _said(turn: MessageTurn) -> str:
     """The text of a system message."""
     return "\n".join(block.text for block in turn.blocks if isinstance(block, TextBlock))
 

@@ -107,7 +107,7 @@ Block = Annotated[
 ]
 
 
-class Turn(Strict):
+class MessageTurn(Strict):
     role: Literal["user", "assistant", "system"] = Field(description="`system` is text that the client adds on the way.")
     content: Annotated[
         Annotated[str, Tag("as-string")]
@@ -144,7 +144,7 @@ class ClientTool(Strict):
     input_examples: list[dict[str, Any]] | None = Field(default=None, description=IGNORED)
 
 
-class Choice(Strict):
+class ToolChoiceAsked(Strict):
     """Which tools may, or have to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -152,7 +152,7 @@ class Choice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Strict):
+class ThinkingAsked(Strict):
     type: Literal["enabled", "adaptive", "disabled", "between_tools"] = Field(
         description="`disabled` and `between_tools` turn it off, the others on, where the model's template has a switch."
     )
@@ -189,11 +189,11 @@ class CountTokensRequest(Strict):
     """Body of POST /v1/messages/count_tokens."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
-    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[MessageTurn], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
     tools: Annotated[list[Annotated[ClientTool, BeforeValidator(_client_tool)]], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = Field(default=None, description="Where missing: `auto`.")
-    thinking: Thinking | None = Field(default=None, description="Where missing: as the model's template has it.")
+    tool_choice: ToolChoiceAsked | None = Field(default=None, description="Where missing: `auto`.")
+    thinking: ThinkingAsked | None = Field(default=None, description="Where missing: as the model's template has it.")
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = Field(default=None, description="What output_config.format was called before.")
 

@@ -15,7 +15,7 @@ from paceline.server.fields import ignored_header
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.server.app import Documented, Service
+    from paceline.server.app import ApiService, Documented
 
 PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _EVENT = {
@@ -33,7 +33,7 @@ def own_headers(path: str) -> list[tuple[bytes, bytes]]:
     return [(b"request-id", b"req_" + uuid4().hex.encode())] if path in PATHS else []
 
 
-def add_routes(app: FastAPI, service: Service, failing: Documented, body_of: Callable[[str], dict[str, Any]]) -> None:
+def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: Callable[[str], dict[str, Any]]) -> None:
     """Serve Anthropic's API.
 
     Args:

@@ -20,7 +20,7 @@ from paceline.server.formats.lax_grammar import ANY, Lark, in_regex, lax_value
 from paceline.server.formats.tagged import alternatives, leaf_types
 
 
-class Choice(StrEnum):
+class BranchChoice(StrEnum):
     """Whether an answer has to be calls."""
 
     AUTO = "auto"
@@ -32,7 +32,7 @@ class Choice(StrEnum):
 def calls_grammar(
     format: Format,  # noqa: A002  (callers name it so)
     tools: Mapping[str, Mapping[str, Any]],
-    choice: Choice,
+    choice: BranchChoice,
     *,
     parallel: bool,
     token_id: Callable[[str], int | None],
@@ -54,13 +54,13 @@ def calls_grammar(
     if not tools or way is None or way.written is None:
         return None
     calls = _Calls(Lark(token_id), way, way.written, tools, parallel=parallel)
-    thinking = _thinking(calls.lark, format.thinking, in_reasoning=in_reasoning, required=choice is not Choice.AUTO)
+    thinking = _thinking(calls.lark, format.thinking, in_reasoning=in_reasoning, required=choice is not BranchChoice.AUTO)
     match choice:
-        case Choice.REQUIRED:
+        case BranchChoice.REQUIRED:
             start = f"{thinking} {calls.all_from(calls.begin)}"
-        case Choice.OR_CONTENT:
+        case BranchChoice.OR_CONTENT:
             start = f"{thinking} ({calls.all_from(calls.begin)} | {calls.lark.json(content)})"
-        case Choice.AUTO:
+        case BranchChoice.AUTO:
             thought = (*format.thinking.open, *format.thinking.close) if format.thinking else ()
             start = f"{thinking} {calls.in_text(calls.lark.specials((*format.skipped, *thought, way.written.call, way.written.end)))}"
     return Grammar(GrammarKind.TOOLS, calls.lark.text(start))

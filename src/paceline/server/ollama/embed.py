@@ -17,7 +17,7 @@ from paceline.server.intake import Intake
 from paceline.server.messages import Strict
 
 if TYPE_CHECKING:
-    from paceline.server.app import Service
+    from paceline.server.app import ApiService
     from paceline.server.embeddings import Embedded, TextEncoder
 
 
@@ -51,7 +51,9 @@ class OllamaEmbedding(BaseModel):
     embedding: list[float]
 
 
-def add_routes(app: FastAPI, service: Service, refused: dict[int | str, dict[str, Any]], body_of: Callable[[str], dict[str, Any]]) -> None:
+def add_routes(
+    app: FastAPI, service: ApiService, refused: dict[int | str, dict[str, Any]], body_of: Callable[[str], dict[str, Any]]
+) -> None:
     """Serve the paths.
 
     Args:

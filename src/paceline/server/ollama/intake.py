@@ -12,7 +12,14 @@ from paceline.core.inference import ServedModel
 from paceline.server.call import Call
 from paceline.server.fields import check_fields, ignored_fields, inner_request
 from paceline.server.intake import Intake
-from paceline.server.ollama.requests import Message, OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest, Options, Request
+from paceline.server.ollama.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaRequest,
+    OllamaShowRequest,
+    Options,
+)
 from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 
@@ -21,18 +28,18 @@ FORM = "answer"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadOnly:
     """Asked without a prompt: whether the model is loaded."""
 
     model: ServedModel
     shape: type[OllamaShape]
 
 
-def chat(intake: Intake, body: bytes) -> Call | Loaded:
+def chat(intake: Intake, body: bytes) -> Call | LoadOnly:
     """A chat; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaChatRequest, body)
     if not asked.messages:
-        return Loaded(intake.model(asked.model), OllamaChatShape)
+        return LoadOnly(intake.model(asked.model), OllamaChatShape)
     fields = {**_shared(asked), **_thinking(asked), "messages": _messages(asked.messages), "logprobs": asked.logprobs}
     fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
     if asked.tools:
@@ -40,11 +47,11 @@ def chat(intake: Intake, body: bytes) -> Call | Loaded:
     return _completed(intake.chat_of(inner_request(ChatCompletionRequest, fields)), asked, OllamaChatShape)
 
 
-def generate(intake: Intake, body: bytes) -> Call | Loaded:
+def generate(intake: Intake, body: bytes) -> Call | LoadOnly:
     """A text for a prompt: as the only message of a chat, or as it is; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaGenerateRequest, body)
     if not asked.prompt:
-        return Loaded(intake.model(asked.model), OllamaTextShape)
+        return LoadOnly(intake.model(asked.model), OllamaTextShape)
     fields = _shared(asked)
     if asked.raw:
         if asked.system:
@@ -67,7 +74,7 @@ def name_to_show(intake: Intake, body: bytes) -> str:
     return name
 
 
-def _completed(call: Call, asked: Request, shape: type[OllamaShape]) -> Call:
+def _completed(call: Call, asked: OllamaRequest, shape: type[OllamaShape]) -> Call:
     """A call, but for what is Ollama's own: `num_predict` is a bound, which may lie beyond the context."""
     most = None if asked.options is None else asked.options.num_predict
     requests = call.requests
@@ -76,7 +83,7 @@ def _completed(call: Call, asked: Request, shape: type[OllamaShape]) -> Call:
     return replace(call, requests=requests, shape=shape, ignored=ignored_fields(asked))
 
 
-def _shared(asked: Request) -> dict[str, Any]:
+def _shared(asked: OllamaRequest) -> dict[str, Any]:
     """What chats and raw prompts have in common. Where an option is missing, it is missing in the inner request."""
     options = asked.options or Options()
     check_fields(options, "options.")
@@ -101,7 +108,7 @@ def _shared(asked: Request) -> dict[str, Any]:
     return fields
 
 
-def _thinking(asked: Request) -> dict[str, Any]:
+def _thinking(asked: OllamaRequest) -> dict[str, Any]:
     match asked.think:
         case None:
             return {}
@@ -113,7 +120,7 @@ def _thinking(asked: Request) -> dict[str, Any]:
             return {"reasoning_effort": effort}
 
 
-def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Messages as OpenAI's API has them: calls have ids there, which results name. Ollama's need not: a result without an id is of the first call of
     its tool that has none yet, or of the first call where it names no tool.
 

@@ -58,7 +58,7 @@ Think = Annotated[
 ]
 
 
-class Request(Strict):
+class OllamaRequest(Strict):
     """What `/api/chat` and `/api/generate` share."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
@@ -72,41 +72,41 @@ class Request(Strict):
     keep_alive: Any = Field(default=None, description="Ignored: models stay loaded.")
 
 
-class CalledFunction(Strict):
+class OllamaFunctionCall(Strict):
     name: Annotated[str, Field(pattern=NAME)]
     arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
     index: int | None = Field(default=None, description=_IGNORED)
 
 
-class ToolCall(Strict):
+class OllamaToolCall(Strict):
     id: Annotated[str, Field(max_length=256)] | None = None
     type: Literal["function"] | None = None
-    function: CalledFunction
+    function: OllamaFunctionCall
 
 
-class Message(Strict):
+class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = Field(default=None, max_length=0)
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_name: Annotated[str, Field(max_length=256)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
 
-class Tool(Strict):
+class OllamaTool(Strict):
     type: Literal["function"] = "function"
     function: Function
 
 
-class OllamaChatRequest(Request):
+class OllamaChatRequest(OllamaRequest):
     """Body of POST /api/chat. Without messages it says that the model is loaded."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
-class OllamaGenerateRequest(Request):
+class OllamaGenerateRequest(OllamaRequest):
     """Body of POST /api/generate. Without a prompt it says that the model is loaded."""
 
     prompt: str | None = None

@@ -20,13 +20,13 @@ from paceline.server.formats.format import Format
 from paceline.server.intake import listed
 from paceline.server.ollama import embed, intake
 from paceline.server.ollama import shape as replies
-from paceline.server.ollama.intake import Loaded
+from paceline.server.ollama.intake import LoadOnly
 from paceline.server.ollama.shape import Fields, head, stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.server.app import Documented, Service
+    from paceline.server.app import ApiService, Documented
     from paceline.server.call import Call
     from paceline.server.intake import Intake
 
@@ -124,7 +124,7 @@ _FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}
 
 
-def add_routes(app: FastAPI, service: Service, failing: Documented, body_of: Callable[[str], dict[str, Any]]) -> None:
+def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: Callable[[str], dict[str, Any]]) -> None:
     """Serve Ollama's API.
 
     Args:
@@ -146,10 +146,10 @@ def add_routes(app: FastAPI, service: Service, failing: Documented, body_of: Cal
         model = checked.model(name)
         return shown(model, capabilities(checked.formats.of(model).described))
 
-    async def answer(request: Request, parse: Callable[[Intake, bytes], Call | Loaded]) -> Response:
+    async def answer(request: Request, parse: Callable[[Intake, bytes], Call | LoadOnly]) -> Response:
         arrived_s = service.clock.monotonic()
         asked = await service.read(request, parse, declared=False)
-        if isinstance(asked, Loaded):
+        if isinstance(asked, LoadOnly):
             return _json({**head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": "load"})
         return service.answer_to(asked, arrived_s)
 

@@ -119,14 +119,16 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenConversation:
     """Messages, and the field that each came from."""
 
     messages: Sequence[Message]
     origins: Sequence[str]
 
 
-def write_messages(instructions: str | None, before: Sequence[AnyItem], items: Sequence[AnyItem], *, is_list: bool = True) -> Written:
+def write_messages(
+    instructions: str | None, before: Sequence[AnyItem], items: Sequence[AnyItem], *, is_list: bool = True
+) -> WrittenConversation:
     """A conversation's messages.
 
     Args:
@@ -162,7 +164,7 @@ def write_messages(instructions: str | None, before: Sequence[AnyItem], items: S
                 turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=shown_name(namespace, name), arguments=arguments)))
     # Reasoning that is followed by nothing, and whose text is hidden, says nothing.
     turns = [turn for turn in turns if turn.role != "assistant" or turn.content is not None or turn.calls or turn.reasoning]
-    return Written([turn.message() for turn in turns], [turn.origin for turn in turns])
+    return WrittenConversation([turn.message() for turn in turns], [turn.origin for turn in turns])
 
 
 def as_chat(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:

@@ -36,7 +36,7 @@ def _off(what: str, *offs: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Part(Strict):
+class InputPart(Strict):
     """A piece of text. The parts of what the model wrote carry annotations and log probabilities."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
@@ -61,11 +61,11 @@ def _check_part(value: object) -> object:
     return value
 
 
-Parts = Annotated[list[Annotated[Part, BeforeValidator(_check_part)]], Field(fail_fast=True)]
+Parts = Annotated[list[Annotated[InputPart, BeforeValidator(_check_part)]], Field(fail_fast=True)]
 Content = Annotated[Annotated[str, Tag("as-string")] | Annotated[Parts, Tag("as-list")], Discriminator(string_or_list)]
 
 
-def text_of(content: str | list[Part]) -> str:
+def text_of(content: str | list[InputPart]) -> str:
     """The text of a content, its parts joined."""
     return content if isinstance(content, str) else "".join([part.text for part in content])
 
@@ -252,7 +252,7 @@ class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
-class Text(Strict):
+class TextAsked(Strict):
     format: (
         Annotated[
             Annotated[TextFormat, Tag("as-text")]
@@ -294,7 +294,7 @@ class ResponsesRequest(Sampling):
     tools: Annotated[list[AnyTool] | None, Field(max_length=MAX_TOOLS), BeforeValidator(_check_count)] = None
     tool_choice: Choice | None = Field(default=None, description="Where missing: `auto`.")
     parallel_tool_calls: bool | None = Field(default=None, description="An answer may call several tools; default true.")
-    text: Text | None = None
+    text: TextAsked | None = None
     reasoning: ReasoningSwitches | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=1 << 31, description="Where missing: the rest of the context.")
     top_logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most))

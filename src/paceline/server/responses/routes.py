@@ -21,7 +21,7 @@ from paceline.server.responses import shape as replies
 from paceline.server.responses.conversation import as_chat, keep, new_id, translated, write_messages
 from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
 from paceline.server.responses.requests import MessageItem, ReferenceItem, ResponsesRequest
-from paceline.server.responses.shape import Turn
+from paceline.server.responses.shape import AnswerTurn
 
 PATH = "/v1/responses"
 MAX_LISTED = 100
@@ -59,7 +59,7 @@ class Responses:
             call = intake.chat_of(as_chat(asked, written.messages))
         except InvalidRequest as error:
             raise translated(error, written.origins) from error
-        turn = Turn(asked, before, items, None if asked.store is False else self.kept, self.clock)
+        turn = AnswerTurn(asked, before, items, None if asked.store is False else self.kept, self.clock)
         return replace(call, id=new_id("response"), shape=turn.shape, ignored=ignored_fields(asked))
 
     def _before(self, response_id: str | None) -> list[KeptItem]:

@@ -153,7 +153,7 @@ _ITEM: TypeAdapter[AnyItem] = TypeAdapter(AnyItem)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AnswerTurn:
     """One response of a conversation: what it was asked, and where it is kept."""
 
     asked: ResponsesRequest
@@ -181,7 +181,7 @@ class CollectedOutput(Collected):
 class ResponsesShape(Shape):
     """The answers of /v1/responses."""
 
-    def __init__(self, call: Call, turn: Turn) -> None:
+    def __init__(self, call: Call, turn: AnswerTurn) -> None:
         self._call, self._turn = call, turn
         asked = turn.asked
         summarised = asked.reasoning is not None and asked.reasoning.summarised

@@ -27,7 +27,7 @@ PARTS = 8
 """Of that time. Raising it: silence is measured more finely, at more timers."""
 
 
-class Silence:
+class AnswerSilence:
     """Waits for a peer to say nothing for `SILENCE_S` while it is listened to.
 
     Law: time in which this process stood still is not the peer's silence: it is counted in parts, and passes in one of them. Nor is time in which
@@ -77,7 +77,7 @@ class RemoteStream:
         """
         self._dial, self._peer, self._model, self._request = dial, peer, model, request
         self._call: Call | None = None
-        self._silence = Silence(self._hang_up)
+        self._silence = AnswerSilence(self._hang_up)
 
     def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]:
         return self
@@ -123,7 +123,7 @@ class RemoteStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ModelDescription:
     """What a node says of a model it has loaded."""
 
     model: LoadedModel
@@ -134,7 +134,7 @@ class Description:
 
 async def describe_model(
     channel: grpc.aio.Channel, peer: str, name: str, *, known: frozenset[str], most_bytes: int, timeout_s: float
-) -> Description:
+) -> ModelDescription:
     """Ask a node for a model it has loaded.
 
     Args:
@@ -173,4 +173,4 @@ async def describe_model(
     if not have and hashlib.sha256(packed).hexdigest() != first.tokenizer_sha256:
         raise FleetError(f"The tokenizer of {name} came from {peer} damaged")
     model = LoadedModel(name, first.digest, first.quantization, first.numerics_id, first.created_unix, first.max_context)
-    return Description(model, first.tokenizer_sha256, None if have else bytes(packed))
+    return ModelDescription(model, first.tokenizer_sha256, None if have else bytes(packed))

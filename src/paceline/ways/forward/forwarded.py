@@ -27,7 +27,7 @@ from paceline.core.errors import (
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
-from paceline.ways.forward.routes import Stop
+from paceline.ways.forward.routes import RouteStop
 
 MOVES_ON = (FleetError, ExecutorUnavailable, UnknownModel, Overloaded, ContextOverflow)
 """Refusals that the next node may not share: gone, no longer loaded, busy, with less memory."""
@@ -41,7 +41,7 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 class Leg:
     """A part of an answer's way: one node runs it. Its stream is not opened yet."""
 
-    stop: Stop
+    stop: RouteStop
     stream: ChunkStream
 
     @property

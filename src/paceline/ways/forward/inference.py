@@ -30,7 +30,7 @@ from paceline.net.member.node import FleetNode
 from paceline.ways.forward.client import RemoteStream
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
-from paceline.ways.forward.routes import Prompt, Route, Sharing, Stop, Weights, routes
+from paceline.ways.forward.routes import AnswerRoute, Prompt, RouteStop, Sharing, Weights, routes
 from paceline.ways.forward.service import LoadedModel, LocalModels
 from paceline.ways.forward.tokenizers import Described, TokenizerStore
 
@@ -73,7 +73,7 @@ class FleetInference:
         self._fleet, self._local, self._tokenizers, self._clock = fleet, local, tokenizers, clock
         self._sharing = Sharing(fleet.node_id, self.own_load, self._heard_s, clock)
         self._proofs = Proofs(clock, self._changed, draw)
-        self._routes: dict[str, Route] = {}
+        self._routes: dict[str, AnswerRoute] = {}
         self._described: OrderedDict[Key, Described] = OrderedDict()
         """That used last at the end."""
         self._set_aside: set[Key] = set()
@@ -186,7 +186,7 @@ class FleetInference:
             for stop, offer in self._proofs.to_prove(answerers):
                 self._prove(stop, offer)
 
-    def _prove(self, stop: Stop, offer: ModelOffer) -> None:
+    def _prove(self, stop: RouteStop, offer: ModelOffer) -> None:
         """Have another node, which claims to be faster than this one, show it."""
         served, loaded = self._local.served(offer.model_id), self._local.find(offer.model_id)
         if served is None or loaded is None:  # it has another name there
@@ -196,7 +196,7 @@ class FleetInference:
         stream = RemoteStream(lambda: self._fleet.channel(stop.node_id, stop.addresses, Use.ANSWER), stop.node_id, remote, request)
         self._proofs.prove(stop, offer, stream, request, self._again(offer.model_id, stop, Weights(offer.digest, offer.weights)))
 
-    def _again(self, name: str, stop: Stop, weights: Weights) -> Again | None:
+    def _again(self, name: str, stop: RouteStop, weights: Weights) -> Again | None:
         """What computes here what another node answers; None where the bytes are not the same."""
         inference, loaded = self._local.inference, self._local.find(name)
         if inference is None or loaded is None or not loaded.numerics_id or loaded.numerics_id != stop.numerics_id:
@@ -245,7 +245,7 @@ class FleetInference:
         live = self._fleet.view().get(node_id)
         return None if live is None else self._clock.monotonic() - live.age_s
 
-    def _stream(self, name: str, route: Route, stop: Stop, request: GenerationRequest) -> ChunkStream:
+    def _stream(self, name: str, route: AnswerRoute, stop: RouteStop, request: GenerationRequest) -> ChunkStream:
         if stop.node_id == self._fleet.node_id and self._local.inference is not None:
             return self._local.inference.generate(name, request)
         loaded = LoadedModel(name, route.weights.digest, route.weights.format, stop.numerics_id, 0, 0)
@@ -258,7 +258,7 @@ class FleetInference:
         stream = RemoteStream(dial, stop.node_id, loaded, request)
         return self._proofs.watched(stop, route.weights, stream, request, self._again(name, stop, route.weights))
 
-    def _wanted(self, route: Route) -> None:
+    def _wanted(self, route: AnswerRoute) -> None:
         """A model was asked for."""
         key = (route.name, route.weights)
         if key in self._described:
@@ -267,7 +267,7 @@ class FleetInference:
             self._set_aside.discard(key)
             self._fetch(route)
 
-    def _fetch(self, route: Route) -> None:
+    def _fetch(self, route: AnswerRoute) -> None:
         """Get what it takes to show and tokenize for a model of others."""
         key = (route.name, route.weights)
         if key in self._described or key in self._fetching or key in self._set_aside or self._closed:
@@ -316,7 +316,7 @@ class FleetInference:
 class _Nodes:
     """Those that give the bytes which the best one at the start of a request gives."""
 
-    def __init__(self, fleet: FleetInference, name: str, route: Route | None) -> None:
+    def __init__(self, fleet: FleetInference, name: str, route: AnswerRoute | None) -> None:
         self._fleet, self._name = fleet, name
         self._same = None if route is None else (route.weights, route.stops[0].numerics_id)
 

@@ -25,7 +25,7 @@ from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
-from paceline.ways.forward.routes import WORTH_A_HOP, Stop, Weights
+from paceline.ways.forward.routes import WORTH_A_HOP, RouteStop, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +92,10 @@ class Proofs:
 
         return replace(answerers, cards=tuple(map(seen, answerers.cards)))
 
-    def to_prove(self, answerers: MayAnswer) -> list[tuple[Stop, ModelOffer]]:
+    def to_prove(self, answerers: MayAnswer) -> list[tuple[RouteStop, ModelOffer]]:
         """Nodes that claim to be worth a hop from this one, which has their model, and have not proved it lately."""
         own, now = _own_offers(answerers), self._clock.monotonic()
-        found: list[tuple[Stop, ModelOffer]] = []
+        found: list[tuple[RouteStop, ModelOffer]] = []
         for card in answerers.cards:
             for offer in card.models if card.node_id != answerers.own else ():
                 process, mine, believed = _process(card, offer), own.get(_model(offer)), self._believed(card, offer, own)
@@ -106,12 +106,12 @@ class Proofs:
                 record = self._records.setdefault(process, Record())
                 if now - record.tried_s > AGAIN_S:
                     record.tried_s = now
-                    found.append((Stop(card.node_id, card.instance, offer.numerics_id, card.addresses), offer))
+                    found.append((RouteStop(card.node_id, card.instance, offer.numerics_id, card.addresses), offer))
         return found
 
     async def watched(
         self,
-        stop: Stop,
+        stop: RouteStop,
         weights: Weights,
         stream: ChunkStream,
         request: GenerationRequest,
@@ -156,7 +156,7 @@ class Proofs:
             if again is not None and is_whole and self._draw() < share:
                 self._beside(self._compare(stop.node_id, record, request, tokens, ends, again))
 
-    def prove(self, stop: Stop, offer: ModelOffer, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
+    def prove(self, stop: RouteStop, offer: ModelOffer, stream: ChunkStream, request: GenerationRequest, again: Again | None) -> None:
         """See how fast a node answers, and whether rightly, beside requests."""
 
         async def run() -> None:

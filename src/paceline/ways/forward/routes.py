@@ -43,7 +43,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class RouteStop:
     """A node that can run a model, as its card says."""
 
     node_id: NodeId
@@ -57,18 +57,18 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class AnswerRoute:
     """The nodes that run requests for a model."""
 
     name: str
     weights: Weights
-    stops: tuple[Stop, ...]
+    stops: tuple[RouteStop, ...]
     """The best first; never empty."""
     size_bytes: int = 0
     """Of the weights, as their cards say."""
 
 
-def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mapping[str, Weights]) -> dict[str, Route]:
+def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mapping[str, Weights]) -> dict[str, AnswerRoute]:
     """A route for each model that a node which may answer has loaded, by name.
 
     Args:
@@ -82,19 +82,21 @@ def routes(answerers: MayAnswer, loaded: Mapping[str, Weights], meanings: Mappin
         for offer in whole if card.node_id == own else whole[:MOST_MODELS]:
             by_weights = offered.setdefault(offer.model_id, {})
             by_weights.setdefault(Weights(offer.digest, offer.weights, offer.tokenizer), []).append((card, offer))
-    found: dict[str, Route] = {}
+    found: dict[str, AnswerRoute] = {}
     for name in sorted(offered):
         weights = _meaning(name, offered[name], cards, loaded, meanings)
         holders = offered[name][weights]
         order, times = _order(own, cards, weights, any(card.node_id == own for card, _ in holders))
         stops = {
-            card.node_id: Stop(card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), offer.under_way)
+            card.node_id: RouteStop(
+                card.node_id, card.instance, offer.numerics_id, card.addresses, times.get(card.node_id), offer.under_way
+            )
             for card, offer in holders
         }
         ranked = [stops.pop(node_id) for node_id in order if node_id in stops]
         # Nodes of which nothing is known but that they have it: this one first, then by id.
         rest = sorted(stops.values(), key=lambda stop: (stop.node_id != own, stop.node_id))
-        found[name] = Route(name, weights, (*ranked, *rest), holders[0][1].size_bytes)
+        found[name] = AnswerRoute(name, weights, (*ranked, *rest), holders[0][1].size_bytes)
     return found
 
 
@@ -185,7 +187,7 @@ class Sharing:
         self._prefixes: OrderedDict[bytes, NodeId] = OrderedDict()
         """Where each was sent last."""
 
-    def choose(self, stops: Sequence[Stop], prompt: Prompt, left: Collection[NodeId]) -> Stop | None:
+    def choose(self, stops: Sequence[RouteStop], prompt: Prompt, left: Collection[NodeId]) -> RouteStop | None:
         """The stop to ask now; None where all were left.
 
         Args:
@@ -199,7 +201,7 @@ class Sharing:
         quickest_s, slowest_s = min(times, default=0.5), max(times, default=0.5)
         has_own = any(stop.node_id == self._own for stop in stops)
 
-        def cost(stop: Stop) -> tuple[bool, float]:
+        def cost(stop: RouteStop) -> tuple[bool, float]:
             node_id = stop.node_id
             seconds = 2 * slowest_s if stop.expected_s is None else stop.expected_s
             if seconds < ALIKE * quickest_s:
@@ -220,7 +222,7 @@ class Sharing:
         while len(self._prefixes) > REMEMBERED:
             self._prefixes.popitem(last=False)
 
-    def ended(self, stop: Stop, error: PacelineError | None) -> None:
+    def ended(self, stop: RouteStop, error: PacelineError | None) -> None:
         """It is over there.
 
         Args:
@@ -233,7 +235,7 @@ class Sharing:
         if isinstance(error, NodeUnreachable | NodeStopping) and node_id != self._own:
             self._lost[node_id] = Lost(stop.instance, self._clock.monotonic())
 
-    def _is_lost(self, stop: Stop) -> bool:
+    def _is_lost(self, stop: RouteStop) -> bool:
         lost = self._lost.get(stop.node_id)
         if lost is None:
             return False

@@ -22,7 +22,7 @@ from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import ActivationDtype
 from paceline.engine.local import WireBits
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
-from paceline.net.tensor.incoming import Array, Message
+from paceline.net.tensor.incoming import Array, TensorMessage
 from paceline.ways.pipeline.executor.sessions import Rehearse
 from paceline.ways.pipeline.executor.stage import StageBatch
 
@@ -153,7 +153,7 @@ class StreamSource:
         again = None if rehearse is None else lambda message: rehearse(*self._batch(message))
         return self._batch(self._receiver.receive(deadline, again))
 
-    def _batch(self, message: Message) -> tuple[StageBatch, WireBits]:
+    def _batch(self, message: TensorMessage) -> tuple[StageBatch, WireBits]:
         x_TD = message.array
         if x_TD.dtype != WIRE[self._dtype] or x_TD.ndim != 2 or (self._width is not None and x_TD.shape[1] != self._width):
             raise self._receiver.refuse(StreamCorrupt(f"{self._receiver.peer} sent {x_TD.dtype} of shape {x_TD.shape} as activations"))

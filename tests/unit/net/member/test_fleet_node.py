@@ -19,7 +19,7 @@ from paceline.core.trust import Trust
 from paceline.engine.drafts import NGRAM
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.links import LinkTimes
-from paceline.fleet.messages import Call, Request
+from paceline.fleet.messages import ExchangeRequest, GossipCall
 from paceline.net.channels import Purpose
 from paceline.net.control_service import control_channel, read_sight
 from paceline.net.exchange import CapabilityServicer, Exchanger
@@ -92,7 +92,7 @@ async def test_an_address_that_leads_nowhere_does_not_keep_nodes_apart(tmp_path:
         b = make_node(fleet, tmp_path, "b", a)
         async with running(b):
             refused: list[FleetError] = []
-            call = Call(0, ("127.0.0.1:1", *a.addresses), None, Request(), 2.0)
+            call = GossipCall(0, ("127.0.0.1:1", *a.addresses), None, ExchangeRequest(), 2.0)
             bounds = parse_preset(QUICK).bounds
             exchanger = Exchanger(b.node_id, b.pool, b.gossip.opener, b.book, bounds, SystemClock())
             answer = await exchanger.call(call, refused.append)
@@ -120,7 +120,7 @@ async def test_a_peer_that_leaves_in_an_exchange_has_not_answered(tmp_path: Path
             await until_seen(b, "a", "b")
             silent.set()
             exchanger = Exchanger(b.node_id, b.pool, b.gossip.opener, b.book, parse_preset(QUICK).bounds, SystemClock())
-            call = asyncio.create_task(exchanger.call(Call(0, a.addresses, NodeId("a"), Request(), 20.0), lambda _: None))
+            call = asyncio.create_task(exchanger.call(GossipCall(0, a.addresses, NodeId("a"), ExchangeRequest(), 20.0), lambda _: None))
             await asked.wait()
             b.pool.drop(NodeId("a"))
             with pytest.raises(NodeUnreachable, match=r"a at .* is gone"):

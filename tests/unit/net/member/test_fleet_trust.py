@@ -21,7 +21,7 @@ from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.issuer import RENEW_BELOW_S, RENEW_EVERY_S, Issuer
 from paceline.net.trust.seals import open_kept_list, open_list, sign_list
-from paceline.net.trust.signing import Kind
+from paceline.net.trust.signing import SignedKind
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.testing.clock import FakeClock
 from paceline.testing.fleets import TestFleet
@@ -202,14 +202,14 @@ def test_a_list_of_revocations_is_the_cas_and_fits_what_is_known(tmp_path: Path)
         open_list(message, TestFleet().authority.root, time.time())
     with pytest.raises(NotTrusted):
         open_list(
-            wire.SignedRevocationList(list=message.list, signature=fleet.authority.sign(Kind.REVOCATION, message.list)),
+            wire.SignedRevocationList(list=message.list, signature=fleet.authority.sign(SignedKind.REVOCATION, message.list)),
             fleet.authority.root,
             time.time(),
         )
     odd = message.list + b"\x22\x01x"
     with pytest.raises(FleetError):
         open_list(
-            wire.SignedRevocationList(list=odd, signature=fleet.authority.sign(Kind.REVOCATION_LIST, odd)),
+            wire.SignedRevocationList(list=odd, signature=fleet.authority.sign(SignedKind.REVOCATION_LIST, odd)),
             fleet.authority.root,
             time.time(),
         )

@@ -14,7 +14,7 @@ from paceline.net.card_codec import write_card
 from paceline.net.channels import Purpose
 from paceline.net.rpc_faults import error_of
 from paceline.net.trust.identity import Identity
-from paceline.net.trust.signing import Kind
+from paceline.net.trust.signing import SignedKind
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
 from paceline.testing.fleets import TestFleet, card_of, sealed_card
@@ -25,7 +25,7 @@ EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
 def lie(signer: Identity, about: Identity, certificate: bytes, version: int = 1 << 60) -> wire.SignedCard:
     """A card of `about`, signed by somebody."""
     data = write_card(card_of(about, version=version))
-    return wire.SignedCard(card=data, signature=signer.sign(Kind.CARD, data), certificate=certificate)
+    return wire.SignedCard(card=data, signature=signer.sign(SignedKind.CARD, data), certificate=certificate)
 
 
 @in_loop
@@ -56,7 +56,7 @@ async def test_forged_cards_are_left_out_and_named(tmp_path: Path, caplog: pytes
             revocation = wire.Revocation(node_id="b", revoked_at_unix=1, not_after_unix=1 << 39).SerializeToString()
             await stub.ExchangeCapabilities(
                 wire.ExchangeCapabilitiesRequest(
-                    revocations=[wire.SignedRevocation(revocation=revocation, signature=own.sign(Kind.REVOCATION, revocation))]
+                    revocations=[wire.SignedRevocation(revocation=revocation, signature=own.sign(SignedKind.REVOCATION, revocation))]
                 )
             )
             assert "refused mallory: A revocation was not signed by this fleet's CA" in caplog.text
@@ -83,7 +83,7 @@ async def test_what_no_node_would_say_is_left_out(tmp_path: Path, caplog: pytest
         stub = CapabilityServiceStub(mallory.pool.get(Purpose.EXCHANGE, a.addresses[0], a.identity.member))
         own = mallory.identity
         data = write_card(replace(card_of(own), device="\x1b]0;pwned\x07"))
-        signed = wire.SignedCard(card=data, signature=own.sign(Kind.CARD, data), certificate=own.member.certificate)
+        signed = wire.SignedCard(card=data, signature=own.sign(SignedKind.CARD, data), certificate=own.member.certificate)
         await stub.ExchangeCapabilities(wire.ExchangeCapabilitiesRequest(cards=[wire.PassedCard(card=signed)]))
         assert a.view().ids == ("a",)
         assert "refused mallory: The card of mallory has a text that is too long or can't be shown" in caplog.text

@@ -28,7 +28,7 @@ from paceline.net.tensor.frames import (
     CloseCode,
     Conversation,
     Event,
-    Kind,
+    FrameKind,
     State,
     ack,
     chunk_start,
@@ -38,7 +38,7 @@ from paceline.net.tensor.frames import (
     hello,
     tensor_start,
 )
-from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, Closed, Hello, Incoming, Message, Signal
+from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, Closed, Hello, IncomingBytes, Signal, TensorMessage
 
 SMALL_BUFFER = 1024
 
@@ -73,7 +73,7 @@ def tensors(draw: st.DrawFn) -> tuple[bytes, np.ndarray]:
     return draw(st.binary(max_size=1500)), np.frombuffer(draw(st.binary(min_size=n, max_size=n)), dtype).reshape(shape)
 
 
-def fed(incoming: Incoming, data: bytes, cuts: list[int]) -> list[object]:
+def fed(incoming: IncomingBytes, data: bytes, cuts: list[int]) -> list[object]:
     """What comes out when `data` comes in pieces; messages as bytes, as their arrays are used again."""
     out: list[object] = []
     sizes = itertools.cycle(cuts)
@@ -86,7 +86,7 @@ def fed(incoming: Incoming, data: bytes, cuts: list[int]) -> list[object]:
         incoming.filled(n)
         at += n
         while (event := incoming.next()) is not None:
-            if isinstance(event, Message):
+            if isinstance(event, TensorMessage):
                 out.append((event.header, event.array.dtype, event.array.shape, event.array.tobytes()))
             elif event is Signal.PART:
                 incoming._conversation.acknowledge(incoming._conversation.next_seq)
@@ -108,7 +108,7 @@ def test_any_cut_of_the_bytes_gives_the_same_messages(
         written, seq = frames(header, array, pieces, seq)
         data += written
     data += close(CloseCode.DONE, "over")
-    got = fed(Incoming(opened(), FROM_SENDER, SMALL_BUFFER), data, cuts)
+    got = fed(IncomingBytes(opened(), FROM_SENDER, SMALL_BUFFER), data, cuts)
     assert got == [*((header, array.dtype, array.shape, array.tobytes()) for (header, array), _ in sent), Closed(0, "over")]
 
 
@@ -123,7 +123,7 @@ def test_damaged_bytes_give_messages_or_typed_errors(
         data[at : at + draw.draw(st.integers(0, 3))] = draw.draw(st.binary(max_size=3))
         if not data:
             return
-    incoming = Incoming(opened(), FROM_SENDER, SMALL_BUFFER)
+    incoming = IncomingBytes(opened(), FROM_SENDER, SMALL_BUFFER)
     with contextlib.suppress(StreamCorrupt, TensorTooLarge):
         fed(incoming, bytes(data), cuts)
     assert len(incoming._store) <= MAX_TENSOR_BYTES
@@ -132,14 +132,14 @@ def test_damaged_bytes_give_messages_or_typed_errors(
 
 @given(st.binary(max_size=300), CUTS, st.booleans())
 def test_noise_gives_typed_errors(noise: bytes, cuts: list[int], from_sender: bool) -> None:
-    incoming = Incoming(opened(), FROM_SENDER if from_sender else FROM_RECEIVER, SMALL_BUFFER)
+    incoming = IncomingBytes(opened(), FROM_SENDER if from_sender else FROM_RECEIVER, SMALL_BUFFER)
     with contextlib.suppress(StreamCorrupt, TensorTooLarge):
         fed(incoming, noise, cuts)
     assert len(incoming._store) <= MAX_TENSOR_BYTES
 
 
 def test_a_tensor_beyond_the_bound_is_refused_before_there_is_room_for_it() -> None:
-    incoming = Incoming(opened(), FROM_SENDER)
+    incoming = IncomingBytes(opened(), FROM_SENDER)
     n = MAX_TENSOR_BYTES // 4 + 1
     with pytest.raises(TensorTooLarge, match=str(4 * n)):
         fed(incoming, tensor_start(0, 0, 4 * n, FP32, (n,), 100), [1000])
@@ -167,10 +167,10 @@ def raw_tensor(seq: int = 0, n_header: int = 0, total: int = 4, dtype: int = BF1
         raw_tensor(total=8, shape=(4,)) + chunk_start(2, 4) + bytes(4),
         raw_tensor(total=8, shape=(4,)) + chunk_start(0, 4) + bytes(4),
         raw_tensor(total=8, shape=(4,)) + chunk_start(1, 5) + bytes(5),
-        HEAD.pack(Kind.CHUNK, 4),
-        HEAD.pack(Kind.CHUNK, 5 + MAX_CHUNK_BYTES),
-        HEAD.pack(Kind.TENSOR, 0xFFFFFFFF),
-        HEAD.pack(Kind.CLOSE, 0),
+        HEAD.pack(FrameKind.CHUNK, 4),
+        HEAD.pack(FrameKind.CHUNK, 5 + MAX_CHUNK_BYTES),
+        HEAD.pack(FrameKind.TENSOR, 0xFFFFFFFF),
+        HEAD.pack(FrameKind.CLOSE, 0),
         HEAD.pack(0, 0),
         HEAD.pack(77, 0),
         WELCOME,
@@ -181,28 +181,28 @@ def raw_tensor(seq: int = 0, n_header: int = 0, total: int = 4, dtype: int = BF1
 )
 def test_what_a_sender_may_not_say(data: bytes) -> None:
     with pytest.raises(StreamCorrupt):
-        fed(Incoming(opened(), FROM_SENDER), data, [50_000])
+        fed(IncomingBytes(opened(), FROM_SENDER), data, [50_000])
 
 
 @pytest.mark.parametrize("data", [ack(1), ack(SEQ_MASK), WELCOME, raw_tensor(), hello(bytes(32)), chunk_start(0, 1) + b"x"])
 def test_what_a_receiver_may_not_say(data: bytes) -> None:
     with pytest.raises(StreamCorrupt):
-        fed(Incoming(opened(), FROM_RECEIVER), data, [7])
+        fed(IncomingBytes(opened(), FROM_RECEIVER), data, [7])
 
 
 def test_a_hello_of_another_version_is_refused() -> None:
     with pytest.raises(StreamCorrupt, match="version"):
-        fed(Incoming(Conversation(), FROM_SENDER), hello(bytes(32)).replace(b"PLTS\x01", b"PLTS\x02"), [100])
+        fed(IncomingBytes(Conversation(), FROM_SENDER), hello(bytes(32)).replace(b"PLTS\x01", b"PLTS\x02"), [100])
 
 
 def test_a_hello_brings_its_ticket() -> None:
-    assert fed(Incoming(Conversation(), FROM_SENDER), hello(bytes(range(32))), [3]) == [Hello(bytes(range(32)))]
+    assert fed(IncomingBytes(Conversation(), FROM_SENDER), hello(bytes(range(32))), [3]) == [Hello(bytes(range(32)))]
 
 
 def test_no_more_than_a_window_comes_without_an_acknowledgement() -> None:
     conversation = opened()
     window = b"".join(raw_tensor(seq) for seq in range(WINDOW))
-    incoming = Incoming(conversation, FROM_SENDER)
+    incoming = IncomingBytes(conversation, FROM_SENDER)
     assert len(fed(incoming, window, [100])) == WINDOW
     with pytest.raises(StreamCorrupt, match="acknowledgement"):
         fed(incoming, raw_tensor(WINDOW), [100])
@@ -210,7 +210,7 @@ def test_no_more_than_a_window_comes_without_an_acknowledgement() -> None:
 
 def test_sequence_numbers_go_round() -> None:
     sender, receiver = opened(SEQ_MASK - 1), opened(SEQ_MASK - 1)
-    incoming, back = Incoming(receiver, FROM_SENDER), Incoming(sender, FROM_RECEIVER)
+    incoming, back = IncomingBytes(receiver, FROM_SENDER), IncomingBytes(sender, FROM_RECEIVER)
     for _ in range(4):
         data = raw_tensor(sender.next_seq)
         sender.tensor(sender.next_seq, 4, 4)
@@ -257,7 +257,7 @@ def test_numbers_that_do_not_fit_change_nothing(illegal: Callable[[Conversation]
 
 @pytest.mark.parametrize("error", [StreamCorrupt("x"), TensorTooLarge("x"), StreamStalled("x"), StreamClosed("x")])
 def test_errors_cross_the_wire(error: TensorStreamError) -> None:
-    (closed,) = fed(Incoming(opened(), FROM_SENDER), close(code_of(error), "why\n\x1b[31m"), [10])
+    (closed,) = fed(IncomingBytes(opened(), FROM_SENDER), close(code_of(error), "why\n\x1b[31m"), [10])
     assert isinstance(closed, Closed)
     there = error_of(closed.code, closed.message, "near-1")
     assert type(there) is type(error)

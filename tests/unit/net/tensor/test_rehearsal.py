@@ -12,7 +12,7 @@ from paceline.core.errors import TensorStreamError
 from paceline.core.ids import BatchId, SequenceId
 from paceline.core.model import ActivationDtype
 from paceline.net.tensor.ends import MOST_BYTES, Rehearsal
-from paceline.net.tensor.incoming import Message
+from paceline.net.tensor.incoming import TensorMessage
 from paceline.ways.pipeline.batches import StreamSink, StreamSource
 from paceline.ways.pipeline.executor.stage import StageBatch
 
@@ -31,7 +31,7 @@ def test_a_reader_rehearses_the_last_message_in_zeros_and_gets_the_next_whole(me
     rehearsed: list[tuple[bytes, np.ndarray]] = []
     enough = threading.Event()
 
-    def rehearse(message: Message) -> None:
+    def rehearse(message: TensorMessage) -> None:
         rehearsed.append((message.header, message.array.copy()))
         if len(rehearsed) == 3:
             enough.set()
@@ -56,9 +56,9 @@ def test_a_reader_rehearses_the_last_message_in_zeros_and_gets_the_next_whole(me
 def test_nothing_is_rehearsed_before_the_first_message_and_after_a_large_one() -> None:
     rehearsal = Rehearsal()
     assert rehearsal.again() is None
-    rehearsal.came(Message(b"small", bits(1)))
+    rehearsal.came(TensorMessage(b"small", bits(1)))
     assert all(rehearsal.again() is not None for _ in range(40))
-    rehearsal.came(Message(b"large", bits(MOST_BYTES // 1152 + 1)))
+    rehearsal.came(TensorMessage(b"large", bits(MOST_BYTES // 1152 + 1)))
     assert rehearsal.again() is None
 
 

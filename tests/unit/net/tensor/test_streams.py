@@ -15,7 +15,7 @@ from tests.unit.net.tensor.meeting import Meeting, soon, until_it_breaks
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
 from paceline.net.tensor import pipe
 from paceline.net.tensor.frames import MAX_TENSOR_BYTES, WINDOW, chunk_start, tensor_start
-from paceline.net.tensor.pipe import LEAST_BYTES_PER_S, Silence
+from paceline.net.tensor.pipe import LEAST_BYTES_PER_S, PipeSilence
 from paceline.testing.clock import FakeClock
 
 SHORT_S = 0.2
@@ -183,14 +183,14 @@ def test_a_link_that_gives_little_at_a_time_is_no_stall(met: Meeting, monkeypatc
 
 def test_silence_is_counted_from_the_last_byte_and_bytes_that_only_trickle_are_no_life_sign() -> None:
     clock = FakeClock()
-    silence = Silence(2.0, clock.monotonic, 10 * LEAST_BYTES_PER_S)
+    silence = PipeSilence(2.0, clock.monotonic, 10 * LEAST_BYTES_PER_S)
     ends: list[float] = []
     for _ in range(8):
         clock.advance(1.9)
         silence.moved()
         ends.append(silence.deadline)
     assert ends == pytest.approx([3.9, 5.8, 7.7, 9.6, 11.5, 12.0, 12.0, 12.0])
-    unknown = Silence(clock.monotonic() + 2.0, clock.monotonic)
+    unknown = PipeSilence(clock.monotonic() + 2.0, clock.monotonic)
     clock.advance(1.9)
     unknown.moved()
     assert unknown.deadline == pytest.approx(clock.monotonic() + 2.0)

@@ -15,7 +15,7 @@ from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, Se
 from paceline.net.card_codec import write_card
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import open_card, open_revocation, open_revocations, sign_card
-from paceline.net.trust.signing import Kind
+from paceline.net.trust.signing import SignedKind
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.testing.fleets import TestFleet, card_of, sealed_card
 
@@ -36,7 +36,7 @@ def opened(fleet: TestFleet, message: wire.SignedCard, held: bytes = b"") -> Sea
 def lying(identity: Identity, card: NodeCard) -> wire.SignedCard:
     """Any card, signed by a member whatever it says."""
     data = write_card(card)
-    return wire.SignedCard(card=data, signature=identity.sign(Kind.CARD, data), certificate=identity.member.certificate)
+    return wire.SignedCard(card=data, signature=identity.sign(SignedKind.CARD, data), certificate=identity.member.certificate)
 
 
 def test_a_card_is_believed_and_passed_on_as_it_was(fleet: TestFleet) -> None:
@@ -93,12 +93,12 @@ def test_a_member_cant_make_anothers_card(fleet: TestFleet) -> None:
 def test_a_signature_on_one_thing_is_none_on_another(fleet: TestFleet) -> None:
     alice = fleet.member("alice-1")
     data = write_card(card_of(alice))
-    for kind in (Kind.REVOCATION, Kind.REVOCATION_LIST):
+    for kind in (SignedKind.REVOCATION, SignedKind.REVOCATION_LIST):
         with pytest.raises(NotTrusted, match="was not signed by"):
             opened(fleet, wire.SignedCard(card=data, signature=alice.sign(kind, data), certificate=alice.member.certificate))
     # A card that the CA signs is no revocation either.
     with pytest.raises(NotTrusted, match="was not signed by this fleet's CA"):
-        open_revocation(wire.SignedRevocation(revocation=b"x", signature=fleet.authority.sign(Kind.CARD, b"x")), fleet.authority.root)
+        open_revocation(wire.SignedRevocation(revocation=b"x", signature=fleet.authority.sign(SignedKind.CARD, b"x")), fleet.authority.root)
 
 
 def test_a_revoked_nodes_card_is_refused_and_its_next_lifes_is_not(fleet: TestFleet) -> None:
@@ -119,7 +119,7 @@ def test_an_expired_certificates_card_is_refused(fleet: TestFleet) -> None:
 
 def test_the_cas_own_certificate_signs_no_card(fleet: TestFleet) -> None:
     data = write_card(card_of(fleet.member("alice-1")))
-    message = wire.SignedCard(card=data, signature=fleet.authority.sign(Kind.CARD, data), certificate=fleet.authority.root.der)
+    message = wire.SignedCard(card=data, signature=fleet.authority.sign(SignedKind.CARD, data), certificate=fleet.authority.root.der)
     with pytest.raises(NotTrusted):
         opened(fleet, message)
 
@@ -205,7 +205,9 @@ def test_revocations_are_the_cas_alone(fleet: TestFleet) -> None:
         open_revocation(wire.SignedRevocation(revocation=message.revocation + b"\x10\x01", signature=message.signature), root)
     bob = fleet.member("bob-1")
     with pytest.raises(NotTrusted):
-        open_revocation(wire.SignedRevocation(revocation=message.revocation, signature=bob.sign(Kind.REVOCATION, message.revocation)), root)
+        open_revocation(
+            wire.SignedRevocation(revocation=message.revocation, signature=bob.sign(SignedKind.REVOCATION, message.revocation)), root
+        )
     with pytest.raises(IdentityError, match="revocations kept on this machine are damaged"):
         open_revocations([TestFleet().revoke("alice-1").sealed], root)
     for said in (
@@ -216,4 +218,4 @@ def test_revocations_are_the_cas_alone(fleet: TestFleet) -> None:
         bytes(513),
     ):
         with pytest.raises(MalformedMessage):
-            open_revocation(wire.SignedRevocation(revocation=said, signature=fleet.authority.sign(Kind.REVOCATION, said)), root)
+            open_revocation(wire.SignedRevocation(revocation=said, signature=fleet.authority.sign(SignedKind.REVOCATION, said)), root)

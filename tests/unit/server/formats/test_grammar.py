@@ -16,7 +16,7 @@ from tests.unit.server.formats.test_families import FORMATS, marks
 from paceline.core.generation import Grammar
 from paceline.engine.grammar import Grammars, Matcher
 from paceline.server.formats.format import Body, Format
-from paceline.server.formats.grammar import Choice, calls_grammar
+from paceline.server.formats.grammar import BranchChoice, calls_grammar
 from paceline.server.formats.parts import CallArguments, CallBegun, Content
 from paceline.store.gguf_header import read_header
 from paceline.store.gguf_tokenizer import tokenizer_from_gguf
@@ -136,7 +136,7 @@ VOCABULARIES = [Spelling(NO_BYTES), Spelling([])]
 COMPILED = [(vocabulary, Grammars(vocabulary)) for vocabulary in VOCABULARIES]
 
 
-def grammar(format_: Format, vocabulary: Spelling, choice: Choice, **fields: Any) -> Grammar:
+def grammar(format_: Format, vocabulary: Spelling, choice: BranchChoice, **fields: Any) -> Grammar:
     found = calls_grammar(format_, **{"tools": TOOLS, "choice": choice, "parallel": True, "token_id": vocabulary.specials.get, **fields})
     assert found
     return found
@@ -185,7 +185,7 @@ class TestGrammars:
         vocabulary, grammars = COMPILED[not special]
         format_, ended = FORMATS[family], 0
         for parallel in (True, False):
-            form = grammar(format_, vocabulary, Choice.REQUIRED, parallel=parallel)
+            form = grammar(format_, vocabulary, BranchChoice.REQUIRED, parallel=parallel)
             for seed in range(3):
                 ids = walk(grammars.matcher(form), vocabulary, seed, marks(format_))
                 if ids is not None:
@@ -196,7 +196,7 @@ class TestGrammars:
     def test_calls_in_any_text_are_valid(self, family: str, special: bool) -> None:
         vocabulary, grammars = COMPILED[not special]
         format_ = FORMATS[family]
-        form = grammar(format_, vocabulary, Choice.AUTO)
+        form = grammar(format_, vocabulary, BranchChoice.AUTO)
         nudges = [*marks(format_), "So. "]
         ended = [ids for seed in range(6) if (ids := walk(grammars.matcher(form), vocabulary, seed, nudges)) is not None]
         assert len(ended) > 2
@@ -213,7 +213,7 @@ class TestGrammars:
         way = next(way for way in format_.calls if way.written)
         assert way.written
         text = way.written.begin + way.written.call.replace("{name}", "now").replace("{index}", "0").replace("{arguments}", EMPTY[way.body])
-        for choice in Choice:
+        for choice in BranchChoice:
             matcher = grammars.matcher(grammar(format_, vocabulary, choice))
             for token in vocabulary.encode(text + way.written.end):
                 assert token in allowed(matcher, vocabulary.size), vocabulary.spelled([token])
@@ -227,10 +227,10 @@ class TestGrammars:
         way = next(way for way in format_.calls if way.written)
         assert way.written
         before = way.written.begin + way.written.call.partition("{name}")[0]
-        for choice in Choice:
+        for choice in BranchChoice:
             matcher = grammars.matcher(grammar(format_, vocabulary, choice))
             assert matcher.mask(vocabulary.encode(before + "now")) is not None
-            if choice is Choice.REQUIRED or family != "llama":  # whose calls have no mark: another name is a text's
+            if choice is BranchChoice.REQUIRED or family != "llama":  # whose calls have no mark: another name is a text's
                 assert matcher.mask(vocabulary.encode(before + "then")) is None
             wrong = way.written.call.replace("{name}", "now").replace("{index}", "0").replace("{arguments}", WRONG[way.body])
             assert matcher.mask(vocabulary.encode(way.written.begin + wrong)) is None
@@ -241,12 +241,12 @@ WRONG = {Body.JSON: '{"a', Body.OBJECT: '{"a', Body.LAX: "{a", Body.PARAMETERS: 
 
 
 def test_without_tools_there_is_no_form() -> None:
-    assert calls_grammar(FORMATS["hermes"], {}, Choice.REQUIRED, parallel=True, token_id=lambda _: None) is None
+    assert calls_grammar(FORMATS["hermes"], {}, BranchChoice.REQUIRED, parallel=True, token_id=lambda _: None) is None
 
 
 def test_reasoning_that_the_prompt_began_is_gone_on_with() -> None:
     vocabulary, grammars = COMPILED[0]
-    form = grammar(FORMATS["hermes"], vocabulary, Choice.REQUIRED, in_reasoning=True)
+    form = grammar(FORMATS["hermes"], vocabulary, BranchChoice.REQUIRED, in_reasoning=True)
     ids = vocabulary.encode('Hm.</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     assert grammars.matcher(form).mask(ids) is not None
     assert grammars.matcher(form).mask(vocabulary.encode("<tool_call>")) is None
@@ -255,7 +255,7 @@ def test_reasoning_that_the_prompt_began_is_gone_on_with() -> None:
 def test_names_and_values_are_no_special_tokens() -> None:
     vocabulary, grammars = COMPILED[0]
     tools = {"a": {"type": "object", "properties": {"</think>": {"enum": ["<think>"]}}, "required": ["</think>"]}}
-    form = grammar(FORMATS["glm"], vocabulary, Choice.REQUIRED, tools=tools, parallel=False)
+    form = grammar(FORMATS["glm"], vocabulary, BranchChoice.REQUIRED, tools=tools, parallel=False)
     ids = walk(grammars.matcher(form), vocabulary, 0, ["a"])
     assert ids
     assert read([vocabulary.spelled(ids)], FORMATS["glm"], tools)[-1] == CallArguments(0, '{"</think>": "<think>"}')
@@ -265,7 +265,7 @@ def test_the_bundled_models_vocabulary_follows_a_form(bundled_gguf: Path, tmp_pa
     tokenizer = tokenizer_from_gguf(read_header(bundled_gguf), Home(tmp_path))
     grammars = Grammars(tokenizer)
     for family in ("hermes", "qwen_xml", "harmony"):
-        form = calls_grammar(FORMATS[family], TOOLS, Choice.REQUIRED, parallel=False, token_id=tokenizer.special_tokens.get)
+        form = calls_grammar(FORMATS[family], TOOLS, BranchChoice.REQUIRED, parallel=False, token_id=tokenizer.special_tokens.get)
         assert form
         way = FORMATS[family].calls[0]
         assert way.written

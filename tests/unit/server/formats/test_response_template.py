@@ -12,7 +12,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing import parse_response
 
 from paceline.server.formats.format import Body, Format, find_format
-from paceline.server.formats.grammar import Choice, calls_grammar
+from paceline.server.formats.grammar import BranchChoice, calls_grammar
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Reasoning
 from paceline.server.formats.response_template import from_response_template
 
@@ -77,7 +77,7 @@ def test_a_models_own_way_is_followed() -> None:
     assert (format_.name, format_.knows_tools) == ("response_template", True)
     text = 'So. <<{"tool": "now", "with": {"a": 1}}>>'
     assert read([text], format_, SCHEMAS) == [Content("So."), CallBegun(0, "now"), CallArguments(0, '{"a": 1}')]
-    form = calls_grammar(format_, SCHEMAS, Choice.REQUIRED, parallel=True, token_id=lambda _: None)
+    form = calls_grammar(format_, SCHEMAS, BranchChoice.REQUIRED, parallel=True, token_id=lambda _: None)
     assert form
     assert '"<<{\\"tool\\": \\""' in form.text
 

@@ -31,7 +31,7 @@ from paceline.core.inference import ChunkStream
 from paceline.machine.host import EngineHost
 from paceline.testing.clock import FakeClock
 from paceline.ways.forward.forwarded import Forwarded, Leg
-from paceline.ways.forward.routes import Stop
+from paceline.ways.forward.routes import RouteStop
 
 ID = RequestId("r")
 REQUEST = GenerationRequest(ID, (1, 2), 8, n=2, draft="d")
@@ -81,7 +81,7 @@ class Scripted:
         for place, scripts in enumerate(self._scripts):
             if scripts and NodeId(str(place)) not in left:
                 self.asked.append(request)
-                return Leg(Stop(NodeId(str(place)), b"", "", ()), scripts.pop(0))
+                return Leg(RouteStop(NodeId(str(place)), b"", "", ()), scripts.pop(0))
         return None
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
@@ -296,7 +296,7 @@ class Same:
     def leg(self, request: GenerationRequest, left: Collection[NodeId]) -> Leg | None:
         self.asked.append(request)
         stream = self._host.generate("echo", request)
-        return Leg(Stop(NodeId(str(len(self.asked))), b"", "", ()), NoRoom(stream) if len(self.asked) == 1 else stream)
+        return Leg(RouteStop(NodeId(str(len(self.asked))), b"", "", ()), NoRoom(stream) if len(self.asked) == 1 else stream)
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:
         pass

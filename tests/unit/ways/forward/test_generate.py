@@ -20,9 +20,9 @@ from paceline.net.wire import generate_pb2 as wire
 from paceline.net.wire.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from paceline.ways.forward import client as generate_client
 from paceline.ways.forward import service as generate_service
-from paceline.ways.forward.client import PARTS, RemoteStream, Silence
+from paceline.ways.forward.client import PARTS, AnswerSilence, RemoteStream
 from paceline.ways.forward.forwarded import Forwarded, Leg
-from paceline.ways.forward.routes import Stop
+from paceline.ways.forward.routes import RouteStop
 from paceline.ways.forward.service import GenerateServicer, LoadedModel
 
 LOADED = LoadedModel("m", "d", "int4", "n", 0, 512)
@@ -136,7 +136,7 @@ async def test_a_node_that_stops_refuses_by_that_name() -> None:
 async def test_time_lost_here_is_no_silence_there() -> None:
     ended = list[bool]()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        silence = Silence(lambda: ended.append(True))
+        silence = AnswerSilence(lambda: ended.append(True))
         silence.begin()
         for _ in range(PARTS - 1):
             await stand_still(monkeypatch)
@@ -192,7 +192,7 @@ class Served:
         for place, channel in enumerate(self._channels):
             name = NodeId(str(place))
             if name not in left:
-                return Leg(Stop(name, b"", "n", ()), RemoteStream(lambda channel=channel: channel, name, LOADED, request))
+                return Leg(RouteStop(name, b"", "n", ()), RemoteStream(lambda channel=channel: channel, name, LOADED, request))
         return None
 
     def ended(self, leg: Leg, error: PacelineError | None) -> None:

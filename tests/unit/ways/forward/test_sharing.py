@@ -10,15 +10,15 @@ from paceline.core.errors import NodeStopping, NodeUnreachable, Overloaded, Pace
 from paceline.core.ids import NodeId
 from paceline.node.serving import shown_load
 from paceline.testing.clock import FakeClock
-from paceline.ways.forward.routes import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Prompt, Sharing, Stop, prefix_keys
+from paceline.ways.forward.routes import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Prompt, RouteStop, Sharing, prefix_keys
 
 DOOR, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 SHORT = Prompt((1, 2, 3))
 LONG = Prompt(tuple(range(1000)))
 
 
-def stop(node_id: NodeId, expected_s: float | None = 1.0) -> Stop:
-    return Stop(node_id, b"1", "n", ("x:1",), expected_s)
+def stop(node_id: NodeId, expected_s: float | None = 1.0) -> RouteStop:
+    return RouteStop(node_id, b"1", "n", ("x:1",), expected_s)
 
 
 STOPS = [stop(B), stop(C)]
@@ -29,7 +29,7 @@ class Door:
         self.clock, self.heard, self.load = FakeClock(), dict[NodeId, float](), 0
         self.sharing = Sharing(DOOR, lambda: self.load, self.heard.get, self.clock)
 
-    def send(self, stops: list[Stop] = STOPS, prompt: Prompt = SHORT) -> Stop:
+    def send(self, stops: list[RouteStop] = STOPS, prompt: Prompt = SHORT) -> RouteStop:
         chosen = self.sharing.choose(stops, prompt, ())
         assert chosen is not None
         self.sharing.began(chosen.node_id, prompt)

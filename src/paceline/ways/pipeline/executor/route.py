@@ -36,7 +36,7 @@ class RouteStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RouteFault:
     """Why a route can't go on."""
 
     node_id: NodeId | None
@@ -97,7 +97,7 @@ class Route(Protocol):
         """Out of the last."""
         ...
 
-    def fault(self, wait_s: float = 0.0) -> Fault | None:
+    def fault(self, wait_s: float = 0.0) -> RouteFault | None:
         """What broke, as far as is known: a stage that is gone, or that reported a fault.
 
         Args:
@@ -105,7 +105,7 @@ class Route(Protocol):
         """
         ...
 
-    def suspect(self, received: int) -> Fault:
+    def suspect(self, received: int) -> RouteFault:
         """Who does not work on, now that nothing came within the bound. Does not wait.
 
         Args:
@@ -133,7 +133,7 @@ class Router(Protocol):
         """What stages kept of routes before is of no use: the next begins with none."""
         ...
 
-    def quarantine(self, fault: Fault) -> None:
+    def quarantine(self, fault: RouteFault) -> None:
         """Leave out whom a fault blames, until it is known to work again."""
         ...
 

@@ -34,7 +34,7 @@ from paceline.core.errors import (
 from paceline.core.ids import NodeId
 from paceline.engine.local import LayerRunner, WireBits
 from paceline.ways.pipeline.executor.limits import PipelineLimits
-from paceline.ways.pipeline.executor.route import Fault, Opening, Route, Router, RouteStage
+from paceline.ways.pipeline.executor.route import Opening, Route, RouteFault, Router, RouteStage
 from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, Rehearse
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
@@ -143,13 +143,13 @@ class LocalRoute:
         behind = batch.behind(self.stages[0].layers)
         return behind, self._stage.run(batch, x_TD)[: behind.n_rows]
 
-    def fault(self, wait_s: float = 0.0) -> Fault | None:
+    def fault(self, wait_s: float = 0.0) -> RouteFault | None:
         del wait_s
         return None
 
-    def suspect(self, received: int) -> Fault:
+    def suspect(self, received: int) -> RouteFault:
         del received
-        return Fault(self._own, "pipeline_stalled", "this machine is slow")
+        return RouteFault(self._own, "pipeline_stalled", "this machine is slow")
 
     def close(self) -> None:
         if not self._closed:
@@ -193,7 +193,7 @@ class Search:
         """Why no machines were found, as far as it is known, and what would help."""
         self._code = ShardUnavailable.code
         """Of that, as clients are told."""
-        self._broke: Fault | None = None
+        self._broke: RouteFault | None = None
         """What the search is for: how the last route broke."""
         self.is_alone = False
         """The route found last is this machine's own."""
@@ -206,7 +206,7 @@ class Search:
         """Since there was a route."""
         return self._clock.monotonic() - self._since
 
-    def lost(self, fault: Fault) -> None:
+    def lost(self, fault: RouteFault) -> None:
         """The route broke."""
         self._since, self._broke = self._clock.monotonic(), fault
         if fault.code == ShardCorrupt.code:

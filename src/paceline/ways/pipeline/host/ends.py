@@ -18,7 +18,7 @@ from paceline.core.ids import NodeId
 from paceline.core.model import ActivationDtype
 from paceline.net.member.node import FleetNode
 from paceline.net.tensor.dialling import dial
-from paceline.net.tensor.listener import Expected as Ticket
+from paceline.net.tensor.listener import ExpectedStream as Ticket
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.credentials import check_callable
@@ -43,7 +43,7 @@ class Incoming(ActivationSource, Protocol):
         ...
 
 
-class Expected(Protocol):
+class ExpectedInput(Protocol):
     """A ticket that was given out."""
 
     def accept(self, deadline: float) -> Incoming:
@@ -78,7 +78,7 @@ class TensorEnds(Protocol):
     @property
     def port(self) -> int: ...
 
-    def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> Expected:
+    def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> ExpectedInput:
         """A stream will bring this ticket, and then rows of `width`.
 
         Raises:
@@ -157,7 +157,7 @@ class NodeTensorEnds:
     def port(self) -> int:
         return self._listener().port
 
-    def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> Expected:
+    def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> ExpectedInput:
         """As `TensorEnds.expect`."""
         return _Expected(self._listener().expect(ticket), dtype, width)
 

@@ -33,7 +33,7 @@ from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, Stag
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.session import Place, Session, Surroundings
-from paceline.ways.pipeline.host.shard import Claim, Shard
+from paceline.ways.pipeline.host.shard import Shard, ShardClaim
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
 
@@ -240,7 +240,7 @@ class NodeShardHost:
             raise ShardUnavailable("This machine is stopping")
         await load
 
-    def _begin(self, shard: Shard, claim: Claim, request: StageRequest, mine: _Open, resumed: Place | None) -> Session:
+    def _begin(self, shard: Shard, claim: ShardClaim, request: StageRequest, mine: _Open, resumed: Place | None) -> Session:
         """A session on a loaded shard."""
         if shard.loaded is None or self._closed:
             raise ShardUnavailable("This machine is stopping")

@@ -41,7 +41,7 @@ from paceline.ways.pipeline.executor.sessions import StageRequest
 
 
 @dataclass(slots=True)
-class Phase:
+class LoadPhase:
     """One thing that is done with all bytes."""
 
     done: int = 0
@@ -56,11 +56,11 @@ class Phase:
 class LoadMeter:
     """Of one load."""
 
-    examined: Phase = field(default_factory=Phase)
+    examined: LoadPhase = field(default_factory=LoadPhase)
     """Files that a source reads, to describe them for the first time."""
-    fetched: Phase = field(default_factory=Phase)
-    packed: Phase = field(default_factory=Phase)
-    _fetches: list[Phase] = field(default_factory=list[Phase])
+    fetched: LoadPhase = field(default_factory=LoadPhase)
+    packed: LoadPhase = field(default_factory=LoadPhase)
+    _fetches: list[LoadPhase] = field(default_factory=list[LoadPhase])
     _ahead: list[LoadMeter] = field(default_factory=list["LoadMeter"])
 
     def wait_for(self, other: LoadMeter) -> None:

@@ -33,7 +33,7 @@ from paceline.core.model import LayerRange
 from paceline.engine.local import WireBits
 from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, StageFault, StageReport, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch
-from paceline.ways.pipeline.host.ends import Expected, Incoming
+from paceline.ways.pipeline.host.ends import ExpectedInput, Incoming
 from paceline.ways.pipeline.host.leases import HostLimits, Lease, Turns
 from paceline.ways.pipeline.host.shard_meter import Latencies, ShardMeter
 
@@ -153,7 +153,7 @@ class Surroundings:
 class Session:
     """One caller's use of one shard. Made on the event loop; `begin` starts its thread."""
 
-    def __init__(self, request: StageRequest, place: Place, ticket: bytes, expected: Expected, around: Surroundings) -> None:
+    def __init__(self, request: StageRequest, place: Place, ticket: bytes, expected: ExpectedInput, around: Surroundings) -> None:
         """A session that waits to be connected.
 
         Args:

@@ -26,7 +26,7 @@ KvName = tuple[NodeId, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedLayers:
     """What a load gave."""
 
     name: str
@@ -41,7 +41,7 @@ class Loaded:
     """Of the whole model's weights as far as they are in files here."""
 
 
-class Claim:
+class ShardClaim:
     """One stream in use. Its identity is what counts.
 
     Args:
@@ -66,12 +66,12 @@ class Shard:
         self.model_id = request.model_id
         self.digest, self.weights, self.layers = request.digest, request.weights, request.layers
         self.max_streams = max_streams
-        self.claims: set[Claim] = set()
+        self.claims: set[ShardClaim] = set()
         self.used_at = now
         self.turns = Turns()
         self.loading: asyncio.Task[None] | None = None
         self.meter = LoadMeter()
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedLayers | None = None
         self.leases = Leases(0)
         self._kept: dict[KvName, tuple[Place, float]] = {}
         """KV of sessions that have ended, and until when it is kept. The oldest first."""
@@ -123,7 +123,7 @@ class Shard:
             loaded.max_rows >= request.max_rows and self.leases.n_blocks >= _own_blocks(request.least_blocks, loaded.runner)
         )
 
-    def end(self, claim: Claim, until: float | None) -> None:
+    def end(self, claim: ShardClaim, until: float | None) -> None:
         """A stream is over: its KV is kept for the session that goes on with it, or given back.
 
         Args:

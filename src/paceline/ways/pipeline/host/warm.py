@@ -34,7 +34,7 @@ from paceline.ways.pipeline.host.loading import (
     kernels_for,
     load_in_thread,
 )
-from paceline.ways.pipeline.host.shard import Claim, KvName, Loaded, Shard
+from paceline.ways.pipeline.host.shard import KvName, LoadedLayers, Shard, ShardClaim
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 
 logger = logging.getLogger(__name__)
@@ -104,11 +104,11 @@ class WarmShards:
         most = int(free * SHARDS_FREE_SHARE) if bound is None else bound - self.used_bytes
         return min(most, free - self._low_bytes - self._load_bytes(device.kernels))
 
-    async def claim(self, request: StageRequest, kv: KvName | None = None) -> tuple[Shard, Claim]:
+    async def claim(self, request: StageRequest, kv: KvName | None = None) -> tuple[Shard, ShardClaim]:
         """A stream on a shard that has the layers, which may still be loading. Release it.
 
         Args:
-            kv: see `Claim`.
+            kv: see `ShardClaim`.
 
         Raises:
             ShardUnavailable: all its streams are in use, or there is no room for another shard.
@@ -158,7 +158,7 @@ class WarmShards:
         shard.used_at = self._clock.monotonic()
         return shard
 
-    def release(self, shard: Shard, claim: Claim) -> None:
+    def release(self, shard: Shard, claim: ShardClaim) -> None:
         """A stream is free again."""
         shard.used_at = now = self._clock.monotonic()
         shard.end(claim, None if self._closed else now + self._limits.kept_s)
@@ -194,8 +194,8 @@ class WarmShards:
         found = [shard for shard in self._shards if shard.holds(request.digest, request.weights, request.layers)]
         return min(found, key=lambda shard: (shard.is_full or not shard.suits(request), len(shard.layers)), default=None)
 
-    def _claimed(self, shard: Shard, kv: KvName | None) -> Claim:
-        claim = Claim(kv)
+    def _claimed(self, shard: Shard, kv: KvName | None) -> ShardClaim:
+        claim = ShardClaim(kv)
         shard.claims.add(claim)
         if shard.is_loading:
             self._give_up_unclaimed()
@@ -266,7 +266,7 @@ class WarmShards:
             request, self._limits.max_streams, self.left_bytes(device) + idle, fixed, block_bytes(spec, request, BLOCK_TOKENS), group
         )
 
-    async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> Loaded:
+    async def _into_memory(self, shard: Shard, found: FoundWeights, request: StageRequest) -> LoadedLayers:
         spec = found.source.spec
         fixed, a_block = self._fixed_bytes(found, request), block_bytes(spec, request, BLOCK_TOKENS)
         kernels = kernels_for(spec, request.weights)
@@ -293,7 +293,7 @@ class WarmShards:
         size = sum(found.source.nbytes(name) for name in found.source.names())
         shape = model_shape(spec, request.weights, found.source.type_of, kernels)
         held = fixed + -(-n_blocks // group) * group * a_block
-        return Loaded(found.name, spec, shape, runner, options.max_rows, held, size)
+        return LoadedLayers(found.name, spec, shape, runner, options.max_rows, held, size)
 
     def _fixed_bytes(self, found: FoundWeights, request: StageRequest) -> int:
         kernels = kernels_for(found.source.spec, request.weights)

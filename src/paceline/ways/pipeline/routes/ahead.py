@@ -24,13 +24,13 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.cover import spares_for
 from paceline.ways.pipeline.client import warm_layers
 from paceline.ways.pipeline.executor.sessions import StageLoading, StageRequest
-from paceline.ways.pipeline.routes.choosing import Part, Wanted, choose, plan_request
+from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, choose, plan_request
 from paceline.ways.pipeline.routes.opening import SeesFleet
 
 logger = logging.getLogger(__name__)
 
 
-def begin_loads(fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> tuple[Part, ...]:
+def begin_loads(fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> tuple[StagePart, ...]:
     """Ask the machines that will run a pipeline, as things are now, to load their layers. For any thread.
 
     Args:
@@ -48,7 +48,7 @@ def begin_loads(fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: a
         logger.info("no machine loads ahead: %s", error.message)
         return ()
 
-    async def ask(part: Part) -> None:
+    async def ask(part: StagePart) -> None:
         try:
             await ask_to_load(fleet, request, part.node_id, part.layers)
         except FleetError as error:
@@ -76,7 +76,7 @@ async def ask_to_load(fleet: SeesFleet, request: StageRequest, node_id: NodeId, 
     return await warm_layers(fleet.channel(node_id), node_id, replace(request, layers=layers))
 
 
-def still_there(parts: Iterable[Part], cards: Sequence[NodeCard], wanted: Wanted, exclude: Collection[NodeId]) -> bool:
+def still_there(parts: Iterable[StagePart], cards: Sequence[NodeCard], wanted: Wanted, exclude: Collection[NodeId]) -> bool:
     """Whether all machines that load ahead may run a pipeline, now that it is known what kernels compute here."""
     by_id = {card.node_id: card for card in cards}
     return all(part.node_id in by_id and part.node_id not in exclude and _same_bytes(by_id[part.node_id], wanted) for part in parts)
@@ -105,7 +105,7 @@ class SpareKeeper:
         """The event loop's alone."""
         self._said: dict[NodeId, str] = {}
 
-    def keep(self, parts: Sequence[Part], excluded: Callable[[], frozenset[NodeId]]) -> None:
+    def keep(self, parts: Sequence[StagePart], excluded: Callable[[], frozenset[NodeId]]) -> None:
         """There is a route over these machines. For any thread.
 
         Args:
@@ -117,7 +117,7 @@ class SpareKeeper:
         """There is none. For any thread; idempotent."""
         self._on_loop(self._end)
 
-    async def look(self, parts: Sequence[Part], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
+    async def look(self, parts: Sequence[StagePart], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
         """Ask the spares for a route over these machines to have its spans loaded. On the event loop.
 
         Args:
@@ -153,7 +153,7 @@ class SpareKeeper:
         with suppress(RuntimeError):  # a loop that is closed keeps no spares
             self._loop.call_soon_threadsafe(work)
 
-    def _begin(self, parts: Sequence[Part], excluded: Callable[[], frozenset[NodeId]]) -> None:
+    def _begin(self, parts: Sequence[StagePart], excluded: Callable[[], frozenset[NodeId]]) -> None:
         self._end()
         self._keeping = self._fleet.background.keep(lambda: self._keep(parts, excluded), f"spares of {self._request.model_id}")
 
@@ -162,7 +162,7 @@ class SpareKeeper:
             self._keeping.cancel()
             self._keeping = None
 
-    async def _keep(self, parts: Sequence[Part], excluded: Callable[[], frozenset[NodeId]]) -> None:
+    async def _keep(self, parts: Sequence[StagePart], excluded: Callable[[], frozenset[NodeId]]) -> None:
         while True:
             await self.look(parts, excluded())
             await asyncio.sleep(ASK_S)

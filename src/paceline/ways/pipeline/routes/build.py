@@ -36,7 +36,7 @@ from paceline.ways.pipeline.host.ends import TensorEnds
 from paceline.ways.pipeline.routes.ahead import SpareKeeper, begin_loads
 from paceline.ways.pipeline.routes.choosing import Wanted, typical_request
 from paceline.ways.pipeline.routes.meter import PipelineMeter
-from paceline.ways.pipeline.routes.opening import Opener, SeesFleet
+from paceline.ways.pipeline.routes.opening import RouteOpener, SeesFleet
 from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers, fitting, longest_context
 from paceline.ways.pipeline.routes.router import FleetRouter
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
@@ -167,7 +167,7 @@ def build_engine_over(
     ahead = begin_loads(fleet, request, wanted, loop)
     head = setup.load(own, n_blocks, max_rows, progress)
     wanted = replace(wanted, numerics_id=head.numerics_id)
-    opener = Opener(fleet, ends, request, spec.hidden, head.block_size, loop)
+    opener = RouteOpener(fleet, ends, request, spec.hidden, head.block_size, loop)
     meter = meter or PipelineMeter()
     if on_opening is not None:
         meter.listen(on_opening)

@@ -16,7 +16,7 @@ from paceline.fleet.card import NodeCard
 from paceline.fleet.cover import CoverRequest, pick, spares_for, warm_shards
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import LEAST_ROWS, TYPICAL_ANSWER, TYPICAL_PROMPT, Objective, Pin, PlanRequest, Stage, Way
+from paceline.fleet.plan import LEAST_ROWS, TYPICAL_ANSWER, TYPICAL_PROMPT, Objective, Pin, PlannedStage, PlanRequest, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagePart:
     """Layers for a node."""
 
     node_id: NodeId
@@ -64,8 +64,8 @@ def choose(
     own: NodeId,
     wanted: Wanted,
     exclude: frozenset[NodeId],
-    last: Sequence[Part] = (),
-) -> list[Part]:
+    last: Sequence[StagePart] = (),
+) -> list[StagePart]:
     """Nodes in the order of their layers.
 
     Args:
@@ -95,7 +95,7 @@ def choose(
         stages = _with_one(allowed, request, trust)
         if not stages:
             raise mismatch or ShardUnavailable(error.message, error.hint) from error
-    parts = [Part(stage.node_id, stage.layers) for stage in stages[1:]]
+    parts = [StagePart(stage.node_id, stage.layers) for stage in stages[1:]]
     if len(parts) > wanted.max_shards:
         raise ShardUnavailable(
             f"The plan takes {len(parts)} shards, and a request may use {wanted.max_shards}", "Raise max_shards_per_request."
@@ -131,11 +131,13 @@ def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: 
     )
 
 
-def _kept_with_warm(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, last: Sequence[Part], there: frozenset[NodeId]) -> list[Part]:
+def _kept_with_warm(
+    cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, last: Sequence[StagePart], there: frozenset[NodeId]
+) -> list[StagePart]:
     """The last route with loaded shards in the place of the machines that are not there: those that are left go on with their KV. None where a span is not
     covered.
     """
-    parts: list[Part] = []
+    parts: list[StagePart] = []
     outside = frozenset(card.node_id for card in cards) - there | {part.node_id for part in last}
     for part in last:
         if part.node_id in there:
@@ -153,8 +155,8 @@ def _kept_with_warm(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, last
 
 
 def _mended(
-    cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], request: PlanRequest, last: Sequence[Part], there: frozenset[NodeId]
-) -> list[Part]:
+    cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], request: PlanRequest, last: Sequence[StagePart], there: frozenset[NodeId]
+) -> list[StagePart]:
     """The last route with spares in the place of the machines that are not there; none where a span finds no taker."""
     kept = [part for part in last if part.node_id in there]
     lost = [part.layers for part in last if part.node_id not in there]
@@ -164,11 +166,11 @@ def _mended(
         spares = spares_for(cards, request, lost, frozenset(part.node_id for part in kept), trust)
     except PlacementError:
         return []
-    parts = [*kept, *(Part(spare.node_id, spare.layers) for spare in spares)]
+    parts = [*kept, *(StagePart(spare.node_id, spare.layers) for spare in spares)]
     return sorted(parts, key=lambda part: part.layers.start) if len(spares) == len(lost) else []
 
 
-def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> Sequence[Stage]:
+def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust]) -> Sequence[PlannedStage]:
     """A machine that came just now, so that the way to it is not measured yet, is as good as any where there is no other."""
     for card in sorted(cards, key=lambda card: (-card.memory_total_bytes, card.node_id)):
         if request.pins or card.node_id in {request.orchestrator, *request.exclude}:
@@ -180,7 +182,7 @@ def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[No
     return ()
 
 
-def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[Part]:
+def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[StagePart]:
     """Shards that are loaded and compute the same bytes; none where they don't cover.
 
     Raises:
@@ -198,7 +200,7 @@ def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: 
         exclude=exclude,
     )
     try:
-        return [Part(part.shard.node_id, part.layers) for part in pick(warm_shards(cards), request)]
+        return [StagePart(part.shard.node_id, part.layers) for part in pick(warm_shards(cards), request)]
     except ShardUnavailable:
         return []
 

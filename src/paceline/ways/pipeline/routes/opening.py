@@ -38,7 +38,7 @@ from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.ways.pipeline.client import RemoteStage, StageLoss, open_stage, tensor_addresses
-from paceline.ways.pipeline.executor.route import Fault, Opening, RouteStage
+from paceline.ways.pipeline.executor.route import Opening, RouteFault, RouteStage
 from paceline.ways.pipeline.executor.sessions import (
     SESSION_ID_BYTES,
     ActivationSink,
@@ -50,7 +50,7 @@ from paceline.ways.pipeline.executor.sessions import (
 )
 from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import Incoming, TensorEnds, opened_in_thread
-from paceline.ways.pipeline.routes.choosing import Part
+from paceline.ways.pipeline.routes.choosing import StagePart
 
 
 class FleetRoute:
@@ -78,16 +78,16 @@ class FleetRoute:
         self.sessions = tuple(sessions)
         self._loop = loop
         self._closed = False
-        self._accused: Fault | None = None
+        self._accused: RouteFault | None = None
         for session in self.sessions:
             session.lost.add_done_callback(lambda _: self._wake())
 
-    def accuse(self, fault: Fault) -> None:
+    def accuse(self, fault: RouteFault) -> None:
         """End the route for what was found out about a stage. For any thread."""
         self._accused = self._accused or fault
         self._wake()
 
-    def fault(self, wait_s: float = 0.0) -> Fault | None:
+    def fault(self, wait_s: float = 0.0) -> RouteFault | None:
         if self._accused is not None:
             return self._accused
         if wait_s:
@@ -97,7 +97,7 @@ class FleetRoute:
         losses.sort(key=lambda pair: pair[1].fault is not None)
         return self._fault(*losses[0]) if losses and not self._closed else None
 
-    def suspect(self, received: int) -> Fault:
+    def suspect(self, received: int) -> RouteFault:
         for place, session in enumerate(self.sessions):
             report = session.report
             if report.sent > received:
@@ -105,9 +105,9 @@ class FleetRoute:
             culprit = session.node_id
             if report.computed > received and place + 1 < len(self.sessions):
                 culprit = self.sessions[place + 1].node_id  # it computed, and can't get rid of the result
-            return Fault(culprit, "pipeline_stalled", f"{culprit} has let nothing through for too long")
+            return RouteFault(culprit, "pipeline_stalled", f"{culprit} has let nothing through for too long")
         last = self.sessions[-1].node_id
-        return Fault(last, "pipeline_stalled", f"{last} says it has sent what never came")
+        return RouteFault(last, "pipeline_stalled", f"{last} says it has sent what never came")
 
     def close(self) -> None:
         if self._closed:
@@ -121,13 +121,13 @@ class FleetRoute:
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(end(), self._loop)
 
-    def _fault(self, place: int, loss: StageLoss) -> Fault:
+    def _fault(self, place: int, loss: StageLoss) -> RouteFault:
         """Whom a loss is held against. A stage knows only those it receives from and sends to; of this node it may say what it likes."""
         node_id, told = self.sessions[place].node_id, loss.fault
         beside = {self.sessions[at].node_id for at in (place - 1, place + 1) if 0 <= at < len(self.sessions)}
         if told is not None and told.blames is not None and told.blames in beside:
-            return Fault(told.blames, told.code, f"{node_id} says: {told.message}")
-        return Fault(node_id, getattr(loss.error, "code", "shard_unavailable"), loss.error.message)
+            return RouteFault(told.blames, told.code, f"{node_id} says: {told.message}")
+        return RouteFault(node_id, getattr(loss.error, "code", "shard_unavailable"), loss.error.message)
 
     def _wake(self) -> None:
         self.source.close()
@@ -169,17 +169,17 @@ class StageLoads:
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._parts: tuple[Part, ...] = ()
-        self._loads: dict[Part, _Load] = {}
-        self._most: dict[Part, int] = {}
+        self._parts: tuple[StagePart, ...] = ()
+        self._loads: dict[StagePart, _Load] = {}
+        self._most: dict[StagePart, int] = {}
         """Bytes that each had at most, over all attempts."""
 
-    def begin(self, parts: Sequence[Part]) -> None:
+    def begin(self, parts: Sequence[StagePart]) -> None:
         """A route over these machines is asked for."""
         with self._lock:
             self._parts, self._loads = tuple(parts), {}
 
-    def told(self, part: Part, news: StageLoading) -> None:
+    def told(self, part: StagePart, news: StageLoading) -> None:
         """A machine said how far it is."""
         now = self._clock.monotonic()
         with self._lock:
@@ -187,7 +187,7 @@ class StageLoads:
             load.news = news
             self._most[part] = max(self._most.get(part, 0), news.bytes_done)
 
-    def opened(self, part: Part) -> None:
+    def opened(self, part: StagePart) -> None:
         """A machine has its layers."""
         with self._lock:
             if (load := self._loads.get(part)) is not None:
@@ -242,7 +242,7 @@ class NotOpened(Exception):
         self.refusals = refusals
 
 
-class Opener:
+class RouteOpener:
     """For the event loop.
 
     Args:
@@ -265,7 +265,12 @@ class Opener:
         """Fewer KV blocks than these are of no use, at present."""
 
     async def open(
-        self, parts: Sequence[Part], *, blocks: int | None = None, loads: StageLoads | None = None, kv: Mapping[Part, bytes] | None = None
+        self,
+        parts: Sequence[StagePart],
+        *,
+        blocks: int | None = None,
+        loads: StageLoads | None = None,
+        kv: Mapping[StagePart, bytes] | None = None,
     ) -> FleetRoute:
         """A route over these machines. Those that load are not waited for once another refuses: what they load stays with them for a while.
 
@@ -302,7 +307,7 @@ class Opener:
             await asyncio.gather(*(each.close() for each in ended if isinstance(each, RemoteStage)), return_exceptions=True)
             raise
 
-    async def _open(self, part: Part, blocks: int | None, loads: StageLoads | None, kv: bytes) -> RemoteStage:
+    async def _open(self, part: StagePart, blocks: int | None, loads: StageLoads | None, kv: bytes) -> RemoteStage:
         asked = self._request
         request = replace(
             asked,
@@ -322,7 +327,7 @@ class Opener:
             loads.opened(part)
         return stage
 
-    async def _connect(self, parts: Sequence[Part], sessions: Sequence[RemoteStage]) -> FleetRoute:
+    async def _connect(self, parts: Sequence[StagePart], sessions: Sequence[RemoteStage]) -> FleetRoute:
         """Tell each whom it sends to, and open this node's ends.
 
         Raises:

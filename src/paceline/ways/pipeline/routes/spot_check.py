@@ -29,9 +29,9 @@ from paceline.core.trust import Trust
 from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
-from paceline.ways.pipeline.executor.route import Fault, Route
+from paceline.ways.pipeline.executor.route import Route, RouteFault
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
-from paceline.ways.pipeline.routes.choosing import Part, Wanted, allowed_hosts, choose, warm_cover
+from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, allowed_hosts, choose, warm_cover
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened
 
 
@@ -53,7 +53,7 @@ class Holders:
         self._cards, self._trust, self._own = cards, trust, own
         self._wanted, self._left_out = replace(wanted, pins=()), left_out
 
-    def chain(self, stages: Sequence[Part]) -> list[list[Part]]:
+    def chain(self, stages: Sequence[StagePart]) -> list[list[StagePart]]:
         """For each stage, others that run its layers: nodes outside the route where they cover it, else any node that has the layers loaded."""
         outside = self._left_out() | {stage.node_id for stage in stages}
         try:
@@ -63,7 +63,7 @@ class Holders:
             return chain if all(chain) else []
         return [[part for whole in parts if (part := _within(whole, stage.layers)) is not None] for stage in stages]
 
-    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[Part]:
+    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[StagePart]:
         """Others that have the layers loaded; none where they don't cover."""
         wanted = replace(self._wanted, own_layers=layers.start, n_layers=layers.stop)
         allowed = allowed_hosts(self._cards(), self._trust(), self._own, wanted)
@@ -73,9 +73,9 @@ class Holders:
             return []
 
 
-def _within(part: Part, layers: LayerRange) -> Part | None:
+def _within(part: StagePart, layers: LayerRange) -> StagePart | None:
     start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
-    return Part(part.node_id, LayerRange(start, stop)) if start < stop else None
+    return StagePart(part.node_id, LayerRange(start, stop)) if start < stop else None
 
 
 logger = logging.getLogger(__name__)
@@ -91,17 +91,17 @@ CHECK_S = 60.0
 class OpensRoutes(Protocol):
     """`opening.Opener`."""
 
-    async def open(self, parts: Sequence[Part], *, blocks: int | None = None) -> FleetRoute: ...
+    async def open(self, parts: Sequence[StagePart], *, blocks: int | None = None) -> FleetRoute: ...
 
 
 class FindsHolders(Protocol):
     """Who could compute layers a second time. On the event loop."""
 
-    def chain(self, stages: Sequence[Part]) -> list[list[Part]]:
+    def chain(self, stages: Sequence[StagePart]) -> list[list[StagePart]]:
         """For each stage of a route, others that run its layers; empty where there are not enough for all."""
         ...
 
-    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[Part]:
+    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[StagePart]:
         """Yet others that have the layers loaded; empty where there are none."""
         ...
 
@@ -136,7 +136,7 @@ class SpotCheck:
         opener: OpensRoutes,
         holders: FindsHolders,
         numerics_id: str,
-        leave_out: Callable[[Fault], None],
+        leave_out: Callable[[RouteFault], None],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._one_in, self._opener, self._holders = one_in, opener, holders
@@ -185,7 +185,7 @@ class SpotCheck:
     # ---------------------------------------------------------------------------------------------------------- on the event loop
 
     async def _check(self, sample: _Sample) -> None:
-        stages = [Part(stage.node_id, stage.layers) for stage in sample.route.stages]
+        stages = [StagePart(stage.node_id, stage.layers) for stage in sample.route.stages]
         chain = self._holders.chain(stages)
         if not chain:
             if not self._said_alone:
@@ -231,10 +231,10 @@ class SpotCheck:
         return list(range(sample.asked, len(right) - 1) if tells_right else range(sample.asked + 1))
 
     async def _blame(
-        self, stages: Sequence[Part], chain: Sequence[Sequence[Part]], right: Sequence[WireBits], suspects: Sequence[int]
-    ) -> list[Fault]:
+        self, stages: Sequence[StagePart], chain: Sequence[Sequence[StagePart]], right: Sequence[WireBits], suspects: Sequence[int]
+    ) -> list[RouteFault]:
         """Of the suspects, those who differ once more; or all, where none does."""
-        found: list[Fault] = []
+        found: list[RouteFault] = []
         for place in suspects:
             stage, others = stages[place], chain[place]
             again = await self._again([stage], right[place])
@@ -250,7 +250,7 @@ class SpotCheck:
             return found
         return [_fault(stages[place].node_id, stages[place].layers, _names(chain[place])) for place in suspects]
 
-    async def _again(self, parts: Sequence[Part], x_TD: WireBits) -> WireBits | None:
+    async def _again(self, parts: Sequence[StagePart], x_TD: WireBits) -> WireBits | None:
         """`_run`; None where it can't be."""
         try:
             return await self._run(parts, x_TD)
@@ -258,7 +258,7 @@ class SpotCheck:
             logger.info("%s can't be asked once more: %s", _names(parts), error)
             return None
 
-    async def _run(self, parts: Sequence[Part], x_TD: WireBits) -> WireBits:
+    async def _run(self, parts: Sequence[StagePart], x_TD: WireBits) -> WireBits:
         """What layers make of the first rows of a sequence, in a session of its own.
 
         Raises:
@@ -283,7 +283,7 @@ class SpotCheck:
         finally:
             route.close()
 
-    def _act(self, fault: Fault) -> None:
+    def _act(self, fault: RouteFault) -> None:
         logger.warning("%s", fault.message)
         self._leave_out(fault)
         route = self._route
@@ -301,10 +301,10 @@ def _beginning(batch: StageBatch, most: int) -> slice | None:
     return None
 
 
-def _fault(node_id: NodeId, layers: LayerRange, others: str) -> Fault:
+def _fault(node_id: NodeId, layers: LayerRange, others: str) -> RouteFault:
     told = f"A spot check found that {node_id} computes other bytes for layers {layers.words} than {others}"
-    return Fault(node_id, ShardCorrupt.code, told)
+    return RouteFault(node_id, ShardCorrupt.code, told)
 
 
-def _names(parts: Sequence[Part]) -> str:
+def _names(parts: Sequence[StagePart]) -> str:
     return " and ".join(dict.fromkeys(part.node_id for part in parts))

@@ -30,7 +30,7 @@ from paceline.testing.null_backend import ByteVocabulary
 from paceline.ways.pipeline.executor import events as news
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import Fault, Opening
+from paceline.ways.pipeline.executor.route import Opening, RouteFault
 from paceline.ways.pipeline.executor.search import FORGET_S, Fallback, LocalRoute
 
 SPEC = ModelSpec(
@@ -374,7 +374,7 @@ class Counted:
         assert seconds >= 0
         self.told.append("constructed")
 
-    def lost(self, fault: Fault) -> None:
+    def lost(self, fault: RouteFault) -> None:
         self.told.append(f"lost {fault.node_id}")
 
     def failed_over(self) -> None:

@@ -39,7 +39,7 @@ from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.client import RemoteStage, open_stage
 from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch
-from paceline.ways.pipeline.host.ends import Expected, NodeTensorEnds
+from paceline.ways.pipeline.host.ends import ExpectedInput, NodeTensorEnds
 from paceline.ways.pipeline.host.host import NodeShardHost
 from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.loading import FoundWeights, LoadMeter, LoadsLayers
@@ -261,7 +261,7 @@ class User:
         self.stack.push_async_callback(stage.close)
         return stage
 
-    def expect(self) -> tuple[Expected, NextStage]:
+    def expect(self) -> tuple[ExpectedInput, NextStage]:
         """Where a route may end."""
         ticket = secrets.token_bytes(32)
         expected = self.ends.expect(ticket, ActivationDtype.BF16, SPEC.hidden)
@@ -287,7 +287,7 @@ class Route:
     """The two ends of a connected chain."""
 
     sink: ActivationSink
-    expected: Expected
+    expected: ExpectedInput
     source: Any = None
 
     async def run(self, batch: StageBatch, x_TD: Bits) -> Bits:

@@ -30,10 +30,10 @@ from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.testing.null_backend import ByteVocabulary
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import Fault, Opening
+from paceline.ways.pipeline.executor.route import Opening, RouteFault
 from paceline.ways.pipeline.host.loading import LoadsLayers
-from paceline.ways.pipeline.routes.choosing import Part
-from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, Opener
+from paceline.ways.pipeline.routes.choosing import StagePart
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 OWN = LayerRange(0, 2)
 TOKENS = 512
@@ -87,10 +87,10 @@ def run_all(executor: Any, *, prefix_cache: bool = True) -> Run:
 class Routes:
     """A `Router` over hosts that were started here: each route in its turn."""
 
-    def __init__(self, opener: Opener, routes: list[list[Part]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, opener: RouteOpener, routes: list[list[StagePart]], loop: asyncio.AbstractEventLoop) -> None:
         self.opener, self.routes, self.loop = opener, routes, loop
         self.opened: list[FleetRoute] = []
-        self.names: dict[Part, bytes] = {}
+        self.names: dict[StagePart, bytes] = {}
 
     def find(self, wait_s: float) -> FleetRoute | Opening:
         del wait_s
@@ -104,7 +104,7 @@ class Routes:
 
     def forget_kv(self) -> None: ...
 
-    def quarantine(self, fault: Fault) -> None: ...
+    def quarantine(self, fault: RouteFault) -> None: ...
 
     def close(self) -> None:
         for route in self.opened:
@@ -122,7 +122,7 @@ async def over_hosts(head: LayerRunner[Any], sizes: tuple[int, int, int], kills:
     ):
         hosts: dict[NodeId, Hosting] = {host.node_id: host for host in (a, b, c)}
         asked = wanted(2, 6, weights=WeightsFormat.INT4, n_blocks=TOKENS // 16, least_blocks=16, max_rows=128)
-        opener = Opener(Eyes(user, hosts), user.ends, asked, SPEC.hidden, head.block_size, loop)
+        opener = RouteOpener(Eyes(user, hosts), user.ends, asked, SPEC.hidden, head.block_size, loop)
         routes = Routes(opener, [[part("a", 2, 4), part("b", 4, 6)], [part("a", 2, 4), part("c", 4, 6)]], loop)
         limits = PipelineLimits(stall_s=BOUND_S, search_s=BOUND_S, max_rows=128)
         executor = await in_thread(PipelineExecutor, head, SPEC.n_layers, routes, limits, SystemClock())
@@ -187,7 +187,7 @@ def test_compiled_kernels_and_torch_meet_whatever_their_blocks() -> None:
 async def test_blocks_that_go_with_no_others_are_refused_and_their_machine_is_blamed() -> None:
     net = Net()
     async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
-        opener = Opener(Eyes(user, {a.node_id: a, b.node_id: b}), user.ends, wanted(0, 6), SPEC.hidden, 16, asyncio.get_running_loop())
+        opener = RouteOpener(Eyes(user, {a.node_id: a, b.node_id: b}), user.ends, wanted(0, 6), SPEC.hidden, 16, asyncio.get_running_loop())
         await (await user.open(b, wanted(3, 6))).close()
         b.runner.block_size = 48
         with pytest.raises(NotOpened, match="blocks of 48") as refused:

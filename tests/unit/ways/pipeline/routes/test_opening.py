@@ -17,8 +17,8 @@ from tests.unit.ways.pipeline.routes.test_spot_check import Eyes, part
 from paceline.core.errors import StreamStalled, UnsupportedModel
 from paceline.core.ids import NodeId
 from paceline.ways.pipeline.executor.sessions import StageFault
-from paceline.ways.pipeline.host.ends import Expected, Incoming
-from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, Opener
+from paceline.ways.pipeline.host.ends import ExpectedInput, Incoming
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Two:
     a: Hosting
     b: Hosting
     user: User
-    opener: Opener
+    opener: RouteOpener
 
     async def open(self) -> FleetRoute:
         return await self.opener.open([part("a", 0, 3), part("b", 3, 6)])
@@ -44,7 +44,7 @@ async def two() -> AsyncIterator[Two]:
     net = Net()
     async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
         eyes = Eyes(user, {a.node_id: a, b.node_id: b})
-        yield Two(a, b, user, Opener(eyes, user.ends, wanted(0, 6), SPEC.hidden, 16, asyncio.get_running_loop()))
+        yield Two(a, b, user, RouteOpener(eyes, user.ends, wanted(0, 6), SPEC.hidden, 16, asyncio.get_running_loop()))
 
 
 @in_loop
@@ -99,9 +99,9 @@ async def test_a_route_says_whose_kernels_give_other_bytes_for_other_batches(mon
 
 @dataclass(slots=True)
 class Held:
-    """An `Expected` whose stream is fetched, and handed over when a test says so; or never comes."""
+    """An `ExpectedInput` whose stream is fetched, and handed over when a test says so; or never comes."""
 
-    inner: Expected
+    inner: ExpectedInput
     comes: bool
     fetched: threading.Event
     gate: threading.Event

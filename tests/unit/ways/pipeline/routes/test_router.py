@@ -17,9 +17,9 @@ from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.testing.clock import FakeClock
-from paceline.ways.pipeline.executor.route import Fault, Opening
+from paceline.ways.pipeline.executor.route import Opening, RouteFault
 from paceline.ways.pipeline.executor.sessions import StageLoading
-from paceline.ways.pipeline.routes.choosing import Part
+from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import NotOpened, StageLoads
 from paceline.ways.pipeline.routes.router import LAST_RESORT_S, FleetRouter
@@ -49,18 +49,18 @@ class Opens:
     least_blocks, block_size = 2, 16
 
     asked: list[set[NodeId]] = field(default_factory=list[set[NodeId]])
-    names: list[Mapping[Part, bytes]] = field(default_factory=list[Mapping[Part, bytes]])
+    names: list[Mapping[StagePart, bytes]] = field(default_factory=list[Mapping[StagePart, bytes]])
     """Of their KV."""
     may: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then it takes its time."""
-    stages: Sequence[Part] = ()
+    stages: Sequence[StagePart] = ()
     """Of the route that was opened last, which this stands for."""
     closed: int = 0
     done: int = 0
     """Bytes of a hundred that each machine says it has loaded."""
     refuses: dict[NodeId, FleetError] = field(default_factory=dict[NodeId, FleetError])
 
-    async def open(self, parts: Sequence[Part], *, loads: StageLoads, kv: Mapping[Part, bytes]) -> Any:
+    async def open(self, parts: Sequence[StagePart], *, loads: StageLoads, kv: Mapping[StagePart, bytes]) -> Any:
         self.names.append(kv)
         self.asked.append({part.node_id for part in parts})
         for part in parts:
@@ -90,7 +90,7 @@ class Bench:
         return self.opens.asked[-1]
 
     def breaks(self, node_id: NodeId, code: str) -> None:
-        self.router.quarantine(Fault(node_id, code, "broken"))
+        self.router.quarantine(RouteFault(node_id, code, "broken"))
 
 
 @in_loop

@@ -37,9 +37,9 @@ from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner, RowPlan
-from paceline.ways.pipeline.executor.route import Fault
-from paceline.ways.pipeline.routes.choosing import Part
-from paceline.ways.pipeline.routes.opening import FleetRoute, Opener
+from paceline.ways.pipeline.executor.route import RouteFault
+from paceline.ways.pipeline.routes.choosing import StagePart
+from paceline.ways.pipeline.routes.opening import FleetRoute, RouteOpener
 from paceline.ways.pipeline.routes.spot_check import SpotCheck
 
 ROWS = 5
@@ -89,14 +89,14 @@ class Eyes:
 class Known:
     """`FindsHolders` that says what a test wants."""
 
-    others: list[list[Part]]
-    thirds: dict[NodeId, list[Part]] = field(default_factory=dict)
+    others: list[list[StagePart]]
+    thirds: dict[NodeId, list[StagePart]] = field(default_factory=dict)
     """By whom they are to stand in for."""
 
-    def chain(self, stages: Sequence[Part]) -> list[list[Part]]:
+    def chain(self, stages: Sequence[StagePart]) -> list[list[StagePart]]:
         return self.others
 
-    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[Part]:
+    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[StagePart]:
         return next((parts for node_id, parts in self.thirds.items() if node_id in but), [])
 
 
@@ -139,11 +139,11 @@ class Bench:
 
     machines: dict[str, Machine]
     hosts: dict[NodeId, Hosting]
-    opener: Opener
+    opener: RouteOpener
     known: Known
     route: FleetRoute
     check: SpotCheck
-    faults: list[Fault]
+    faults: list[RouteFault]
     batches: int = 0
 
     def lies(self, name: str, times: int = 1 << 30) -> None:
@@ -182,8 +182,8 @@ class Bench:
         return [fault.node_id or "" for fault in self.faults]
 
 
-def part(name: str, start: int, stop: int) -> Part:
-    return Part(NodeId(name), LayerRange(start, stop))
+def part(name: str, start: int, stop: int) -> StagePart:
+    return StagePart(NodeId(name), LayerRange(start, stop))
 
 
 @asynccontextmanager
@@ -194,10 +194,10 @@ async def bench() -> AsyncIterator[Bench]:
         hosts = {NodeId(name): await stack.enter_async_context(hosting(net, name, load=load)) for name, load in machines.items()}
         user = await stack.enter_async_context(User(net))
         loop = asyncio.get_running_loop()
-        opener = Opener(Eyes(user, hosts), user.ends, wanted(0, 6), SPEC.hidden, 16, loop)
+        opener = RouteOpener(Eyes(user, hosts), user.ends, wanted(0, 6), SPEC.hidden, 16, loop)
         route = await opener.open([part("a", 0, 3), part("b", 3, 6)])
         known = Known([[part("c", 0, 3)], [part("d", 3, 4), part("c", 4, 6)]])
-        faults: list[Fault] = []
+        faults: list[RouteFault] = []
         check = SpotCheck(1, opener, known, "counting", faults.append, loop)
         made = Bench(machines, hosts, opener, known, route, check, faults)
         made.draw(0)
