@@ -1,6 +1,6 @@
 """What an engine does with drafts: who may guess for a sequence, and how much of it to verify in each step.
 
-Prompt lookup is at home here; every other guesser is a `DraftSource`, asked ahead (`asking`). What they guess lies on tapes (`tapes`), and as
+Prompt lookup is at home here; every other guesser is a `DraftSource`, asked ahead (`Asking`). What they guess lies on tapes (`Tape`), and as
 those are compared with whatever is drawn, drafts come back by themselves when the text has changed.
 
 Law: nothing here changes a token.

@@ -1,7 +1,7 @@
 """What a node says of itself, and what others hold of it. Values only: nothing here reads a clock, a disk or a wire.
 
 A card travels as the bytes its node signed (`SealedCard.sealed`), so what is passed on is what was said. `proto/paceline/v1/fleet.proto`
-describes the same fields on the wire; the codec is in `transport`.
+describes the same fields on the wire; the codec is `net.card_codec`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draws of rows of logits, compiled: the tokens that `engine.sampling` draws, bit for bit (docs/arithmetic.md, Sampling).
 
 A row is a pass over the vocabulary for the largest of its blocks (`draw_scan`), filters where they are asked for (`draw_filters`), and a race of noise where
-the draw is no greedy one (`draw_noise`).
+the draw is no greedy one (`draw_filters`).
 
 Shapes: R rows, V vocabulary, A adjusted tokens of all rows, W words of all rows.
 """

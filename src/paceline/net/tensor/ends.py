@@ -1,4 +1,4 @@
-"""What the two ends of a tensor stream have in common: one sends tensors (`sender`), one receives them (`receiver`). Each is for one thread; `close`
+"""What the two ends of a tensor stream have in common: one sends tensors (`TensorSender`), one receives them (`TensorReceiver`). Each is for one thread; `close`
 is for any.
 
 Acknowledgements stay off the path of a message: the receiver sends one when half the window lacks it, and after its user says that the result is

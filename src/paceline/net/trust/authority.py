@@ -37,7 +37,7 @@ from paceline.net.trust.signing import PrivateKey, PublicKey, SignedKind, sign_a
 
 CA_YEARS = timedelta(days=20 * 365)
 NODE_HOLDS = timedelta(days=365)
-"""A node renews its certificate long before (`renewal`). Raising it: a stolen key of which no node heard is good for longer."""
+"""A node renews its certificate long before its end (`net.join_client`). Raising it: a stolen key of which no node heard is good for longer."""
 JOIN_PORT_HOLDS = timedelta(days=7)
 """A port draws a new key each day that it is open; the rest is for clocks that are wrong."""
 

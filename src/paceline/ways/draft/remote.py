@@ -1,4 +1,4 @@
-"""Drafts from the node that the plan names: the engine's thread asks and goes on (`mailbox`); on the event loop one proposer at a time drafts (`talk`).
+"""Drafts from the node that the plan names: the engine's thread asks and goes on (`Mailbox`); on the event loop one proposer at a time drafts (`talk`).
 
 Law: the engine is never held up but for the wait it names. Every ask is answered once: with a draft, or, where its proposer failed, is late or is not
 to be had, with an empty one. A drafter that failed is left out for a while (`Ledger`), and the next takes over, told everything anew.

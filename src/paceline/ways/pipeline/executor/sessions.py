@@ -2,7 +2,7 @@
 
 A session lives as long as the call that opened it. Its identity is the caller's and the id the caller drew: no other caller can name it.
 
-How activations travel, as stages and executors see it; `transport` has the real ones.
+How activations travel, as stages and executors see it; `ways.pipeline.batches` has the real ones.
 
 Shapes: T rows of a batch, D hidden. Activations are bits of bf16, whatever they travel as.
 """

@@ -50,7 +50,7 @@ def test_layers_that_are(asked: PipelineOrder) -> None:
 def test_what_fails_behind_the_route_ends_the_route(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     setup, executor, fake = MagicMock(), MagicMock(), MagicMock()
     setup.opened.spec.n_layers, setup.settings.context, fake.kv.context = 4, None, 512
-    for name in ("check_layers", "begin_loads", "Opener", "FleetRouter", "SpareKeeper", "Holders", "SpotCheck", "Wanted", "StageRequest",
+    for name in ("check_layers", "begin_loads", "RouteOpener", "FleetRouter", "SpareKeeper", "Holders", "SpotCheck", "Wanted", "StageRequest",
                  "PipelineLimits", "Speed", "vocabulary_id", "context_of", "Engine"):  # fmt: skip
         monkeypatch.setattr(build, name, getattr(fake, name))
     monkeypatch.setattr(build, "set_up", lambda *_, **__: setup)

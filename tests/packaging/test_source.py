@@ -1,0 +1,56 @@
+"""The source stays small, and its names tell one thing from another."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "paceline"
+MOST_LINES, MOST_FILES = 63_800, 390
+"""Raised only by an ADR that says what for."""
+LONGEST = 500
+"""Lines of a file."""
+
+pytestmark = pytest.mark.skipif(not SOURCE.is_dir(), reason="the tests travel without the source")
+
+
+def files() -> list[Path]:
+    """Without generated stubs."""
+    return sorted(path for path in SOURCE.rglob("*.py") if "wire" not in path.parts)
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_the_budget_is_kept() -> None:
+    total = sum(map(lines, files()))
+    assert total <= MOST_LINES, f"{total} lines of source; the budget is {MOST_LINES}"
+    assert len(files()) <= MOST_FILES, f"{len(files())} files of source; the budget is {MOST_FILES}"
+
+
+def test_no_file_is_too_long() -> None:
+    assert [str(path) for path in files() if lines(path) > LONGEST] == []
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places = defaultdict[str, list[str]](list)
+    for path in files():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(SOURCE)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_no_two_files_of_a_room_have_one_name() -> None:
+    """A room is a package, or a way. What each API, backend or way has, it calls alike."""
+    rooms = defaultdict[tuple[str, ...], list[str]](list)
+    for path in files():
+        inside = path.relative_to(SOURCE)
+        if path.name != "__init__.py" and inside.parts[0] not in {"backends", "server"}:
+            rooms[inside.parts[: 2 if inside.parts[0] == "ways" else 1]].append(path.name)
+    twice = {room: sorted({name for name in names if names.count(name) > 1}) for room, names in rooms.items()}
+    assert {room: names for room, names in twice.items() if names} == {}
