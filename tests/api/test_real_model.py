@@ -454,8 +454,9 @@ def test_no_form_is_compiled_or_followed_on_the_event_loop_nor_compiled_beside_a
         assert client.chat.completions.create(model=model_of(real), **ANSWER).choices[0].message.content
         goes_on.set()
         assert all(answer.result().choices for answer in asked)
-    assert called["compile"] == {"grammars_0"}
+    compilers = called["compile"]
+    assert all(name.startswith("grammars_") for name in compilers)
     assert {"unsafe_compute_mask_ptr", "consume_token", "compute_ff_tokens"} <= called.keys()
-    compiler = {name for name, threads in called.items() if "grammars_0" in threads}
+    compiler = {name for name, threads in called.items() if threads & compilers}
     assert compiler == {"compile", "is_error"}
-    assert set().union(*called.values()) == {"grammars_0", "paceline-engine"}
+    assert set().union(*called.values()) == {*compilers, "paceline-engine"}

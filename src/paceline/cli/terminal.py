@@ -140,6 +140,8 @@ class WordWrap:
         self._columns = max(columns, 2)
         self._at = 0
         self._space = self._word = ""
+        self._goes_on = False
+        """The word that was shown last may not be over: it was too wide to be held back."""
 
     def feed(self, text: str) -> str:
         """What can be shown after a further piece."""
@@ -149,8 +151,10 @@ class WordWrap:
                 self._word += part
                 if get_cwidth(self._word) >= self._columns:
                     shown.append(self._placed())
+                    self._goes_on = True
                 continue
             shown.append(self._placed())
+            self._goes_on = False
             if part == "\n":
                 self._space, self._at = "", 0
                 shown.append("\n")
@@ -168,7 +172,7 @@ class WordWrap:
         before, word = self._space, self._word
         self._space = self._word = ""
         width = get_cwidth(word)
-        if self._at and self._at + get_cwidth(before) + width > self._columns:
+        if self._at and not self._goes_on and self._at + get_cwidth(before) + width > self._columns:
             before = "\n"
             self._at = width
         else:

@@ -38,3 +38,7 @@ def test_no_word_is_changed_and_pieces_do_not_matter(text: str, cuts: list[int],
     shown = wrapped(pieces, columns)
     assert shown == wrapped([text], columns)
     assert shown.split() == text.split()
+
+
+def test_a_word_wider_than_the_terminal_stays_one_however_it_comes() -> None:
+    assert wrapped(["aaaa", "a", " b"], 4) == wrapped(["aaaaa b"], 4) == "aaaaa b"
