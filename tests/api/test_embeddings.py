@@ -134,6 +134,8 @@ def test_an_encoder_may_be_served_alone(encoder: LoadedEncoder) -> None:
     served = Served(NoModels(), encoder=encoder)
     try:
         assert served.http.post("/v1/embeddings", json={"model": "small-bert", "input": "a"}).status_code == 200
+        many = {"model": "small-bert", "input": [", " * 40] * 2000}  # more commas than a machine without a chat model takes elsewhere
+        assert len(served.http.post("/api/embed", json=many).json()["embeddings"]) == 2000
         chat = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
         assert served.http.post("/v1/chat/completions", json=chat).status_code == 404
         assert served.http.get("/health").status_code == 200

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.server.embeddings import Embedded, Embedder, TextEncoder
-from paceline.server.fields import ignored_fields, ignored_header, read_body
+from paceline.server.fields import Body, ignored_fields, ignored_header, read_body
 from paceline.server.intake import COMMAS_PER_TOKEN, SMALL_BODY_BYTES, Intake, find_model
 from paceline.server.messages import Strict
 from paceline.server.requests import check_texts, texts_schema
@@ -70,15 +70,15 @@ def add_routes(app: FastAPI, service: ApiService, faults: dict[int | str, dict[s
 
     @app.post("/v1/embeddings", responses={200: {"model": Embeddings}, **faults}, openapi_extra=body)
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        asked = await service.read(request, partial(parse, service.embedder))
+        asked = await service.read(request, partial(parse, service.embedder, EmbeddingRequest))
         encoder = encoder_of(asked, service)
         embedded = await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked)), request)
         written = await asyncio.to_thread(write, asked, encoder, embedded)
         return Response(written, headers=ignored_header(ignored_fields(asked)), media_type="application/json")
 
 
-def parse(embedder: Embedder, _: Intake, body: bytes) -> EmbeddingRequest:
-    """Check a body, unless it has more parts than any that fits.
+def parse(embedder: Embedder, kind: type[Body], _: Intake, body: bytes) -> Body:
+    """Check a body against its model, unless it has more parts than any that fits.
 
     Raises:
         Refusal: it is malformed.
@@ -88,7 +88,7 @@ def parse(embedder: Embedder, _: Intake, body: bytes) -> EmbeddingRequest:
     commas = body.count(b",") if len(body) > SMALL_BODY_BYTES else 0
     if commas > max(MOST_INPUTS * (longest + 1), COMMAS_PER_TOKEN * longest) + SMALL_BODY_BYTES:
         raise ContextOverflow(f"The body has {commas} commas, more than {MOST_INPUTS} texts of {longest} tokens can need", "Send less.")
-    return read_body(EmbeddingRequest, body)
+    return read_body(kind, body)
 
 
 def encoder_of(asked: EmbeddingRequest, service: ApiService) -> TextEncoder:

@@ -17,6 +17,8 @@ from paceline.server.faults import Fault, Refusal, of_validation
 
 HEADER: Final = "x-paceline-ignored"
 MAX_NAMES: Final = 40
+MAX_HEADER_BYTES: Final = 1000
+"""Of names that are shown; some proxies take 4 KiB of headers, and no more."""
 """In the header. Raising it: proxies refuse answers whose headers are long."""
 MAX_NAME_LETTERS: Final = 80
 
@@ -168,8 +170,14 @@ def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
     """The header that says which fields were ignored; none where none was."""
     if not names:
         return {}
-    shown = [quote(name[:MAX_NAME_LETTERS].encode("utf-8", "replace"), safe="[]._-") for name in names[:MAX_NAMES]]
-    return {HEADER: ", ".join([*shown, *(["..."] if len(names) > MAX_NAMES else [])])}
+    shown: list[str] = []
+    for name in names:
+        word = quote(name[:MAX_NAME_LETTERS].encode("utf-8", "replace"), safe="[]._-")
+        if len(shown) == MAX_NAMES or sum(map(len, shown)) + 2 * len(shown) + len(word) > MAX_HEADER_BYTES:
+            shown.append("...")
+            break
+        shown.append(word)
+    return {HEADER: ", ".join(shown)}
 
 
 def _unknown(asked: BaseModel, at: str) -> Iterator[str]:

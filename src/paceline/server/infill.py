@@ -21,22 +21,25 @@ MARKS: Final = (
 the text before."""
 
 
-def infill_ids(tokenizer: Tokenizer, before: Sequence[int], behind: str) -> list[int]:
-    """The ids of a prompt whose answer goes between two texts.
+def infill_ids(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], behind: str) -> list[list[int]]:
+    """The ids of prompts whose answers go between two texts.
 
     Args:
-        before: ids of the first, with what the model wants before a text.
+        prompts: ids of the texts before, with what the model wants before a text.
 
     Raises:
         InvalidRequest: the model has no tokens for it.
     """
     prefix, suffix, middle = tokenizer.infill_tokens or _named(tokenizer)
     first = tokenizer.encode("")  # what the model wants before a text stands before the mark, too
-    start = len(first) if list(before[: len(first)]) == first else 0
-    begun, rest = before[:start], tokenizer.encode(behind, add_special=False)
-    if middle is None:
-        return [*begun, suffix, *rest, prefix, *before[start:]]
-    return [*begun, prefix, *before[start:], suffix, *rest, middle]
+    rest = tokenizer.encode(behind, add_special=False)
+    filled: list[list[int]] = []
+    for before in prompts:
+        start = len(first) if list(before[: len(first)]) == first else 0
+        begun, text = before[:start], before[start:]
+        around = [suffix, *rest, prefix, *text] if middle is None else [prefix, *text, suffix, *rest, middle]
+        filled.append([*begun, *around])
+    return filled
 
 
 def _named(tokenizer: Tokenizer) -> tuple[int, int, int | None]:

@@ -145,7 +145,7 @@ class Intake:
             if asked.echo:
                 raise InvalidRequest("echo: a text that is filled in is not repeated", "Send echo or suffix.", field="echo")
             self._check_length(model, [asked.suffix], "suffix")
-            prompts = [infill_ids(model.tokenizer, ids, asked.suffix) for ids in prompts]
+            prompts = infill_ids(model.tokenizer, prompts, asked.suffix)
         most = 0 if asked.echo and asked.max_tokens == 0 else _most(asked.max_tokens, "max_tokens")
         call = self._call(Endpoint.COMPLETION, asked, model, prompts, most, asked.logprobs, "prompt")
         grammar = grammar_of(asked)

@@ -31,14 +31,14 @@ def test_a_gap_is_filled_in_with_special_tokens_of_known_names(tmp_path: Path, n
     before, behind = (tokenizer.encode(text, add_special=False) for text in ("12x", "y"))
     prefix, suffix, *middle = (ids[name] for name in names)
     expected = [prefix, *before, suffix, *behind, *middle] if middle else [suffix, *behind, prefix, *before]
-    assert infill_ids(tokenizer, before, "y") == expected
+    assert infill_ids(tokenizer, [before, before], "y") == [expected, expected]
     begun = ModelTokenizer(
         tmp_path / "m.gguf", build_encoder(Vocabulary(tmp_path / "m.gguf", fields | {"add_bos_token": True})), frozenset(), None
     )
-    assert infill_ids(begun, begun.encode("12x"), "y") == [258, *expected]
+    assert infill_ids(begun, [begun.encode("12x")], "y") == [[258, *expected]]
     # What the files name stands above names.
     chosen = ModelTokenizer(tmp_path / "m.gguf", encoder, frozenset({258}), None, infill_tokens=(1, 2, 3))
-    assert infill_ids(chosen, before, "y") == [1, *before, 2, *behind, 3]
+    assert infill_ids(chosen, [before], "y") == [[1, *before, 2, *behind, 3]]
     again = unpack_tokenizer(pack_tokenizer(chosen), tmp_path)
     assert again.infill_tokens == (1, 2, 3)
     for absurd in ((1, 2), (1, 2, 2), (1, 2, 10_000), (1, 2, None), (1, 2, "3")):

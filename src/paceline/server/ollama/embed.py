@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -11,9 +12,8 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
 from paceline.core.inference import ModelFacts, ServedModel
-from paceline.server.embedding_routes import EmbeddingRequest, Input, encoder_of, inputs_of, numbers
+from paceline.server.embedding_routes import EmbeddingRequest, Input, encoder_of, inputs_of, numbers, parse
 from paceline.server.fields import ignored_fields, ignored_header
-from paceline.server.intake import Intake
 from paceline.server.messages import Strict
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def add_routes(
     @app.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **refused}, openapi_extra=body_of("OllamaEmbedRequest"))
     async def embed(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         arrived_s = service.clock.monotonic()
-        asked = await service.read(request, _embed, declared=False)
+        asked = await service.read(request, partial(parse, service.embedder, OllamaEmbedRequest), declared=False)
         wanted = EmbeddingRequest(model=asked.model, input=asked.input, dimensions=asked.dimensions)
         encoder, made = await embedded(wanted, request, "input")
         answer: dict[str, object] = {
@@ -83,7 +83,7 @@ def add_routes(
 
     @app.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **refused}, openapi_extra=body_of("OllamaEmbeddingsRequest"))
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        asked = await service.read(request, _embeddings, declared=False)
+        asked = await service.read(request, partial(parse, service.embedder, OllamaEmbeddingsRequest), declared=False)
         _, made = await embedded(EmbeddingRequest(model=asked.model, input=asked.prompt), request, "prompt")
         body = b'{"embedding":' + numbers(made.vectors[0]) + b"}"
         return Response(body, headers=ignored_header(ignored_fields(asked)), media_type="application/json")
@@ -93,11 +93,3 @@ def as_model(encoder: TextEncoder) -> ServedModel:
     """An encoder, as the lists of models show it."""
     facts = ModelFacts(hidden=encoder.dimensions)
     return ServedModel(encoder.name, encoder.created, encoder.max_tokens, encoder.tokenizer, "", facts)
-
-
-def _embed(intake: Intake, body: bytes) -> OllamaEmbedRequest:
-    return intake.parse(OllamaEmbedRequest, body)
-
-
-def _embeddings(intake: Intake, body: bytes) -> OllamaEmbeddingsRequest:
-    return intake.parse(OllamaEmbeddingsRequest, body)

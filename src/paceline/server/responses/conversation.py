@@ -32,7 +32,7 @@ from paceline.server.responses.requests import (
     text_of,
 )
 
-ITEM_OVERHEAD = 512
+ITEM_OVERHEAD = 1400
 """Bytes that an item takes beside its text."""
 PREFIXES: Mapping[str, str] = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 

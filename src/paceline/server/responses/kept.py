@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from paceline.core.clock import Clock
 from paceline.server.responses.requests import AnyItem
 
+RESPONSE_OVERHEAD, PLACE = 1024, 9
+"""Bytes of a response without any text, and of an item's place in a list."""
 _MADE_HERE = re.compile(r"[a-z]+_[0-9a-f]{32}")
 
 
@@ -41,6 +43,11 @@ class Kept:
     """The conversation before its own items."""
     input: Sequence[KeptItem]
     output: Sequence[KeptItem]
+
+    @property
+    def own_size(self) -> int:
+        """Bytes that it takes beside its items, about."""
+        return RESPONSE_OVERHEAD + len(self.body) + PLACE * (len(self.before) + len(self.input) + len(self.output))
 
     @property
     def items(self) -> list[KeptItem]:
@@ -89,8 +96,9 @@ class KeptResponses:
     def put(self, kept: Kept) -> None:
         """Keep a response, and drop others where that is too much."""
         with self._lock:
+            self._drop(kept.id)
             self._responses[kept.id] = kept, self._clock.monotonic()
-            self._size += len(kept.body)
+            self._size += kept.own_size
             for item in kept.items:
                 held = self._held.get(item)
                 if held is None:
@@ -136,7 +144,7 @@ class KeptResponses:
         if found is None:
             return False
         kept, _ = found
-        self._size -= len(kept.body)
+        self._size -= kept.own_size
         for item in kept.items:
             held = self._held[item]
             held.times -= 1

@@ -48,9 +48,14 @@ class Responses:
         before = self._before(asked.previous_response_id)
         is_list = not isinstance(asked.input, str)
         given = asked.input if not isinstance(asked.input, str) else [MessageItem(role="user", content=asked.input)]
-        items = [self._resolved(item.id, place) if isinstance(item, ReferenceItem) else keep(item) for place, item in enumerate(given)]
+        items = [self._resolved(item.id, place) if isinstance(item, ReferenceItem) else item for place, item in enumerate(given)]
         try:
-            written = write_messages(asked.instructions, [one.item for one in before], [one.item for one in items], is_list=is_list)
+            written = write_messages(
+                asked.instructions,
+                [one.item for one in before],
+                [one.item if isinstance(one, KeptItem) else one for one in items],
+                is_list=is_list,
+            )
         except ValidationError as error:  # several items are one message, which may be more than a message can be
             raise InvalidRequest(f"input: {error.errors()[0]['msg']}", "Send fewer items of one turn.", field="input") from error
         if not written.messages:
@@ -59,7 +64,8 @@ class Responses:
             call = intake.chat_of(as_chat(asked, written.messages))
         except InvalidRequest as error:
             raise translated(error, written.origins) from error
-        turn = AnswerTurn(asked, before, items, None if asked.store is False else self.kept, self.clock)
+        kept = [one if isinstance(one, KeptItem) else keep(one) for one in items]
+        turn = AnswerTurn(asked, before, kept, None if asked.store is False else self.kept, self.clock)
         return replace(call, id=new_id("response"), shape=turn.shape, ignored=ignored_fields(asked))
 
     def _before(self, response_id: str | None) -> list[KeptItem]:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import tracemalloc
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.server.responses.conversation import keep
-from paceline.server.responses.kept import Kept, KeptBounds, KeptItem, KeptResponses
+from paceline.server.responses.kept import PLACE, Kept, KeptBounds, KeptItem, KeptResponses
 from paceline.server.responses.requests import MessageItem
 from paceline.testing.clock import FakeClock
 
@@ -24,10 +27,10 @@ def test_what_conversations_share_is_counted_once() -> None:
     alone = kept.size
     second = response("b", first)
     kept.put(second)
-    assert kept.size == 2 * alone
+    assert kept.size == 2 * alone + 2 * PLACE  # the first's items have a place in the second's conversation
     assert kept.delete("a")
     assert kept.find("a") is None
-    assert kept.size == 2 * alone - len(first.body)  # its items are in the second's conversation
+    assert kept.size == 2 * alone + 2 * PLACE - first.own_size
     assert kept.item(first.input[0].id) is first.input[0]
     assert kept.delete("b")
     assert not kept.delete("b")
@@ -72,3 +75,19 @@ def test_no_more_is_held_than_the_bounds_say(turns: list[tuple[int, int]]) -> No
     for name in names:
         kept.delete(name)
     assert kept.size == 0
+
+
+@pytest.mark.parametrize(("responses", "items", "letters"), [(1000, 1, 10), (100, 40, 0), (20, 1, 20_000)])
+def test_what_is_counted_is_what_is_held(responses: int, items: int, letters: int) -> None:
+    kept = KeptResponses(KeptBounds(10_000, 1 << 30, 60.0), FakeClock())
+    tracemalloc.start()
+    try:
+        before: list[KeptItem] = []
+        for number in range(responses):
+            given = [said(f"{number} {place}" + "x" * letters) for place in range(items)]
+            kept.put(Kept(f"r{number}", bytes(200), before[-2000:], given, [said("yes")]))
+            before = [*before, *given]
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * held < kept.size
