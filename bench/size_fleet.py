@@ -168,7 +168,7 @@ class LoadWatch:
                 self._note(self._shards())
 
     def _shards(self) -> list[ModelOffer]:
-        live = asyncio.run(look(self._home)).sight.view.get(self._name)
+        live = asyncio.run(look(FleetFolder(self._home.fleet))).sight.view.get(self._name)
         return [] if live is None else [offer for offer in live.card.models if offer.shard is not None]
 
     def _note(self, shards: list[ModelOffer]) -> None:

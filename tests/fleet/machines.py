@@ -25,6 +25,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
 from paceline.net.control_service import Sight
 from paceline.net.member.state import look
+from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
 
 BOUND_S = 150.0
@@ -92,7 +93,7 @@ class Machine:
 
     def sight(self) -> Sight:
         """What its running node sees."""
-        return asyncio.run(look(Home(self.home))).sight
+        return asyncio.run(look(FleetFolder(Home(self.home).fleet))).sight
 
     def sees(self) -> set[str]:
         return set(self.sight().view.ids)
