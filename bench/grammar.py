@@ -35,7 +35,7 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars, Matcher, restrict
 from paceline.engine.local import LocalExecutor
-from paceline.node.setup import load_runner
+from paceline.machine.setup import load_runner
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 
