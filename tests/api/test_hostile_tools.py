@@ -14,6 +14,8 @@ from paceline.testing.scripted_inference import ScriptedInference
 
 ITSELF = {"type": "object", "properties": {f"k{place}": {"$ref": "#"} for place in range(12)}}
 
+OPENED = [{"role": "system", "content": "x-anthropic-billing-header: a"}, {"role": "user", "content": "hi"}]
+
 
 def test_a_schema_that_refers_to_itself_again_and_again_is_too_large() -> None:
     with pytest.raises(InvalidRequest, match="too many values"):
@@ -35,6 +37,24 @@ def test_a_chat_of_nothing_but_a_clients_header(shared: Served[ScriptedInference
     messages = [{"role": "system", "content": "x-anthropic-billing-header: a"}]
     answer = shared.http.post("/v1/chat/completions", json={"model": "echo", "messages": messages, "continue_final_message": True})
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            "messages[2].tool_call_id",
+            {"messages": [*OPENED, {"role": "tool", "tool_call_id": "a", "content": "x"}]},
+        ),
+        ("/v1/responses", "input[2].call_id", {"input": [*OPENED, {"type": "function_call_output", "call_id": "a", "output": "x"}]}),
+    ],
+)
+def test_places_are_the_clients_where_a_header_was_dropped(
+    shared: Served[ScriptedInference], path: str, field: str, body: dict[str, Any]
+) -> None:
+    error = shared.http.post(path, json={"model": "echo", **body}).json()["error"]
+    assert (error["param"], error["message"].partition(":")[0]) == (field, field)
 
 
 @pytest.mark.parametrize(

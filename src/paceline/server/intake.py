@@ -24,6 +24,7 @@ from paceline.server.fields import ignored_fields, read_body
 from paceline.server.forms import answer_grammar, grammar_of
 from paceline.server.infill import infill_ids
 from paceline.server.json_bytes import json_bytes
+from paceline.server.messages import check_messages
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
 from paceline.server.tools import ModelFormats, Tools, write_chat
 
@@ -89,6 +90,8 @@ class Intake:
         if asked.top_logprobs is not None and not asked.logprobs:
             raise InvalidRequest("top_logprobs: only together with logprobs: true", field="top_logprobs")
         tools = Tools.of(asked)
+        if wrong := check_messages(asked.messages):  # before any is dropped: an error names the place that the client gave it
+            raise InvalidRequest(wrong, field=wrong.partition(":")[0])
         if not self._keep_client_headers:
             asked = asked.model_copy(update={"messages": without_headers(asked.messages)})
         self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")

@@ -16,7 +16,6 @@ from paceline.server.messages import (
     AllowedToolChoice,
     NamedTool,
     Tool,
-    check_messages,
     messages_for_template,
     messages_without_tools,
     tool_for_template,
@@ -95,10 +94,8 @@ def write_chat(asked: ChatCompletionRequest, tools: Tools, template: str, *, kno
         knows_tools: it writes the tools it is given.
 
     Raises:
-        InvalidRequest: the messages don't belong together, or a switch is none.
+        InvalidRequest: a switch is none.
     """
-    if wrong := check_messages(asked.messages):
-        raise InvalidRequest(wrong, field=wrong.partition(":")[0])
     switches, salt = dict(asked.chat_template_kwargs or {}), asked.cache_salt or ""
     if taken := OWN_SWITCHES & set(switches):
         raise InvalidRequest(
