@@ -8,6 +8,7 @@ What becomes of all other fields is said in `server.fields`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -198,6 +199,12 @@ class ChatCompletionRequest(Sampling):
         if self.think is None and self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
             return self.thinking.type == "enabled"
         return self.think
+
+
+def reasoning_fields(effort: str | None, switches: Mapping[str, Any] | None, *, thinks: bool | None = None) -> dict[str, Any]:
+    """How a model is to reason, as a chat asks for it: `max`, which other APIs have, is a chat's `xhigh`. Switches of the template's own win."""
+    named = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
+    return {"reasoning_effort": "xhigh" if effort == "max" else effort, "chat_template_kwargs": {**named, **(switches or {})} or None}
 
 
 def check_texts(value: object, most: int) -> str | list[str] | list[int] | list[list[int]]:

@@ -13,7 +13,7 @@ import pytest
 from paceline.core.errors import InvalidRequest
 from paceline.server.formats.format import find_format
 from paceline.server.messages import messages_for_template, short_id
-from paceline.server.requests import ChatCompletionRequest
+from paceline.server.requests import ChatCompletionRequest, reasoning_fields
 from paceline.server.tools import Tools, write_chat
 from paceline.store.catalog import open_model
 from paceline.store.chat_template import ChatTemplate
@@ -140,6 +140,22 @@ def test_effort_sets_the_switches_that_a_template_has() -> None:
         "reasoning_effort": "none",
     }
     assert write_chat(asked, Tools.of(asked), "", knows_tools=True).given.switches == {"other": 1}
+
+
+@pytest.mark.parametrize(
+    ("effort", "switches", "thinks", "asked", "template"),
+    [
+        (None, None, None, None, None),
+        ("max", {"other": 1}, None, "xhigh", {"other": 1}),
+        ("low", {"thinking": "low"}, False, "low", {"enable_thinking": False, "thinking": "low"}),
+        (None, None, True, None, {"enable_thinking": True, "thinking": True}),
+    ],
+)
+def test_every_api_asks_for_reasoning_in_one_way(
+    effort: str | None, switches: dict[str, Any] | None, thinks: bool | None, asked: str | None, template: dict[str, Any] | None
+) -> None:
+    expected = {"reasoning_effort": asked, "chat_template_kwargs": template}
+    assert reasoning_fields(effort, switches, thinks=thinks) == expected
 
 
 def test_allowed_tools_are_shown_with_the_others_and_alone_callable() -> None:

@@ -26,7 +26,7 @@ from paceline.server.anthropic.requests import (
 from paceline.server.fields import inner_request
 from paceline.server.json_bytes import json_bytes
 from paceline.server.messages import MAX_CALLS, CalledFunction, Function, Message, NamedFunction, NamedTool, Tool, ToolCall
-from paceline.server.requests import ChatCompletionRequest
+from paceline.server.requests import ChatCompletionRequest, reasoning_fields
 
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 FAILED = "Error: "
@@ -49,14 +49,9 @@ def chat_of(asked: CountTokensRequest) -> ChatCompletionRequest:
         fields["tools"] = [_tool(tool) for tool in asked.tools]
     if asked.tool_choice is not None:
         fields |= _choice(asked.tool_choice)
-    switches = dict(asked.chat_template_kwargs or {})
-    if asked.thinking is not None:
-        thinks = THINKS[asked.thinking.type]
-        switches = {"enable_thinking": thinks, "thinking": thinks} | switches
-    fields["chat_template_kwargs"] = switches or None
     config = asked.output_config
-    if config is not None and config.effort is not None:
-        fields["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+    thinks = None if asked.thinking is None else THINKS[asked.thinking.type]
+    fields |= reasoning_fields(None if config is None else config.effort, asked.chat_template_kwargs, thinks=thinks)
     output = asked.output_format if config is None or config.format is None else config.format
     if output is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": output.schema_}}

@@ -21,7 +21,7 @@ from paceline.server.ollama.requests import (
     Options,
 )
 from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape
-from paceline.server.requests import ChatCompletionRequest, CompletionRequest
+from paceline.server.requests import ChatCompletionRequest, CompletionRequest, reasoning_fields
 
 FORM = "answer"
 """The name that the inner request wants of a schema."""
@@ -109,15 +109,10 @@ def _shared(asked: OllamaRequest) -> dict[str, Any]:
 
 
 def _thinking(asked: OllamaRequest) -> dict[str, Any]:
-    match asked.think:
-        case None:
-            return {}
-        case True:
-            return {"chat_template_kwargs": {"enable_thinking": True}}
-        case False:
-            return {"reasoning_effort": "none"}
-        case effort:
-            return {"reasoning_effort": effort}
+    think = asked.think
+    if isinstance(think, str):
+        return reasoning_fields(think, None)
+    return reasoning_fields("none" if think is False else None, None, thinks=think)
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

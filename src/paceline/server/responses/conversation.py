@@ -16,7 +16,7 @@ from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.server.fields import inner_request
 from paceline.server.json_bytes import json_bytes
 from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
-from paceline.server.requests import ChatCompletionRequest
+from paceline.server.requests import ChatCompletionRequest, reasoning_fields
 from paceline.server.responses.kept import KeptItem
 from paceline.server.responses.requests import (
     SAMPLING,
@@ -174,12 +174,10 @@ def as_chat(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatComplet
         "messages": list(messages),
         "max_completion_tokens": asked.max_output_tokens,
         "parallel_tool_calls": asked.parallel_tool_calls,
-        "chat_template_kwargs": asked.chat_template_kwargs,
+        **reasoning_fields(None if asked.reasoning is None else asked.reasoning.effort, asked.chat_template_kwargs),
     }
     if asked.wants_logprobs:
         given |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
-    if asked.reasoning is not None and asked.reasoning.effort is not None:
-        given["reasoning_effort"] = "xhigh" if asked.reasoning.effort == "max" else asked.reasoning.effort
     if asked.text is not None and asked.text.format is not None:
         form = asked.text.format.model_dump(by_alias=True, exclude_none=True)
         kind = form.pop("type")
