@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -53,8 +54,16 @@ ANTHROPIC_TYPES = {
 }
 
 
-OLLAMA_FIELDS = {"response_format": "format"}
-"""Its word for a field of the request within."""
+OWN_NAMES: Mapping[Api, Mapping[str, str]] = {
+    Api.ANTHROPIC: {"response_format": "output_config.format"},
+    Api.OLLAMA: {"response_format": "format"},
+}
+"""What APIs call fields of the chat that their requests become."""
+
+
+def renamed(message: str, inner: str | None, outer: str | None) -> str:
+    """A message that begins with a field's name, with another name of the field."""
+    return outer + message[len(inner) :] if inner and outer and message.startswith(inner) else message
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +79,15 @@ class Fault:
 
     def body(self, api: Api = Api.OPENAI) -> bytes:
         """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
-        message = self.message.encode("utf-8", "replace").decode()
+        message = renamed(self.message, self.param, OWN_NAMES.get(api, {}).get(self.param or "")).encode("utf-8", "replace").decode()
         match api:
             case Api.OPENAI:
                 return orjson.dumps({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}})
             case Api.ANTHROPIC:
                 kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-                if self.param == "response_format":  # its name in the chat that a message becomes
-                    message = message.replace("response_format", "output_config.format", 1)
                 return orjson.dumps({"error": {"type": kind, "message": message}, "type": "error"})
             case Api.OLLAMA:
-                own = OLLAMA_FIELDS.get(self.param or "")
-                return orjson.dumps({"error": message if own is None else message.replace(f"{self.param}:", f"{own}:", 1)})
+                return orjson.dumps({"error": message})
 
     def response(self, api: Api) -> Response:
         """The whole HTTP answer."""

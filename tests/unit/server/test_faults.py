@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from paceline.core.errors import FleetError, InvalidRequest, NodeUnreachable
-from paceline.server.faults import Api, of_error
+from paceline.server.faults import Api, Fault, of_error
 
 
 def test_what_no_json_can_hold_is_replaced() -> None:
@@ -21,3 +21,15 @@ def test_what_no_json_can_hold_is_replaced() -> None:
 def test_a_machine_that_is_gone_or_refuses_is_no_bug_of_ours(error: FleetError) -> None:
     fault = of_error(error)
     assert (fault.status, fault.code, fault.headers) == (503, "no_machine", {"Retry-After": "5"})
+
+
+@pytest.mark.parametrize("rest", [": the schema is nested too deep", " and tools: an answer has one form"])
+def test_messages_have_the_field_as_the_api_calls_it(rest: str) -> None:
+    fault = Fault(400, f"response_format{rest}", param="response_format")
+    assert orjson.loads(fault.body(Api.OPENAI))["error"]["message"] == f"response_format{rest}"
+    assert orjson.loads(fault.body(Api.ANTHROPIC))["error"]["message"] == f"output_config.format{rest}"
+    assert orjson.loads(fault.body(Api.OLLAMA))["error"] == f"format{rest}"
+    assert (
+        orjson.loads(Fault(400, f"No response_format{rest}", param="response_format").body(Api.OLLAMA))["error"]
+        == f"No response_format{rest}"
+    )

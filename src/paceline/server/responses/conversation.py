@@ -13,6 +13,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
+from paceline.server.faults import renamed
 from paceline.server.fields import inner_request
 from paceline.server.json_bytes import json_bytes
 from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
@@ -230,6 +231,4 @@ def translated(error: InvalidRequest | ContextOverflow, origins: Sequence[str]) 
         outer = origins[int(found[1])] + (rest if origins[int(found[1])].startswith("input[") else "")
     else:
         outer = NAMES.get(inner, inner)
-    prefix = f"{inner}: "
-    message = f"{outer}: {error.message[len(prefix) :]}" if error.message.startswith(prefix) else error.message
-    return type(error)(message, error.hint.replace("max_tokens", "max_output_tokens"), field=outer)
+    return type(error)(renamed(error.message, inner, outer), error.hint.replace("max_tokens", "max_output_tokens"), field=outer)
