@@ -11,7 +11,6 @@ from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
@@ -33,6 +32,7 @@ from paceline.server.embedding_routes import EmbeddingRequest
 from paceline.server.embedding_routes import add_routes as add_embedding_routes
 from paceline.server.embeddings import Embedder, TextEncoder
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
+from paceline.server.fields import json_response
 from paceline.server.guard import BodyReader, Guard
 from paceline.server.intake import Intake, find_model, listed
 from paceline.server.metrics import Meter, MetricsPage, RequestLog
@@ -106,15 +106,9 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 """The router's own refusals."""
 
 Documented = dict[int | str, dict[str, Any]]
-_EVENT = {
-    "type": "object",
-    "required": ["data"],
-    "properties": {
-        "data": {"type": "string", "description": "A chunk's JSON, or [DONE] after the last one."},
-        "event": {"type": "string", "description": "Only with `include_events`: what happened to the machines."},
-    },
-}
-_STREAM = {"text/event-stream": {"schema": _EVENT}}
+_STREAM = replies.event_stream(
+    "A chunk's JSON, or [DONE] after the last one.", "Only with `include_events`: what happened to the machines."
+)
 _REASONS = {
     400: "Malformed, or a field at fault, named in `param`",
     403: "From a web page, or by a name, that was not allowed",
@@ -354,22 +348,22 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
         served = listed(service.inference, service.settings.served_names)
         embeds = [] if encoder is None else [_encoder(encoder)]
-        return _json({"object": "list", "data": [*(_model(model, service.settings) for model in served), *embeds]})
+        return json_response({"object": "list", "data": [*(_model(model, service.settings) for model in served), *embeds]})
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.ListedModel}, 404: _FAULTS[404], **failing})
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         try:
-            return _json(_model(find_model(model_id, service.inference, service.settings.served_names), service.settings))
+            return json_response(_model(find_model(model_id, service.inference, service.settings.served_names), service.settings))
         except UnknownModel:
             if encoder is None or not service.embedder.is_meant(model_id):
                 raise
-            return _json(_encoder(encoder))
+            return json_response(_encoder(encoder))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
     async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
         status, body = service.health()
-        return _json(body, status)
+        return json_response(body, status=status)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **failing}, response_class=Response)
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -385,7 +379,3 @@ def _model(model: ServedModel, settings: ServerSettings) -> dict[str, object]:
 def _encoder(encoder: TextEncoder) -> dict[str, object]:
     shown: dict[str, object] = {"id": encoder.name, "object": "model", "created": encoder.created, "owned_by": "paceline"}
     return shown | {"max_model_len": encoder.max_tokens, "sampling_defaults": {}}
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")

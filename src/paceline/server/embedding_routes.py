@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.server.embeddings import Embedded, Embedder, TextEncoder
-from paceline.server.fields import Body, ignored_fields, ignored_header, read_body
+from paceline.server.fields import Body, ignored_fields, json_response, read_body
 from paceline.server.intake import COMMAS_PER_TOKEN, SMALL_BODY_BYTES, Intake, find_model
 from paceline.server.messages import Strict
 from paceline.server.requests import check_texts, texts_schema
@@ -74,7 +74,7 @@ def add_routes(app: FastAPI, service: ApiService, faults: dict[int | str, dict[s
         encoder = encoder_of(asked, service)
         embedded = await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked)), request)
         written = await asyncio.to_thread(write, asked, encoder, embedded)
-        return Response(written, headers=ignored_header(ignored_fields(asked)), media_type="application/json")
+        return json_response(written, ignored_fields(asked))
 
 
 def parse(embedder: Embedder, kind: type[Body], _: Intake, body: bytes) -> Body:

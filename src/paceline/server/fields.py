@@ -12,14 +12,15 @@ from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
 
 from paceline.server.faults import Fault, Refusal, of_validation
+from paceline.server.json_bytes import json_bytes
 
 HEADER: Final = "x-paceline-ignored"
 MAX_NAMES: Final = 40
 MAX_HEADER_BYTES: Final = 1000
-"""Of names that are shown; some proxies take 4 KiB of headers, and no more."""
-"""In the header. Raising it: proxies refuse answers whose headers are long."""
+"""Of names in the header. Raising it: proxies refuse answers whose headers are long, some from 4 KiB on."""
 MAX_NAME_LETTERS: Final = 80
 
 
@@ -178,6 +179,11 @@ def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
             break
         shown.append(word)
     return {HEADER: ", ".join(shown)}
+
+
+def json_response(body: object, ignored: tuple[str, ...] = (), status: int = 200) -> Response:
+    """An answer of JSON, or of bytes that are JSON already, with the header that says which fields were ignored."""
+    return Response(body if isinstance(body, bytes) else json_bytes(body), status, ignored_header(ignored), "application/json")
 
 
 def _unknown(asked: BaseModel, at: str) -> Iterator[str]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 FinishedBy = Literal["stop", "length"]
+
+
+def event_stream(data: str, event: str = "") -> dict[str, Any]:
+    """A stream, for the document. Its events have names, or, where `event` is given, those that it tells of."""
+    name = {"type": "string", "description": event} if event else {"type": "string"}
+    properties = {"event": name, "data": {"type": "string", "description": data}}
+    required = ["data"] if event else ["event", "data"]
+    return {"text/event-stream": {"schema": {"type": "object", "required": required, "properties": properties}}}
 
 
 class PromptTokensDetails(BaseModel):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from paceline.core.errors import InvalidRequest
-from paceline.server.fields import ignored_fields, ignored_header, inner_request
+from paceline.server.fields import ignored_fields, inner_request, json_response
 from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool
 from paceline.server.requests import ChatCompletionRequest, TokenId
 
@@ -58,14 +57,14 @@ def tokenize(intake: Intake, body: bytes) -> Response:
             ids = intake.prompt_of(inner_request(ChatCompletionRequest, chat)).ids
         case _:
             raise InvalidRequest("prompt: send one of prompt, content and messages", field="prompt")
-    return _answer({"tokens": list(ids), "count": len(ids), "max_model_len": model.max_context}, asked)
+    return json_response({"tokens": list(ids), "count": len(ids), "max_model_len": model.max_context}, ignored_fields(asked))
 
 
 def detokenize(intake: Intake, body: bytes) -> Response:
     """The text that tokens spell; raises as `Intake.chat` does."""
     asked = intake.parse(DetokenizeRequest, body)
     text = intake.text_of(intake.model(asked.model), asked.tokens, "tokens")
-    return _answer({"prompt": text, "content": text}, asked)
+    return json_response({"prompt": text, "content": text}, ignored_fields(asked))
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:
@@ -78,7 +77,3 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
     @app.post("/detokenize", include_in_schema=False)
     async def text(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.read(request, detokenize)
-
-
-def _answer(told: dict[str, object], asked: Strict) -> Response:
-    return Response(orjson.dumps(told), headers=ignored_header(ignored_fields(asked)), media_type="application/json")

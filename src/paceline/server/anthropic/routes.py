@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import orjson
 from fastapi import FastAPI, Request, Response
 
 from paceline.server.anthropic import intake
 from paceline.server.anthropic import shape as replies
-from paceline.server.fields import ignored_header
+from paceline.server.fields import json_response
+from paceline.server.replies import event_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from paceline.server.app import ApiService, Documented
 
 PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
-_EVENT = {
-    "type": "object",
-    "required": ["event", "data"],
-    "properties": {
-        "event": {"type": "string"},
-        "data": {"type": "string", "description": "The event's JSON; its `type` is the event's name."},
-    },
-}
 
 
 def own_headers(path: str) -> list[tuple[bytes, bytes]]:
@@ -41,7 +33,7 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
         body_of: a route's body in the document, by its schema's name.
     """
     refused: Documented = {status: {**said, "model": replies.MessageFaultReply} for status, said in failing.items()}
-    stream = {"text/event-stream": {"schema": _EVENT}}
+    stream = event_stream("The event's JSON; its `type` is the event's name.")
 
     @app.post(
         "/v1/messages",
@@ -58,4 +50,4 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
     )
     async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         tokens, ignored = await service.read(request, intake.counted)
-        return Response(orjson.dumps({"input_tokens": tokens}), headers=ignored_header(ignored), media_type="application/json")
+        return json_response({"input_tokens": tokens}, ignored)

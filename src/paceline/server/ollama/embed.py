@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from paceline.core.inference import ModelFacts, ServedModel
 from paceline.server.embedding_routes import EmbeddingRequest, Input, encoder_of, inputs_of, numbers, parse
-from paceline.server.fields import ignored_fields, ignored_header
+from paceline.server.fields import ignored_fields, json_response
 from paceline.server.messages import Strict
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def add_routes(
         }
         written = await asyncio.to_thread(lambda: b",".join([numbers(vector) for vector in made.vectors]))
         body = orjson.dumps(answer)[:-1] + b',"embeddings":[' + written + b"]}"
-        return Response(body, headers=ignored_header(ignored_fields(asked)), media_type="application/json")
+        return json_response(body, ignored_fields(asked))
 
     @app.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **refused}, openapi_extra=body_of("OllamaEmbeddingsRequest"))
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         asked = await service.read(request, partial(parse, service.embedder, OllamaEmbeddingsRequest), declared=False)
         _, made = await embedded(EmbeddingRequest(model=asked.model, input=asked.prompt), request, "prompt")
         body = b'{"embedding":' + numbers(made.vectors[0]) + b"}"
-        return Response(body, headers=ignored_header(ignored_fields(asked)), media_type="application/json")
+        return json_response(body, ignored_fields(asked))
 
 
 def as_model(encoder: TextEncoder) -> ServedModel:

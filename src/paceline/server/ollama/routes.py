@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
 from fastapi import FastAPI, Request, Response
 
 from paceline import __version__
 from paceline.core.inference import ServedModel
 from paceline.server.faults import Fault, Refusal
+from paceline.server.fields import json_response
 from paceline.server.formats.format import Format
 from paceline.server.intake import listed
 from paceline.server.ollama import embed, intake
@@ -150,7 +150,7 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
         arrived_s = service.clock.monotonic()
         asked = await service.read(request, parse, declared=False)
         if isinstance(asked, LoadOnly):
-            return _json({**head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": "load"})
+            return json_response({**head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": "load"})
         return service.answer_to(asked, arrived_s)
 
     @app.post(
@@ -171,19 +171,19 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
 
     @app.post("/api/show", responses={200: {"model": replies.OllamaShown}, **refused}, openapi_extra=body_of("OllamaShowRequest"))
     async def show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json(await service.read(request, show_of, declared=False))
+        return json_response(await service.read(request, show_of, declared=False))
 
     @app.get("/api/tags", responses={200: {"model": replies.OllamaModels}, **guarded})
     async def tags() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json({"models": [tag(model) for model in models()]})
+        return json_response({"models": [tag(model) for model in models()]})
 
     @app.get("/api/ps", responses={200: {"model": replies.OllamaLoadedModels}, **guarded})
     async def ps() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json({"models": [process(model) for model in models()]})
+        return json_response({"models": [process(model) for model in models()]})
 
     @app.get("/api/version", responses={200: {"model": replies.OllamaVersion}, **guarded})
     async def version() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _json({"version": VERSION, "paceline": __version__})
+        return json_response({"version": VERSION, "paceline": __version__})
 
     embed.add_routes(app, service, refused, body_of)
 
@@ -194,7 +194,3 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
 
     for name in _FETCHING:
         app.add_api_route(f"/api/{name}", not_here, methods=["GET", "HEAD", "POST", "DELETE"], include_in_schema=False)
-
-
-def _json(body: object) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")

@@ -14,9 +14,9 @@ from paceline.core.clock import Clock
 from paceline.core.errors import InvalidRequest
 from paceline.server.call import Call
 from paceline.server.faults import Fault, Refusal
-from paceline.server.fields import ignored_fields
+from paceline.server.fields import ignored_fields, json_response
 from paceline.server.intake import Intake
-from paceline.server.json_bytes import json_bytes
+from paceline.server.replies import event_stream
 from paceline.server.responses import shape as replies
 from paceline.server.responses.conversation import as_chat, keep, new_id, translated, write_messages
 from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
@@ -28,11 +28,6 @@ MAX_LISTED = 100
 """Items in one answer."""
 Answering = Callable[[Request, Callable[[Intake, bytes], Call]], Awaitable[Response]]
 Documenting = Callable[..., dict[int | str, dict[str, Any]]]
-_EVENT = {
-    "type": "object",
-    "required": ["event", "data"],
-    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "The event's JSON."}},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +104,7 @@ def add_routes(app: FastAPI, responses: Responses, answer: Answering, documented
         answer: reads a body, and answers the call that is made of it.
         documented: what is documented of a route whose answer is such a model.
     """
-    stream = {"text/event-stream": {"schema": _EVENT}}
+    stream = event_stream("The event's JSON.")
     body = {
         "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ResponsesRequest"}}}}
     }
@@ -122,13 +117,13 @@ def add_routes(app: FastAPI, responses: Responses, answer: Answering, documented
     async def retrieve(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("stream: a kept response comes whole", "Leave it out.", field="stream")
-        return Response(responses.find(response_id).body, media_type="application/json")
+        return json_response(responses.find(response_id).body)
 
     @app.delete(PATH + "/{response_id}", responses=documented(replies.Deleted))
     async def delete(response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         if not responses.kept.delete(response_id):
             raise Refusal(_not_found(response_id))
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @app.get(PATH + "/{response_id}/input_items", responses=documented(replies.ItemList))
     async def input_items(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -143,8 +138,4 @@ def add_routes(app: FastAPI, responses: Responses, answer: Answering, documented
         start = ids.index(after) + 1 if (after := query.get("after")) in ids else 0
         page = items[start : start + int(limit)]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return _json({"object": "list", "data": page, **ends, "has_more": start + len(page) < len(items)})
-
-
-def _json(body: object) -> Response:
-    return Response(json_bytes(body), media_type="application/json")
+        return json_response({"object": "list", "data": page, **ends, "has_more": start + len(page) < len(items)})
