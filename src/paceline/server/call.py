@@ -158,7 +158,7 @@ class Call:
     echoed: tuple[str, ...] = ()
     """Texts that the answers begin with, one a prompt; none where prompts are not repeated."""
     ignored: tuple[str, ...] = ()
-    """Fields of the body that nobody here knows."""
+    """Fields of the body that the server does not know."""
     shape: Callable[[Call], Shape] | None = None
     """Of its answer, where the API is another than `endpoint`."""
 

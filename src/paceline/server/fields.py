@@ -163,7 +163,7 @@ def check_fields(asked: BaseModel, at: str = "") -> None:
 
 
 def ignored_fields(asked: BaseModel) -> tuple[str, ...]:
-    """The fields that had no effect since nobody here knows them, as in `messages[].mood`. Each once; null asks for nothing."""
+    """The fields that had no effect since the server does not know them, as in `messages[].mood`. Each once; null asks for nothing."""
     return tuple(dict.fromkeys(name for name in _unknown(asked, "") if name not in UNSERVED))
 
 

@@ -57,7 +57,7 @@ class ThinkingBlock(Strict):
 
 
 class RedactedThinkingBlock(Strict):
-    """Ignored: nobody here can read it."""
+    """Ignored: Paceline cannot read it."""
 
     type: Literal["redacted_thinking"]
     data: str

@@ -1,7 +1,7 @@
 """A place in a text that is still being written.
 
-Law: whoever reads at a cursor waits (`yield`) until what it must see is there, or the text has ended, and moves on for good: no reading depends on
-how the text was cut, and none is done twice. Looking ahead is bounded by the longest mark.
+Law: a reader at a cursor waits (`yield`) until what it must see is there, or the text has ended, and moves on for good: no reading depends on how
+the text was cut, and none is done twice. Looking ahead is bounded by the longest mark.
 
 JSON as models write it: gone over as it comes, and said on at once.
 
