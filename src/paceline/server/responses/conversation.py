@@ -6,16 +6,18 @@ Law: what the assistant did in one turn (reasoning, text, calls of tools) is one
 from __future__ import annotations
 
 import re
+import sys
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import uuid4
+
+from pydantic import BaseModel
 
 from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.server.faults import renamed
 from paceline.server.fields import inner_request
-from paceline.server.json_bytes import json_bytes
 from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
 from paceline.server.responses.kept import KeptItem
@@ -33,8 +35,8 @@ from paceline.server.responses.requests import (
     text_of,
 )
 
-ITEM_OVERHEAD = 1400
-"""Bytes that an item takes beside its text."""
+ITEM_OVERHEAD = 600
+"""Bytes that an item takes in the tables of those kept."""
 PREFIXES: Mapping[str, str] = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -65,7 +67,24 @@ def opened(content: str) -> str:
 def keep(item: AnyItem) -> KeptItem:
     """An item to be kept, under an id of its own where it brings none."""
     shown = shown_item(item)
-    return KeptItem(str(shown["id"]), item, shown, ITEM_OVERHEAD + 2 * len(json_bytes(shown)))
+    return KeptItem(str(shown["id"]), item, shown, ITEM_OVERHEAD + _held_bytes((item, shown), set()))
+
+
+def _held_bytes(value: object, counted: set[int]) -> int:
+    """Bytes that a value takes with all that it is made of, but for parts that are counted already."""
+    if id(value) in counted:
+        return 0
+    counted.add(id(value))
+    match value:
+        case BaseModel():
+            inner: Iterable[object] = (value.__dict__, value.model_fields_set, value.model_extra)
+        case dict():
+            inner = cast("dict[object, object]", value).values()
+        case list() | tuple():
+            inner = cast("Sequence[object]", value)
+        case _:
+            inner = ()
+    return sys.getsizeof(value) + sum(_held_bytes(part, counted) for part in inner)
 
 
 def shown_item(item: AnyItem) -> dict[str, object]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.server.responses.conversation import keep
 from paceline.server.responses.kept import PLACE, Kept, KeptBounds, KeptItem, KeptResponses
-from paceline.server.responses.requests import MessageItem
+from paceline.server.responses.requests import AnyItem, CallItem, MessageItem
 from paceline.testing.clock import FakeClock
 
 
@@ -91,3 +91,32 @@ def test_what_is_counted_is_what_is_held(responses: int, items: int, letters: in
     finally:
         tracemalloc.stop()
     assert 0.9 * held < kept.size
+
+
+WIDE = "\N{GRINNING FACE}" + "x" * 20_000  # four bytes a letter in memory, one in JSON
+TEXTS = [{"type": "input_text", "text": f"{place} and more"} for place in range(500)]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        MessageItem(role="user", content=WIDE),
+        MessageItem.model_validate(
+            {"role": "user", "content": [{"type": "input_text", "text": WIDE}, {"type": "input_text", "text": "x"}]}
+        ),
+        MessageItem.model_validate({"role": "user", "content": TEXTS}),
+        CallItem(type="function_call", call_id="a", name="f", arguments=WIDE),
+    ],
+    ids=["wide", "wide parts", "many parts", "wide arguments"],
+)
+def test_items_are_counted_however_they_are_held(item: AnyItem) -> None:
+    kept = KeptResponses(KeptBounds(10_000, 1 << 30, 60.0), FakeClock())
+    written = item.model_dump_json()
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            kept.put(Kept(f"r{number}", bytes(200), [], [keep(type(item).model_validate_json(written))], [said("yes")]))
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * held < kept.size < 1.5 * held
