@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator
 
 import httpx
 import openai
 import pytest
+from starlette.routing import Route
 from tests.fakes.served import Served
 
 from paceline.server.admission import REFILL_S, WRONG_KEYS, Keys, headers_of
@@ -190,3 +192,20 @@ def test_row_46_bodies_of_digits_depth_and_commas_are_refused_and_others_served(
     served = serve(ServerSettings())
     assert 400 <= served.http.post("/v1/completions", content=body).status_code < 500
     assert served.http.post("/v1/completions", content=BODY).is_success
+
+
+def test_no_path_is_forgotten_by_the_guard(serve: Serve) -> None:
+    """Whatever the application serves: without the key, for a foreign page, and by a name that is not this machine's, it does nothing."""
+    keyed, keyless = serve(ServerSettings(api_key=KEY)), serve(ServerSettings())
+    routes = [
+        (method, re.sub(r"{[^}]*}", "x", route.path))
+        for route in keyed.app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    ]
+    assert {("POST", "/v1/embeddings"), ("POST", "/v1/messages"), ("DELETE", "/v1/responses/x"), ("GET", "/api/tags")} <= set(routes)
+    for method, path in routes:
+        unknown = httpx.request(method, keyed.url + path)
+        assert unknown.status_code == 200 if path in {"/", "/health"} else unknown.status_code in {401, 429}, path
+        for url, key, headers in ((keyed.url, KEY, {"Origin": EVIL}), (keyless.url, KEY, {"Host": "evil.example"})):
+            assert httpx.request(method, url + path, headers={"x-api-key": key, **headers}).status_code == 403, path

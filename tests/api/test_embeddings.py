@@ -223,6 +223,33 @@ def test_the_queue_is_bounded(encoder: LoadedEncoder, monkeypatch: pytest.Monkey
     asyncio.run(two())
 
 
+@pytest.mark.parametrize("given", ["a" * 5000, " " * 5000 + "a"])
+def test_a_text_that_few_tokens_hide_is_too_long_by_its_letters(live: Live, given: str) -> None:
+    """A word that the vocabulary lacks is one token however long it is, and blanks are none: such a text would keep the tokenizer from all others."""
+    answer = live.http.post("/v1/embeddings", json={"model": "small-bert", "input": ["a", given]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "input[1]", "context_length_exceeded")
+
+
+def test_what_waiting_requests_hold_is_bounded(encoder: LoadedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embeddings, "MOST_HELD_BYTES", 100 * embeddings.ID_BYTES)
+    held = Held(encoder)
+
+    async def several() -> None:
+        embedder = Embedder(held, workers=1, meter=Meter())
+        first = asyncio.create_task(embedder.embed(held, [[5] * 64] * 2))  # alone a request may be larger
+        await asyncio.to_thread(held.begun.acquire)
+        with pytest.raises(Overloaded):
+            await embedder.embed(held, ["a"])
+        held.go_on.set()
+        await first
+        both = await asyncio.gather(embedder.embed(held, [[5] * 64]), embedder.embed(held, ["a cat"]))
+        assert [made.tokens for made in both] == [(64,), (4,)]
+        embedder.close()
+
+    asyncio.run(several())
+
+
 def test_parts_hold_every_text_once_and_few_tokens() -> None:
     texts = [np.zeros(length, np.int32) for length in (1000, 24, 1, 5000, 1, 1, 1023, 7)]
     cut = list(parts(texts))

@@ -94,13 +94,14 @@ def run_up(
     allow_open_files()
     console = Terminal()
     api.say_what_is_open(console)
+    # Before the model, which may take minutes, and whose KV takes what memory is left.
+    encoder = None if embeddings is None else load_embeddings(embeddings, console)
     if settings is not None and order is not None:
         ensure(settings.model, console)
     node = None
     if settings is not None and order is None:
         node = load_alone(settings, console, or_spread=in_need is not None)
         order = in_need if node is None else None
-    encoder = None if embeddings is None else load_embeddings(embeddings, console)
     if encoder is not None and node is not None and encoder.name.lower() == node.model.name.lower():
         raise ConfigError(f"--embeddings and --model are both called {encoder.name}", "Clients could not tell them apart: rename a folder.")
     proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in propose]

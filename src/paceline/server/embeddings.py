@@ -23,7 +23,14 @@ Ids = npt.NDArray[np.int32]
 Vectors = npt.NDArray[np.float32]
 
 MOST_REQUESTS: Final = 64
-"""At work or waiting; beyond them 429. Raising it: more memory, a few MiB a request, and longer waits."""
+"""At work or waiting; beyond them 429. Raising it: longer waits."""
+MOST_HELD_BYTES: Final = 512 << 20
+"""What they hold together, about; a request that finds no other may be larger. Raising it: more memory."""
+ID_BYTES: Final = 48
+"""Of a token id as it was read; a letter takes four at most."""
+LETTERS_PER_TOKEN: Final = 64
+"""More than texts have. A word that the vocabulary lacks is one token however long it is, and blanks are none: only a text's letters tell, before it is
+tokenized, how long that holds up all others. Raising it: longer."""
 PART_TOKENS: Final = 1024
 """Run together before other requests have a turn; a longer text is a part of its own. Raising it: others wait longer, and so does a stop."""
 PART_TEXTS: Final = 64
@@ -79,7 +86,7 @@ class Embedder:
         self._workers, self._meter = workers, meter
         self._running = ThreadPoolExecutor(workers, thread_name_prefix="paceline-embed")
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-embed-intake")
-        self._requests = 0
+        self._requests = self._held = 0
 
     def is_meant(self, name: str) -> bool:
         """Whether a client that asks for this model means the encoder."""
@@ -99,16 +106,19 @@ class Embedder:
 
         Raises:
             InvalidRequest, ContextOverflow: one is empty, too long, or has a token that the model has not.
-            Overloaded: too many requests are at work or wait.
+            Overloaded: too much is at work or waits.
         """
-        if self._requests >= MOST_REQUESTS:
-            raise Overloaded(f"{MOST_REQUESTS} requests for embeddings are at work or wait", "Come back later.", retry_after_s=1)
+        size = sum(4 * len(given) if isinstance(given, str) else ID_BYTES * len(given) for given in inputs)
+        if self._requests >= MOST_REQUESTS or (self._requests and self._held + size > MOST_HELD_BYTES):
+            raise Overloaded("Too much is to be embedded: other requests are at work or wait", "Come back later.", retry_after_s=1)
         self._requests += 1
+        self._held += size
         try:
             texts = await self._tokenized(encoder, inputs, field)
             return Embedded(await self._run(encoder, texts), tuple(len(ids) for ids in texts))
         finally:
             self._requests -= 1
+            self._held -= size
 
     async def _tokenized(self, encoder: TextEncoder, inputs: Sequence[str | Sequence[int]], field: str) -> list[Ids]:
         loop = asyncio.get_running_loop()
@@ -149,6 +159,8 @@ def tokenize(encoder: TextEncoder, given: str | Sequence[int], field: str) -> Id
     if not given:
         raise InvalidRequest(f"{field}: empty", "Leave it out, or send some text.", field=field)
     if isinstance(given, str):
+        if len(given) > LETTERS_PER_TOKEN * encoder.max_tokens:
+            raise _too_long(encoder, f"{len(given)} letters", field)
         try:
             ids: Sequence[int] = encoder.tokenizer.encode(given)
         except InvalidRequest as error:
@@ -158,12 +170,13 @@ def tokenize(encoder: TextEncoder, given: str | Sequence[int], field: str) -> Id
         if max(ids) >= encoder.tokenizer.size:
             raise InvalidRequest(f"{field}: token {max(ids)} is not one of the model's {encoder.tokenizer.size}", field=field)
     if len(ids) > encoder.max_tokens:
-        raise ContextOverflow(
-            f"{field}: {len(ids)} tokens, and {encoder.name} takes {encoder.max_tokens} of a text",
-            "Send it in parts: what is behind the limit would have no share in the vector.",
-            field=field,
-        )
+        raise _too_long(encoder, f"{len(ids)} tokens", field)
     return np.array(ids, np.int32)
+
+
+def _too_long(encoder: TextEncoder, length: str, field: str) -> ContextOverflow:
+    told = f"{field}: {length}, and {encoder.name} takes {encoder.max_tokens} tokens of a text"
+    return ContextOverflow(told, "Send it in parts: what is behind the limit would have no share in the vector.", field=field)
 
 
 def parts(texts: Sequence[Ids]) -> Iterator[slice]:

@@ -124,6 +124,12 @@ def test_an_interrupt_while_loading_ends_it(start_paceline: Start, tmp_path: Pat
     assert "Traceback" not in process.communicate()[1]
 
 
+def test_an_encoder_that_is_not_here_is_missed_before_a_model_is_loaded(start_paceline: Start) -> None:
+    said, error = start_paceline("up", *SMALL, "--embeddings", "nobody-has-it").communicate(timeout=LOAD_S)
+    assert "no model 'nobody-has-it'" in error
+    assert "Loading" not in said
+
+
 def test_a_key_is_asked_for(start_paceline: Start) -> None:
     process = start_paceline("up", *SMALL, PACELINE_API_KEY=KEY)
     url = wait_ready(process)
