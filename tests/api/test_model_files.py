@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.served import Served
 
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
 from paceline.server.settings import ServerSettings
-from paceline.testing.served import Served
 
 pytestmark = pytest.mark.timeout(600)  # the first load on a machine compiles kernels
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.fakes.served import Served
 from tests.golden import reference as hf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -20,7 +21,6 @@ from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
 from paceline.store.catalog import OpenedModel, open_model
-from paceline.testing.served import Served
 
 PROMPTS = (
     "The three primary colours are red, blue and yellow. Mixing blue and yellow gives green, and mixing red and blue gives",
