@@ -18,8 +18,8 @@ from paceline.server.formats.format import Parameters
 STRING = frozenset({"string"})
 _DEEP = 8
 """Schemas within schemas that are looked into."""
-_WIDE = 16
-"""Alternatives that are looked at in each."""
+_MOST = 1024
+"""Schemas that are looked at; of others any value is taken."""
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
@@ -34,17 +34,26 @@ def _types(schema: object, root: Mapping[str, Any], deep: int) -> frozenset[str]
     return frozenset[str]().union(*map(leaf_types, leaves))
 
 
-def alternatives(schema: object, root: Mapping[str, Any], deep: int = _DEEP) -> list[Mapping[str, Any]]:
-    """The schemas of which a value must follow one, references and choices resolved."""
-    if not isinstance(schema, Mapping) or deep <= 0:
+def alternatives(schema: object, root: Mapping[str, Any], deep: int = _DEEP, left: list[int] | None = None) -> list[Mapping[str, Any]]:
+    """The schemas of which a value must follow one, references and choices resolved.
+
+    Args:
+        left: how many may yet be looked at, counted down.
+    """
+    left = [_MOST] if left is None else left
+    left[0] -= 1
+    if not isinstance(schema, Mapping) or deep <= 0 or left[0] < 0:
         return [{}]
     fields = cast("Mapping[str, Any]", schema)
     match fields:
         case {"$ref": str(where)}:
-            found = alternatives(referred(where, root), root, deep - 1)
+            found = alternatives(referred(where, root), root, deep - 1, left)
         case {"anyOf": list(options)} | {"oneOf": list(options)} | {"allOf": [_] as options}:
-            chosen = cast("list[Any]", options)[:_WIDE]
-            found = [leaf for option in chosen for leaf in alternatives(option, root, deep // 2)]
+            found: list[Mapping[str, Any]] = []
+            for option in cast("list[Any]", options):
+                found += alternatives(option, root, deep // 2, left)
+                if left[0] < 0:
+                    break
         case _:
             found = [fields]
     return [*found, {"type": "null"}] if fields.get("nullable") is True else found

@@ -18,6 +18,7 @@ from paceline.engine.grammar import Grammars, Matcher
 from paceline.server.formats.format import Body, Format
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
 from paceline.server.formats.parts import CallArguments, CallBegun, Content
+from paceline.server.formats.tagged import alternatives
 from paceline.store.gguf_header import read_header
 from paceline.store.gguf_tokenizer import tokenizer_from_gguf
 from paceline.store.home import Home
@@ -277,3 +278,14 @@ def test_the_bundled_models_vocabulary_follows_a_form(bundled_gguf: Path, tmp_pa
             ids += new
             new = matcher.forced() or [draw.choice(allowed(matcher, tokenizer.size))]
         assert check(FORMATS[family], b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace"), whole=True) == 1
+
+
+def test_every_alternative_of_an_argument_is_known_and_a_bomb_of_them_is_any_value() -> None:
+    many = {"anyOf": [{"const": f"mode {number}"} for number in range(40)]}
+    assert alternatives(many, {}) == many["anyOf"]
+    bomb: dict[str, Any] = {"type": "string"}
+    for _ in range(4):
+        bomb = {"anyOf": [bomb] * 100}
+    found = alternatives(bomb, {})
+    assert len(found) <= 1100
+    assert {} in found
