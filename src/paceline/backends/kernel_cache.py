@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _VARIABLE = "NUMBA_CACHE_DIR"
 _COMPLETE, _LOCK = "complete", "lock"
-_LAYERS = "conduct.enter-"
+_LAYERS = "team.enter-"
 """Begins the names of the files of the function that runs layers: it is compiled last, and with it nearly all that there is."""
 _ROOM = 32 << 20
 """Bytes that must be free before kernels are written: Numba would end a start with the error of a full disk."""

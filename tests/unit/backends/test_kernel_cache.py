@@ -32,7 +32,7 @@ def numba_cache() -> Iterator[None]:
 
 def compile_layers() -> None:
     """Leave what compiling them leaves."""
-    index = Path(os.environ["NUMBA_CACHE_DIR"]) / "cpu" / "conduct.enter-36.py312.nbi"
+    index = Path(os.environ["NUMBA_CACHE_DIR"]) / "cpu" / "team.enter-36.py312.nbi"
     index.parent.mkdir(exist_ok=True)
     index.write_bytes(b"index")
 
@@ -208,3 +208,9 @@ def test_whatever_is_compiled_into_kernels_is_part_of_their_version() -> None:
                 origin = package.joinpath(*(node.module or "").split(".")[1:])
                 origin = origin / "__init__.py" if origin.is_dir() else origin.with_suffix(".py")
                 assert not constants or origin.resolve() in hashed, f"{source.name} takes {constants} of {origin.name}"
+
+
+def test_the_function_that_runs_layers_is_where_the_names_of_its_files_say() -> None:
+    module, function = kernel_cache._LAYERS.removesuffix("-").split(".")
+    tree = ast.parse((Path(kernel_cache.__file__).parent / "cpu" / f"{module}.py").read_text())
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
