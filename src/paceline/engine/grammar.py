@@ -107,6 +107,10 @@ class Grammars:
                 if self._find(grammar) is not None:
                     return
                 compiled = self._compile(grammar)
+                with self._lock:
+                    self._compiled[grammar] = compiled
+                    if len(self._compiled) > KEPT:
+                        self._compiled.popitem(last=False)
         except _Refused as refused:
             with self._lock:
                 self._refusals[digest] = refused.why
@@ -114,10 +118,6 @@ class Grammars:
                 if len(self._refusals) > REFUSALS:
                     self._refusals.popitem(last=False)
             raise InvalidRequest(f"{field}: {refused.why}", "Send a form that can be followed.", field=field) from None
-        with self._lock:
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of an answer. Raises as `prepare` does."""
