@@ -1,4 +1,4 @@
-"""What the server needs of whatever runs models: the protocol it owns. `node` adapts the engine to it."""
+"""Models that answer, as the server sees them: one machine's engine (`machine.host`) and the whole fleet (`ways.forward.inference`) are served alike."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The OpenAI API, SSE and metrics. Sees an inference protocol it owns, never the engine."""
+"""The APIs, SSE, metrics and pages over `core.inference`. Never sees the engine."""
