@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_EX
 LOCKED := $(PIP) --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-dev lint types layers unit soak format stubs lock schema land-schema wheel bench clean
+.PHONY: help run test install install-dev lint types layers unit soak format stubs wire lock schema land-schema wheel bench clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -82,6 +82,9 @@ format: install-dev  ## Rewrite to style
 
 stubs: install-dev  ## Make the gRPC stubs from proto/
 	$(BIN)/python tools/generate_stubs.py
+
+wire: install-dev  ## Record the bytes of every message anew, which later versions are tested against: for a change of the wire that is meant
+	$(BIN)/python -m tools.record_wire
 
 lock: $(VENV)/.venv  ## Write requirements/ anew, where pyproject.toml changed; to newer versions with LOCK=--upgrade
 	$(PIP) 'uv>=0.8,<1'

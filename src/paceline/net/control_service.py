@@ -63,47 +63,49 @@ class ControlServicer(ControlServiceServicer):
         del request
         if self._guard.peer(context).certificate != self._identity.member.certificate:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "a node tells its view to its own machine only")
-        sight = self._look()
-        view = sight.view
-        return wire.GetFleetViewResponse(
-            own_node_id=view.own,
-            fleet_id=fleet_id(self._identity),
-            nodes=[
-                wire.SeenNode(card=write_card(live.card), age_ms=round(live.age_s * 1000), trust=str(live.trust)) for live in view.nodes
-            ],
-            clashes=[
-                wire.SeenClash(
-                    node_id=clash.node_id,
-                    addresses=clash.addresses,
-                    other_addresses=clash.other_addresses,
-                    seen_ms_ago=round(clash.seen_s_ago * 1000),
-                )
-                for clash in view.clashes
-            ],
-            revoked_node_ids=view.revoked,
-            failing_peers=[
-                wire.FailingPeer(address=failure.address, error=failure.error[:500], since_ms=round(-failure.since * 1000))
-                for failure in sight.failures
-            ],
-            rounds=sight.rounds,
-            revocations_as_of_unix=sight.revocations_as_of,
-            certificate_ends_unix=sight.certificate_ends,
-            drafts=[
-                wire.SeenDrafts(
-                    by=use.by,
-                    drafts=use.drafts,
-                    drafted_tokens=use.drafted_tokens,
-                    accepted_tokens=use.accepted_tokens,
-                    node_id=use.node_id,
-                    model_id=use.model_id,
-                    blocks=use.blocks,
-                    hop_s=use.hop_s,
-                    failures=use.failures,
-                    trouble=use.trouble[:500],
-                )
-                for use in sight.drafts
-            ],
-        )
+        return write_sight(fleet_id(self._identity), self._look())
+
+
+def write_sight(fleet: str, sight: Sight) -> wire.GetFleetViewResponse:
+    """What a node tells."""
+    view = sight.view
+    return wire.GetFleetViewResponse(
+        own_node_id=view.own,
+        fleet_id=fleet,
+        nodes=[wire.SeenNode(card=write_card(live.card), age_ms=round(live.age_s * 1000), trust=str(live.trust)) for live in view.nodes],
+        clashes=[
+            wire.SeenClash(
+                node_id=clash.node_id,
+                addresses=clash.addresses,
+                other_addresses=clash.other_addresses,
+                seen_ms_ago=round(clash.seen_s_ago * 1000),
+            )
+            for clash in view.clashes
+        ],
+        revoked_node_ids=view.revoked,
+        failing_peers=[
+            wire.FailingPeer(address=failure.address, error=failure.error[:500], since_ms=round(-failure.since * 1000))
+            for failure in sight.failures
+        ],
+        rounds=sight.rounds,
+        revocations_as_of_unix=sight.revocations_as_of,
+        certificate_ends_unix=sight.certificate_ends,
+        drafts=[
+            wire.SeenDrafts(
+                by=use.by,
+                drafts=use.drafts,
+                drafted_tokens=use.drafted_tokens,
+                accepted_tokens=use.accepted_tokens,
+                node_id=use.node_id,
+                model_id=use.model_id,
+                blocks=use.blocks,
+                hop_s=use.hop_s,
+                failures=use.failures,
+                trouble=use.trouble[:500],
+            )
+            for use in sight.drafts
+        ],
+    )
 
 
 def control_channel(identity: Identity, address: str) -> grpc.aio.Channel:
@@ -123,6 +125,11 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
         message = await ControlServiceStub(channel).GetFleetView(wire.GetFleetViewRequest(), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         raise error_of(error, "The node of this machine") from error
+    return sight_of(message)
+
+
+def sight_of(message: wire.GetFleetViewResponse) -> Sight:
+    """What a node told."""
     view = FleetView(
         own=NodeId(message.own_node_id),
         nodes=tuple(LiveCard(read_card(seen.card), seen.age_ms / 1000, trust=Trust(seen.trust or Trust.MEMBER)) for seen in message.nodes),
