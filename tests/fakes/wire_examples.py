@@ -55,8 +55,8 @@ from paceline.net.tensor import frames
 from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, Signal, TensorMessage
 from paceline.net.weights_codec import WeightsDescription, parts
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
-from paceline.ways.draft.desk import BlockAsk, read_ask, write_block
-from paceline.ways.draft.line import read_block, write_ask
+from paceline.ways.draft.desk import BlockAsk, read_ask, write_ask, write_block
+from paceline.ways.draft.line import read_block
 from paceline.ways.forward import codec as generate
 from paceline.ways.pipeline import codec as shards
 from paceline.ways.pipeline.batches import read_batch, write_batch

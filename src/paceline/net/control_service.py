@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 
+from paceline.core.errors import FleetError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
@@ -17,6 +18,7 @@ from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.channels import CHANNEL_OPTIONS
 from paceline.net.discovery import Failure
+from paceline.net.mapper import Codec, Mapped, from_ms, milliseconds, refuse_with, to_ms
 from paceline.net.rpc_faults import error_of
 from paceline.net.server import KIB, Service
 from paceline.net.trust.credentials import channel_credentials
@@ -66,45 +68,60 @@ class ControlServicer(ControlServiceServicer):
         return write_sight(fleet_id(self._identity), self._look())
 
 
+_REFUSE: Final = refuse_with(FleetError)
+_SHORT: Final = Mapped(write=lambda text: text[:500])
+_LIVE: Final = Codec(
+    LiveCard,
+    wire.SeenNode,
+    _REFUSE,
+    {
+        "card": Mapped(write=write_card, read=read_card),
+        "age_s": milliseconds("age_ms"),
+        "trust": Mapped(write=str, read=lambda trust: Trust(trust or Trust.MEMBER)),
+    },
+    given=["beat"],
+)
+_CLASH: Final = Codec(Clash, wire.SeenClash, _REFUSE, {"node_id": "", "seen_s_ago": milliseconds("seen_ms_ago")})
+_FAILURE: Final = Codec(
+    Failure,
+    wire.FailingPeer,
+    _REFUSE,
+    {"error": _SHORT, "since": Mapped("since_ms", None, lambda since: to_ms(-since), lambda ms: -from_ms(ms))},
+)
+_DRAFTS: Final = Codec(DraftUse, wire.SeenDrafts, _REFUSE, {"trouble": _SHORT})
+
+
 def write_sight(fleet: str, sight: Sight) -> wire.GetFleetViewResponse:
     """What a node tells."""
     view = sight.view
     return wire.GetFleetViewResponse(
         own_node_id=view.own,
         fleet_id=fleet,
-        nodes=[wire.SeenNode(card=write_card(live.card), age_ms=round(live.age_s * 1000), trust=str(live.trust)) for live in view.nodes],
-        clashes=[
-            wire.SeenClash(
-                node_id=clash.node_id,
-                addresses=clash.addresses,
-                other_addresses=clash.other_addresses,
-                seen_ms_ago=round(clash.seen_s_ago * 1000),
-            )
-            for clash in view.clashes
-        ],
+        nodes=_LIVE.write_all(view.nodes),
+        clashes=_CLASH.write_all(view.clashes),
         revoked_node_ids=view.revoked,
-        failing_peers=[
-            wire.FailingPeer(address=failure.address, error=failure.error[:500], since_ms=round(-failure.since * 1000))
-            for failure in sight.failures
-        ],
+        failing_peers=_FAILURE.write_all(sight.failures),
         rounds=sight.rounds,
         revocations_as_of_unix=sight.revocations_as_of,
         certificate_ends_unix=sight.certificate_ends,
-        drafts=[
-            wire.SeenDrafts(
-                by=use.by,
-                drafts=use.drafts,
-                drafted_tokens=use.drafted_tokens,
-                accepted_tokens=use.accepted_tokens,
-                node_id=use.node_id,
-                model_id=use.model_id,
-                blocks=use.blocks,
-                hop_s=use.hop_s,
-                failures=use.failures,
-                trouble=use.trouble[:500],
-            )
-            for use in sight.drafts
-        ],
+        drafts=_DRAFTS.write_all(sight.drafts),
+    )
+
+
+def sight_of(message: wire.GetFleetViewResponse) -> Sight:
+    """What a node told."""
+    return Sight(
+        FleetView(
+            NodeId(message.own_node_id),
+            _LIVE.read_all(message.nodes),
+            _CLASH.read_all(message.clashes),
+            tuple(map(NodeId, message.revoked_node_ids)),
+        ),
+        _FAILURE.read_all(message.failing_peers),
+        message.rounds,
+        _DRAFTS.read_all(message.drafts),
+        message.revocations_as_of_unix,
+        message.certificate_ends_unix,
     )
 
 
@@ -126,36 +143,6 @@ async def read_sight(channel: grpc.aio.Channel, timeout_s: float) -> Sight:
     except grpc.aio.AioRpcError as error:
         raise error_of(error, "The node of this machine") from error
     return sight_of(message)
-
-
-def sight_of(message: wire.GetFleetViewResponse) -> Sight:
-    """What a node told."""
-    view = FleetView(
-        own=NodeId(message.own_node_id),
-        nodes=tuple(LiveCard(read_card(seen.card), seen.age_ms / 1000, trust=Trust(seen.trust or Trust.MEMBER)) for seen in message.nodes),
-        clashes=tuple(
-            Clash(NodeId(seen.node_id), tuple(seen.addresses), tuple(seen.other_addresses), seen.seen_ms_ago / 1000)
-            for seen in message.clashes
-        ),
-        revoked=tuple(NodeId(node_id) for node_id in message.revoked_node_ids),
-    )
-    failures = tuple(Failure(failing.address, failing.error, -failing.since_ms / 1000) for failing in message.failing_peers)
-    drafts = tuple(
-        DraftUse(
-            seen.by,
-            seen.drafts,
-            seen.drafted_tokens,
-            seen.accepted_tokens,
-            seen.node_id,
-            seen.model_id,
-            seen.blocks,
-            seen.hop_s,
-            seen.failures,
-            seen.trouble,
-        )
-        for seen in message.drafts
-    )
-    return Sight(view, failures, message.rounds, drafts, message.revocations_as_of_unix, message.certificate_ends_unix)
 
 
 def control_service(identity: Identity, guard: PeerGuard, look: Look) -> Service:

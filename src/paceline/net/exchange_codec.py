@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -18,6 +18,7 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import SealedCard, SealedList, SealedRevocation
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
 from paceline.fleet.presets import Measures
+from paceline.net.mapper import Codec, Columns, Mapped, from_ms, refuse_with, to_ms
 from paceline.net.trust.handlers import check_parts
 from paceline.net.wire import fleet_pb2 as wire
 
@@ -32,9 +33,6 @@ MAX_EXCHANGE_BYTES = 2 << 20
 """Of a request or a reply: what is packed for one (`Bounds.max_message_bytes` of cards), and revocations."""
 MAX_EXCHANGE_PARTS = 8192
 """Cards and revocations in one: more than any preset's bounds let through."""
-_MOST_MS = (1 << 32) - 1
-
-
 Message = TypeVar("Message")
 Held = TypeVar("Held")
 
@@ -69,19 +67,17 @@ Refuse = Callable[[FleetError], None]
 
 def measure_request(message: wire.ExchangeCapabilitiesRequest) -> Measures:
     """How much a request holds, counted without decoding what is in it."""
-    return Measures(
-        digests=len(message.digests.node_keys),
-        stamps=len(message.stamps.node_keys),
-        cards=len(message.cards),
-        largest_card_bytes=_largest(message.cards),
-        revocations=len(message.revocations),
-    )
+    return _measure(message, message.digests)
 
 
 def measure_reply(message: wire.ExchangeCapabilitiesResponse) -> Measures:
     """The same of a reply: a callee is bound as a caller is."""
+    return _measure(message, message.wanted)
+
+
+def _measure(message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse, digests: wire.CardDigests) -> Measures:
     return Measures(
-        digests=len(message.wanted.node_keys),
+        digests=len(digests.node_keys),
         stamps=len(message.stamps.node_keys),
         cards=len(message.cards),
         largest_card_bytes=_largest(message.cards),
@@ -94,15 +90,49 @@ def _largest(cards: Sequence[wire.PassedCard]) -> int:
     return max((passed.card.ByteSize() for passed in islice(cards, MOST_MEASURED)), default=0)
 
 
-def write_request(request: ExchangeRequest) -> wire.ExchangeCapabilitiesRequest:
-    return wire.ExchangeCapabilitiesRequest(
-        revocations=_write_revocations(request.revocations),
-        revocations_digest=request.revocations_digest,
-        digests=None if request.digests is None else _write_digests(request.digests),
-        stamps=_write_stamps(request.stamps),
-        cards=[write_passed(passed) for passed in request.cards],
-        revocation_list=_write_list(request.revocation_list),
-    )
+def write_passed(passed: PassedCard) -> wire.PassedCard:
+    """A card on its way; the certificate only where the reader needs it."""
+    signed = wire.SignedCard.FromString(passed.sealed.sealed)
+    if passed.with_certificate:
+        signed.certificate = passed.sealed.certificate
+    return wire.PassedCard(card=signed, beat=passed.beat, proof=passed.proof, age_ms=to_ms(passed.age_s))
+
+
+_REFUSE: Final = refuse_with(MalformedMessage)
+_DIGESTS: Final = Columns(Digest, wire.CardDigests, _REFUSE, key=Mapped("node_keys"), version=Mapped("versions"), beat=Mapped("beats"))
+_STAMPS: Final = Columns(
+    Stamp,
+    wire.Stamps,
+    _REFUSE,
+    key=Mapped("node_keys"),
+    version=Mapped("versions"),
+    beat=Mapped("beats"),
+    proof=Mapped("proofs", None, b"".join, lambda proofs: [proofs[at : at + PROOF_BYTES] for at in range(0, len(proofs), PROOF_BYTES)]),
+    age_s=Mapped("ages_ms", None, lambda ages: map(to_ms, ages), lambda ages: map(from_ms, ages)),
+)
+_SIGNED: Final = {
+    # What is signed is checked by whoever reads, and given.
+    "revocations": Mapped(write=lambda told: [wire.SignedRevocation.FromString(one.sealed) for one in told]),
+    "cards": Mapped(write=lambda cards: [write_passed(passed) for passed in cards]),
+    "revocation_list": Mapped(write=lambda said: wire.SignedRevocationList.FromString(said.sealed)),
+}
+_COLUMNS: Final = {"stamps": Mapped(write=lambda stamps: _STAMPS.write(stamps) if stamps else None, read=_STAMPS.read, always=True)}
+_REQUEST: Final = Codec(
+    ExchangeRequest,
+    wire.ExchangeCapabilitiesRequest,
+    _REFUSE,
+    {"digests": Mapped(write=_DIGESTS.write, read=lambda digests: frozenset(_DIGESTS.read(digests))), **_COLUMNS, **_SIGNED},
+    given=_SIGNED,
+)
+_REPLY: Final = Codec(
+    Reply,
+    wire.ExchangeCapabilitiesResponse,
+    _REFUSE,
+    {"wanted": Mapped(write=_DIGESTS.write, read=_DIGESTS.read, always=True), **_COLUMNS, **_SIGNED},
+    given=_SIGNED,
+)
+write_request: Final = _REQUEST.write
+write_reply: Final = _REPLY.write
 
 
 def parse_reply(data: bytes) -> wire.ExchangeCapabilitiesResponse:
@@ -125,26 +155,7 @@ async def read_request(message: wire.ExchangeCapabilitiesRequest, opener: CardOp
     Raises:
         MalformedMessage: its columns don't fit together.
     """
-    return ExchangeRequest(
-        revocations=await _read_revocations(message.revocations, opener, refuse),
-        digests=frozenset(_read_digests(message.digests)) if message.HasField("digests") else None,
-        stamps=_read_stamps(message.stamps),
-        cards=await _read_cards(message.cards, opener, refuse),
-        revocations_digest=message.revocations_digest,
-        revocation_list=_read_list(message, opener, refuse),
-    )
-
-
-def write_reply(reply: Reply) -> wire.ExchangeCapabilitiesResponse:
-    return wire.ExchangeCapabilitiesResponse(
-        revocations=_write_revocations(reply.revocations),
-        revocations_digest=reply.revocations_digest,
-        stamps=_write_stamps(reply.stamps),
-        cards=[write_passed(passed) for passed in reply.cards],
-        wanted=_write_digests(reply.wanted),
-        more=reply.more,
-        revocation_list=_write_list(reply.revocation_list),
-    )
+    return _REQUEST.read(message, **await _signed(message, opener, refuse))
 
 
 async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: CardOpener, refuse: Refuse) -> Reply:
@@ -153,34 +164,22 @@ async def read_reply(message: wire.ExchangeCapabilitiesResponse, opener: CardOpe
     Raises:
         MalformedMessage: its columns don't fit together.
     """
-    return Reply(
-        stamps=_read_stamps(message.stamps),
-        wanted=_read_digests(message.wanted),
-        revocations=await _read_revocations(message.revocations, opener, refuse),
-        cards=await _read_cards(message.cards, opener, refuse),
-        revocations_digest=message.revocations_digest,
-        more=message.more,
-        revocation_list=_read_list(message, opener, refuse),
-    )
+    return _REPLY.read(message, **await _signed(message, opener, refuse))
 
 
-def write_passed(passed: PassedCard) -> wire.PassedCard:
-    """A card on its way; the certificate only where the reader needs it."""
-    signed = wire.SignedCard.FromString(passed.sealed.sealed)
-    if passed.with_certificate:
-        signed.certificate = passed.sealed.certificate
-    return wire.PassedCard(card=signed, beat=passed.beat, proof=passed.proof, age_ms=_ms(passed.age_s))
+async def _signed(
+    message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse, opener: CardOpener, refuse: Refuse
+) -> dict[str, Any]:
+    """What holds of what is signed."""
 
+    def passed(one: wire.PassedCard) -> PassedCard:
+        return PassedCard(opener.card(one.card), one.beat, one.proof, from_ms(one.age_ms))
 
-async def _read_cards(messages: Iterable[wire.PassedCard], opener: CardOpener, refuse: Refuse) -> tuple[PassedCard, ...]:
-    def read(message: wire.PassedCard) -> PassedCard:
-        return PassedCard(opener.card(message.card), message.beat, message.proof, message.age_ms / 1000)
-
-    return await _read(messages, read, refuse)
-
-
-async def _read_revocations(messages: Iterable[wire.SignedRevocation], opener: CardOpener, refuse: Refuse) -> tuple[SealedRevocation, ...]:
-    return await _read(messages, opener.revocation, refuse)
+    return {
+        "revocations": await _read(message.revocations, opener.revocation, refuse),
+        "cards": await _read(message.cards, passed, refuse),
+        "revocation_list": _read_list(message, opener, refuse),
+    }
 
 
 async def _read(messages: Iterable[Message], read: Callable[[Message], Held], refuse: Refuse) -> tuple[Held, ...]:
@@ -200,14 +199,6 @@ async def _read(messages: Iterable[Message], read: Callable[[Message], Held], re
     return tuple(taken)
 
 
-def _write_revocations(revocations: Iterable[SealedRevocation]) -> list[wire.SignedRevocation]:
-    return [wire.SignedRevocation.FromString(one.sealed) for one in revocations]
-
-
-def _write_list(said: SealedList | None) -> wire.SignedRevocationList | None:
-    return None if said is None else wire.SignedRevocationList.FromString(said.sealed)
-
-
 def _read_list(
     message: wire.ExchangeCapabilitiesRequest | wire.ExchangeCapabilitiesResponse, opener: CardOpener, refuse: Refuse
 ) -> SealedList | None:
@@ -218,46 +209,6 @@ def _read_list(
     except FleetError as error:
         refuse(error)
         return None
-
-
-def _write_digests(digests: Iterable[Digest]) -> wire.CardDigests:
-    digests = list(digests)
-    return wire.CardDigests(
-        node_keys=[one.key for one in digests], versions=[one.version for one in digests], beats=[one.beat for one in digests]
-    )
-
-
-def _read_digests(message: wire.CardDigests) -> tuple[Digest, ...]:
-    try:
-        return tuple(map(Digest._make, zip(message.node_keys, message.versions, message.beats, strict=True)))
-    except ValueError as error:
-        raise MalformedMessage("The columns of digests differ in length") from error
-
-
-def _write_stamps(stamps: Sequence[Stamp]) -> wire.Stamps | None:
-    if not stamps:
-        return None
-    return wire.Stamps(
-        node_keys=[one.key for one in stamps],
-        versions=[one.version for one in stamps],
-        beats=[one.beat for one in stamps],
-        ages_ms=[_ms(one.age_s) for one in stamps],
-        proofs=b"".join(one.proof for one in stamps),
-    )
-
-
-def _read_stamps(message: wire.Stamps) -> tuple[Stamp, ...]:
-    proofs = message.proofs
-    cut = [proofs[at : at + PROOF_BYTES] for at in range(0, len(proofs), PROOF_BYTES)]
-    try:
-        rows = zip(message.node_keys, message.versions, message.beats, cut, message.ages_ms, strict=True)
-        return tuple(Stamp(key, version, beat, proof, ms / 1000) for key, version, beat, proof, ms in rows)
-    except ValueError as error:
-        raise MalformedMessage("The columns of stamps differ in length") from error
-
-
-def _ms(seconds: float) -> int:
-    return min(_MOST_MS, max(0, round(seconds * 1000)))
 
 
 def node_id_of(signed: wire.SignedCard) -> NodeId | None:

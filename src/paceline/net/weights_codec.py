@@ -11,6 +11,7 @@ from typing import Final
 from paceline.core.errors import WrongBytes
 from paceline.core.manifest import PIECE, SHA256_BYTES, FileEntry, ModelManifest, TensorAt
 from paceline.core.shown import printable
+from paceline.net.mapper import Codec, Columns, Mapped, refuse_with
 from paceline.net.wire import weights_pb2 as wire
 
 MAX_FILES: Final = 4096
@@ -21,29 +22,25 @@ _MAX_NAME: Final = 512
 _TENSORS_A_PART: Final = 4096
 _PIECES_A_PART: Final = 16384
 
+_REFUSE: Final = refuse_with(WrongBytes)
+_FILE: Final = Codec(
+    FileEntry, wire.WeightsFile, _REFUSE, {"size": "size_bytes", "sha256": Mapped(write=bytes.fromhex, read=bytes.hex)}, given=["pieces"]
+)
+_TENSORS: Final = Columns(
+    TensorAt, wire.TensorIndex, _REFUSE, name=Mapped("names"), file=Mapped("files"), offset=Mapped("offsets"), nbytes=Mapped("sizes")
+)
+
 
 def parts(manifest: ModelManifest) -> Iterator[wire.DescribeWeightsResponse]:
     """A description, in messages of at most about 0.5 MiB."""
     for first in range(0, len(manifest.files), _TENSORS_A_PART):
-        yield wire.DescribeWeightsResponse(
-            files=[
-                wire.WeightsFile(name=file.name, size_bytes=file.size, sha256=bytes.fromhex(file.sha256), in_digest=file.in_digest)
-                for file in manifest.files[first : first + _TENSORS_A_PART]
-            ]
-        )
+        yield wire.DescribeWeightsResponse(files=_FILE.write_all(manifest.files[first : first + _TENSORS_A_PART]))
     for number, file in enumerate(manifest.files):
         for first in range(0, file.n_pieces, _PIECES_A_PART):
             sums = file.pieces[first * SHA256_BYTES : (first + _PIECES_A_PART) * SHA256_BYTES]
             yield wire.DescribeWeightsResponse(pieces=[wire.PieceDigests(file=number, sha256=sums)])
     for first in range(0, len(manifest.tensors), _TENSORS_A_PART):
-        some = manifest.tensors[first : first + _TENSORS_A_PART]
-        index = wire.TensorIndex(
-            names=[at.name for at in some],
-            files=[at.file for at in some],
-            offsets=[at.offset for at in some],
-            sizes=[at.nbytes for at in some],
-        )
-        yield wire.DescribeWeightsResponse(tensors=index)
+        yield wire.DescribeWeightsResponse(tensors=_TENSORS.write(manifest.tensors[first : first + _TENSORS_A_PART]))
     yield wire.DescribeWeightsResponse(complete=True)
 
 
@@ -71,13 +68,10 @@ class WeightsDescription:
         for sums in part.pieces:
             self._pieces.setdefault(sums.file, bytearray()).extend(sums.sha256)
             self._n_pieces += max(1, len(sums.sha256) // SHA256_BYTES)
-        index = part.tensors
-        columns = (index.files, index.offsets, index.sizes)
-        if any(len(column) != len(index.names) for column in columns):
-            raise WrongBytes("the description's table of tensors has columns of different lengths")
-        if any(len(name) > _MAX_NAME for name in index.names) or any(len(file.name) > _MAX_NAME for file in part.files):
+        tensors = _TENSORS.read(part.tensors)
+        if any(len(named.name) > _MAX_NAME for named in (*tensors, *part.files)):
             raise WrongBytes("the description has a name longer than any")
-        self._tensors.extend(TensorAt(*row) for row in zip(index.names, *columns, strict=True))
+        self._tensors.extend(tensors)
         if len(self._files) > MAX_FILES or len(self._tensors) > MAX_TENSORS or self._n_pieces > MAX_PIECES:
             raise WrongBytes("the description has more files, tensors or pieces than any model")
 
@@ -89,7 +83,7 @@ class WeightsDescription:
         """
         files: list[FileEntry] = []
         for number, file in enumerate(self._files):
-            entry = FileEntry(file.name, file.size_bytes, file.sha256.hex(), bytes(self._pieces.get(number, b"")), file.in_digest)
+            entry = _FILE.read(file, pieces=bytes(self._pieces.get(number, b"")))
             if (
                 len(file.sha256) != SHA256_BYTES
                 or file.size_bytes > PIECE * MAX_PIECES

@@ -16,14 +16,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate, islice, pairwise
+from typing import Any, Final
 
 import grpc.aio
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded, PacelineError
-from paceline.engine.drafts import BlockProposal, Proposer, ProposerStats
+from paceline.engine.drafts import BlockProposal, Branch, Proposer, ProposerStats
 from paceline.engine.proposers.ngram import NGramProposer, NGramSession
 from paceline.engine.proposers.session import DraftSession, open_session
+from paceline.net.mapper import Codec, Mapped, refuse_with
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import Member
@@ -35,6 +37,8 @@ MAX_BLOCK = 256
 MAX_COMMITTED = 1 << 20
 """Tokens of one text."""
 MAX_STEPS = 1 << 10
+MOST_BRANCHES = 64
+"""Of a block. Raising it: a proposer can have more of its caller's time and memory."""
 MOST_SESSIONS = 256
 MOST_TOKENS = 1 << 20
 """Over all sessions. Raising it: memory; prompt lookup's index is 400 bytes a token."""
@@ -340,26 +344,36 @@ class ProposerServicer(ProposerServiceServicer):
             self._desk.end(caller, tuple(seen))
 
 
-def read_ask(request: wire.ProposeBlockRequest) -> BlockAsk:
-    """What is asked, not checked."""
-    tokens = list(request.committed_token_ids)
-    return BlockAsk(request.model_id, request.session, request.first_position, tokens, request.block_size, request.num_steps)
+def _write_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int], list[int]]:
+    tokens = [token for branch in branches for token in branch.token_ids]
+    return [branch.offset for branch in branches], [len(branch.token_ids) for branch in branches], tokens
+
+
+def _read_branches(offsets: Sequence[int], lengths: Sequence[int], token_ids: Sequence[int]) -> tuple[Branch, ...]:
+    """What is missing of them is cut off, and so is what is too many; whether the rest are branches, `check_block` says."""
+    tokens, ends = tuple(token_ids), accumulate(lengths, initial=0)
+    places = islice(zip(offsets, pairwise(ends), strict=False), MOST_BRANCHES + 1)
+    return tuple(Branch(offset, tokens[start:end]) for offset, (start, end) in places)
+
+
+_ASK: Final = Codec(
+    BlockAsk, wire.ProposeBlockRequest, refuse_with(InvalidRequest), {"token_ids": Mapped("committed_token_ids", read=list)}
+)
+BLOCK: Final = Codec(
+    BlockProposal,
+    wire.ProposeBlockResponse,
+    refuse_with(InvalidRequest),
+    {"branches": Mapped(("branch_offsets", "branch_lengths", "branch_token_ids"), None, _write_branches, _read_branches)},
+    beside=["session", "session_lost"],
+)
+"""Not checked: whether it is a draft at all, `check_block` says."""
+write_ask: Final = _ASK.write
+read_ask: Final = _ASK.read
 
 
 def write_block(block: BlockProposal | None, session: int) -> wire.ProposeBlockResponse:
     """A block as it travels; None: the session is lost."""
-    if block is None:
-        return wire.ProposeBlockResponse(session=session, session_lost=True)
-    return wire.ProposeBlockResponse(
-        token_ids=block.token_ids,
-        diffusion_steps=block.diffusion_steps,
-        forward_passes=block.forward_passes,
-        peak_activation_bytes=block.peak_activation_bytes,
-        session=session,
-        branch_offsets=[branch.offset for branch in block.branches],
-        branch_lengths=[len(branch.token_ids) for branch in block.branches],
-        branch_token_ids=[token for branch in block.branches for token in branch.token_ids],
-    )
+    return wire.ProposeBlockResponse(session=session, session_lost=True) if block is None else BLOCK.write(block, session=session)
 
 
 def proposer_service(desk: ProposerDesk, who: Callable[[Context], Member]) -> Service:

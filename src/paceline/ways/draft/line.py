@@ -14,7 +14,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as LoopTimeoutError
-from itertools import accumulate, islice, pairwise
 
 import grpc.aio
 
@@ -24,10 +23,10 @@ from paceline.engine.proposers.session import common_length
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import propose_pb2 as wire
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
-from paceline.ways.draft.desk import BlockAsk
+from paceline.ways.draft.desk import BLOCK, MOST_BRANCHES, BlockAsk, write_ask
 
-MOST_BRANCHES, LONGEST_BRANCH = 64, 64
-"""Raising them: a proposer can have more of this machine's time and memory."""
+LONGEST_BRANCH = 64
+"""Raising it: a proposer can have more of this machine's time and memory."""
 
 OnBlock = Callable[[int, BlockProposal | None], None]
 """Told of a session's block; None: the session is lost, and all of it must be said again."""
@@ -111,32 +110,9 @@ class RemoteLine:
                 await self._call.write(self._outgoing.popleft())
 
 
-def write_ask(ask: BlockAsk) -> wire.ProposeBlockRequest:
-    """An ask as it travels."""
-    return wire.ProposeBlockRequest(
-        committed_token_ids=ask.token_ids,
-        block_size=ask.block_size,
-        num_steps=ask.num_steps,
-        model_id=ask.model_id,
-        session=ask.session,
-        first_position=ask.first_position,
-    )
-
-
 def read_block(message: wire.ProposeBlockResponse) -> BlockProposal | None:
     """A block, not checked; None where its session is lost."""
-    if message.session_lost:
-        return None
-    return BlockProposal(
-        tuple(message.token_ids), message.diffusion_steps, message.forward_passes, message.peak_activation_bytes, _read_branches(message)
-    )
-
-
-def _read_branches(message: wire.ProposeBlockResponse) -> tuple[Branch, ...]:
-    """What is missing of them is cut off, and so is what is too many; whether the rest are branches, `check_block` says."""
-    tokens, ends = tuple(message.branch_token_ids), accumulate(message.branch_lengths, initial=0)
-    places = islice(zip(message.branch_offsets, pairwise(ends), strict=False), MOST_BRANCHES + 1)
-    return tuple(Branch(offset, tokens[start:end]) for offset, (start, end) in places)
+    return None if message.session_lost else BLOCK.read(message)
 
 
 def failed(error: grpc.aio.AioRpcError, peer: str) -> RemoteProposerError:

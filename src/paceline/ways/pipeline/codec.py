@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from typing import Any, Final
 
 from paceline.core.errors import BadPipelineRequest, FleetError
+from paceline.core.generation import Range
 from paceline.core.ids import NodeId
 from paceline.core.manifest import is_sha256
-from paceline.core.model import WIDEST_BLOCK, ActivationDtype, LayerRange, WeightsFormat
+from paceline.core.model import WIDEST_BLOCK, ActivationDtype, WeightsFormat
 from paceline.core.shown import printable
+from paceline.net.mapper import Codec, Length, Mapped, layer_span, milliseconds, refuse_with
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import shard_pb2 as wire
@@ -31,25 +33,89 @@ MAX_ROWS = 8192
 MAX_NAME = 200
 MAX_ADDRESSES = 32
 MAX_TEXT = 2000
-REPORT_MS = range(10, 60_001)
+REPORT_S = Range(0.01, 60)
+
+_ASKED: Final = refuse_with(BadPipelineRequest)
+_TOLD: Final = refuse_with(FleetError)
 
 
-def write_open(request: StageRequest) -> wire.OpenStageRequest:
-    """As a caller sends it."""
-    return wire.OpenStageRequest(
-        session_id=request.session_id,
-        model_id=request.model_id,
-        digest=request.digest,
-        quantization=str(request.weights),
-        first_layer=request.layers.start,
-        stop_layer=request.layers.stop,
-        n_blocks=request.n_blocks,
-        least_blocks=request.least_blocks,
-        max_rows=request.max_rows,
-        activation_dtype=str(request.dtype),
-        report_ms=round(request.report_s * 1000),
-        kv=request.kv,
-    )
+def _at_odds(request: StageRequest) -> str:
+    return "" if request.least_blocks <= request.n_blocks else "least_blocks are more than the blocks of the lease"
+
+
+_LAYERS: Final = {
+    "model_id": Length(1, MAX_NAME),
+    "digest": is_sha256,
+    "weights": Mapped("quantization", None, str, WeightsFormat),
+    "layers": layer_span(lambda layers: layers.start < layers.stop <= MAX_LAYERS),
+    "n_blocks": Range(1, MAX_BLOCKS),
+    "least_blocks": Range(1, MAX_BLOCKS),
+    "max_rows": Range(1, MAX_ROWS),
+}
+_OPEN: Final = Codec(
+    StageRequest,
+    wire.OpenStageRequest,
+    _ASKED,
+    {
+        "session_id": Length(SESSION_ID_BYTES, SESSION_ID_BYTES),
+        "dtype": Mapped("activation_dtype", None, str, ActivationDtype),
+        "report_s": milliseconds("report_ms", REPORT_S),
+        "kv": Mapped(bound=lambda name: len(name) in {0, KV_NAME_BYTES}),
+        **_LAYERS,
+    },
+    also=_at_odds,
+)
+_WARM: Final = Codec(
+    StageRequest, wire.WarmLayersRequest, _ASKED, {**_LAYERS}, also=_at_odds, given=["session_id", "dtype", "report_s", "kv"]
+)
+_NEXT: Final = Codec(
+    NextStage,
+    wire.ConnectStageRequest,
+    _ASKED,
+    {
+        "node_id": is_node_id,
+        "addresses": Mapped("tensor_addresses", Length(1, MAX_ADDRESSES, is_address)),
+        "ticket": Length(TICKET_BYTES, TICKET_BYTES),
+        "block_size": Range(0, WIDEST_BLOCK),
+    },
+    beside=["session_id"],
+)
+_FINITE: Final = Mapped(bound=math.isfinite)
+_EVENTS: Final[dict[type[Any], tuple[str, Codec[Any, Any]]]] = {
+    StageLoading: ("loading", Codec(StageLoading, wire.StageLoading, _TOLD)),
+    StageOpened: (
+        "opened",
+        Codec(
+            StageOpened,
+            wire.StageOpened,
+            _TOLD,
+            {
+                "tensor_port": Range(1, 65535),
+                "ticket": Length(TICKET_BYTES, TICKET_BYTES),
+                "block_size": Range(1, 1 << 16),
+                "numerics_id": Length(0, MAX_NAME),
+            },
+        ),
+    ),
+    StageReport: ("report", Codec(StageReport, wire.StageReport, _TOLD, {"p95_latency_ms": _FINITE, "busy_s": _FINITE})),
+    StageFault: (
+        "fault",
+        Codec(
+            StageFault,
+            wire.StageFault,
+            _TOLD,
+            {
+                "code": Mapped(read=lambda code: printable(code, MAX_NAME)),
+                "message": Mapped(write=lambda text: text[:MAX_TEXT], read=lambda text: printable(text, MAX_TEXT)),
+                "blames": Mapped(read=lambda name: NodeId(name) if is_node_id(name) else None),
+            },
+        ),
+    ),
+}
+_READERS: Final = dict(_EVENTS.values())
+
+write_open: Final = _OPEN.write
+write_warm: Final = _WARM.write
 
 
 def read_open(message: wire.OpenStageRequest) -> StageRequest:
@@ -58,29 +124,7 @@ def read_open(message: wire.OpenStageRequest) -> StageRequest:
     Raises:
         BadPipelineRequest: no stage could do it.
     """
-    _bound(len(message.session_id) == SESSION_ID_BYTES, f"A session id has {SESSION_ID_BYTES} bytes")
-    _bound(message.report_ms in REPORT_MS, f"A stage reports every {REPORT_MS.start} to {REPORT_MS.stop - 1} ms")
-    try:
-        dtype = ActivationDtype(message.activation_dtype)
-    except ValueError:
-        raise BadPipelineRequest("Activations of a format that is unknown here") from None
-    layers = _read_layers(message)
-    _bound(len(message.kv) in {0, KV_NAME_BYTES}, f"A name of KV has {KV_NAME_BYTES} bytes")
-    return replace(layers, session_id=message.session_id, dtype=dtype, report_s=message.report_ms / 1000, kv=message.kv)
-
-
-def write_warm(request: StageRequest) -> wire.WarmLayersRequest:
-    """As a caller sends it."""
-    return wire.WarmLayersRequest(
-        model_id=request.model_id,
-        digest=request.digest,
-        quantization=str(request.weights),
-        first_layer=request.layers.start,
-        stop_layer=request.layers.stop,
-        n_blocks=request.n_blocks,
-        least_blocks=request.least_blocks,
-        max_rows=request.max_rows,
-    )
+    return _OPEN.read_checked(message, "A stage is asked for")
 
 
 def read_warm(message: wire.WarmLayersRequest) -> StageRequest:
@@ -89,65 +133,13 @@ def read_warm(message: wire.WarmLayersRequest) -> StageRequest:
     Raises:
         BadPipelineRequest: no stage could have them.
     """
-    return _read_layers(message)
-
-
-def _read_layers(message: wire.OpenStageRequest | wire.WarmLayersRequest) -> StageRequest:
-    _bound(0 < len(message.model_id) <= MAX_NAME, f"A model's name has 1 to {MAX_NAME} characters")
-    _bound(is_sha256(message.digest), "A digest is 64 hexadecimal digits")
-    first, stop = message.first_layer, message.stop_layer
-    _bound(first < stop <= MAX_LAYERS, f"No model has layers {first} to {stop}")
-    _bound(
-        1 <= message.least_blocks <= message.n_blocks <= MAX_BLOCKS, f"A lease is of 1 to {MAX_BLOCKS} blocks, and no less than the least"
-    )
-    _bound(1 <= message.max_rows <= MAX_ROWS, f"A batch has 1 to {MAX_ROWS} rows")
-    try:
-        weights = WeightsFormat(message.quantization)
-    except ValueError:
-        raise BadPipelineRequest("Weights of a format that is unknown here") from None
-    return StageRequest(
-        session_id=bytes(SESSION_ID_BYTES),
-        model_id=message.model_id,
-        digest=message.digest,
-        weights=weights,
-        layers=LayerRange(first, stop),
-        n_blocks=message.n_blocks,
-        least_blocks=message.least_blocks,
-        max_rows=message.max_rows,
-    )
+    return _WARM.read_checked(message, "Layers are asked for", session_id=bytes(SESSION_ID_BYTES))
 
 
 def write_event(event: StageEvent) -> wire.OpenStageResponse:
     """As a stage tells it."""
-    match event:
-        case StageLoading(done, total):
-            return wire.OpenStageResponse(loading=wire.StageLoading(bytes_done=done, bytes_total=total))
-        case StageOpened():
-            return wire.OpenStageResponse(
-                opened=wire.StageOpened(
-                    tensor_port=event.tensor_port,
-                    ticket=event.ticket,
-                    n_blocks=event.n_blocks,
-                    block_size=event.block_size,
-                    numerics_id=event.numerics_id,
-                    one_path=event.one_path,
-                    holds_identity=event.holds_identity,
-                    resumed=event.resumed,
-                )
-            )
-        case StageReport():
-            return wire.OpenStageResponse(
-                report=wire.StageReport(
-                    received=event.received,
-                    computed=event.computed,
-                    sent=event.sent,
-                    queue_depth=event.queue_depth,
-                    p95_latency_ms=event.p95_latency_ms,
-                    busy_s=event.busy_s,
-                )
-            )
-        case StageFault(code, message, blames):
-            return wire.OpenStageResponse(fault=wire.StageFault(code=code, message=message[:MAX_TEXT], blames=blames or ""))
+    name, codec = _EVENTS[type(event)]
+    return wire.OpenStageResponse(**{name: codec.write(event)})
 
 
 def read_event(message: wire.OpenStageResponse, request: StageRequest) -> StageEvent:
@@ -156,42 +148,20 @@ def read_event(message: wire.OpenStageResponse, request: StageRequest) -> StageE
     Raises:
         FleetError: it contradicts what was asked, or itself.
     """
-    match message.WhichOneof("event"):
-        case "loading":
-            return StageLoading(message.loading.bytes_done, message.loading.bytes_total)
-        case "opened":
-            told = message.opened
-            sound = (
-                0 < told.tensor_port < 1 << 16
-                and len(told.ticket) == TICKET_BYTES
-                and request.least_blocks <= told.n_blocks <= request.n_blocks
-                and 0 < told.block_size <= 1 << 16
-                and len(told.numerics_id) <= MAX_NAME
-                and (request.kv or not told.resumed)
-            )
-            if sound:
-                return StageOpened(
-                    *(told.tensor_port, told.ticket, told.n_blocks, told.block_size, told.numerics_id, told.one_path, told.holds_identity),
-                    resumed=told.resumed if told.HasField("resumed") else None,
-                )
-        case "report":
-            told = message.report
-            if math.isfinite(told.p95_latency_ms) and math.isfinite(told.busy_s):
-                return StageReport(told.received, told.computed, told.sent, told.queue_depth, told.p95_latency_ms, told.busy_s)
-        case "fault":
-            told = message.fault
-            blames = NodeId(told.blames) if is_node_id(told.blames) else None
-            return StageFault(printable(told.code, MAX_NAME), printable(told.message, MAX_TEXT), blames)
-        case None:
-            pass
-    raise FleetError("A stage tells what makes no sense")
+    said = message.WhichOneof("event")
+    if said is None:
+        raise FleetError("A stage tells what makes no sense")
+    event: StageEvent = _READERS[said].read_checked(getattr(message, said), f"A stage tells of {said}")
+    if isinstance(event, StageOpened) and (
+        not request.least_blocks <= event.n_blocks <= request.n_blocks or (event.resumed and not request.kv)
+    ):
+        raise FleetError("A stage opens something else than was asked for")
+    return event
 
 
 def write_connect(session_id: bytes, to: NextStage) -> wire.ConnectStageRequest:
     """As a caller sends it."""
-    return wire.ConnectStageRequest(
-        session_id=session_id, node_id=to.node_id, tensor_addresses=to.addresses, ticket=to.ticket, block_size=to.block_size
-    )
+    return _NEXT.write(to, session_id=session_id)
 
 
 def read_connect(message: wire.ConnectStageRequest) -> NextStage:
@@ -200,14 +170,7 @@ def read_connect(message: wire.ConnectStageRequest) -> NextStage:
     Raises:
         BadPipelineRequest: nowhere that exists.
     """
-    _bound(is_node_id(message.node_id), "What should name a node names none")
-    _bound(len(message.ticket) == TICKET_BYTES, f"A ticket has {TICKET_BYTES} bytes")
-    addresses = tuple(message.tensor_addresses)
-    _bound(1 <= len(addresses) <= MAX_ADDRESSES, f"A node has 1 to {MAX_ADDRESSES} addresses")
-    _bound(all(is_address(address) for address in addresses), "What should be host:port is not")
-    _bound(message.block_size <= WIDEST_BLOCK, f"Blocks have at most {WIDEST_BLOCK} tokens")
-    block_size = message.block_size if message.HasField("block_size") else None
-    return NextStage(NodeId(message.node_id), addresses, message.ticket, block_size)
+    return _NEXT.read_checked(message, "A way to the next stage")
 
 
 def check_echo(message: wire.EchoRowsRequest) -> None:
@@ -216,9 +179,5 @@ def check_echo(message: wire.EchoRowsRequest) -> None:
     Raises:
         BadPipelineRequest: they could not.
     """
-    _bound(message.n_rows >= 1 and message.first_row + message.n_rows <= MAX_ROWS, f"A batch has 1 to {MAX_ROWS} rows")
-
-
-def _bound(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise BadPipelineRequest(otherwise)
+    if not (message.n_rows >= 1 and message.first_row + message.n_rows <= MAX_ROWS):
+        raise BadPipelineRequest(f"A batch has 1 to {MAX_ROWS} rows")

@@ -1,0 +1,279 @@
+"""A frozen dataclass as a message and back, by a table that names what is not plain.
+
+Law: a field of one name on both sides needs no entry. What a table leaves out, on either side, is a ValueError where the table is made, so a field
+that is added to one side alone is found at once. `read` converts, `check` holds a value against its bounds, and `read_checked` does both and raises
+nothing but the table's own error: it is for whatever another node said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Final, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from paceline.core.errors import PacelineError
+from paceline.core.generation import Range
+from paceline.core.model import LayerRange
+from paceline.core.shown import printable
+
+V = TypeVar("V")
+M = TypeVar("M", bound=Message)
+
+RefuseField = Callable[[str, str], PacelineError]
+"""Makes an error of what is wrong and the field it is about."""
+MOST_MS: Final = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Of a text, of bytes, or of a tuple whose elements are sound each."""
+
+    least: int
+    most: int
+    each: Callable[[Any], bool] | None = None
+
+    def holds(self, value: Sequence[Any]) -> bool:
+        return self.least <= len(value) <= self.most and (self.each is None or all(map(self.each, value)))
+
+
+Bound = Range | Length | Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """How one field travels.
+
+    Args:
+        name: in the message, where it is another one. Of several, `write` returns as many values and `read` takes them.
+        bound: of the dataclass's value. None as a value is always sound, and left out of the message.
+        codec: of a field that is another message, or a tuple of them.
+        always: it is read where it is absent, too; else what is absent, of a field that can be, is None.
+        called: in refusals, where the field's own name says less.
+    """
+
+    name: str | tuple[str, ...] = ""
+    bound: Bound | None = None
+    write: Callable[[Any], Any] | None = None
+    read: Callable[..., Any] | None = None
+    codec: Codec[Any, Any] | None = None
+    always: bool = False
+    called: str = ""
+
+
+class Codec(Generic[V, M]):
+    """One dataclass and one message.
+
+    Args:
+        refuse: makes the error of a value that is out of its bounds.
+        fields: those that are not plain; a name, a bound or a codec alone stands for a `Mapped` with nothing else.
+        bounds: of all fields of a type, by its name, that have none of their own.
+        also: says what is wrong between fields; empty where nothing is.
+        given: fields of the dataclass that whoever reads gives, unless they have a default. The message has those alone that `fields` names.
+        beside: fields of the message that the dataclass does not have: whoever writes gives them.
+    """
+
+    def __init__(
+        self,
+        kind: type[V],
+        message: type[M],
+        refuse: RefuseField,
+        fields: Mapping[str, Mapped | Bound | Codec[Any, Any] | str] = MappingProxyType({}),
+        *,
+        bounds: Mapping[str, Bound] | None = None,
+        also: Callable[[V], str] | None = None,
+        given: Collection[str] = (),
+        beside: Iterable[str] = (),
+    ) -> None:
+        self._kind, self._message, self._refuse, self._also = kind, message, refuse, also
+        there = dict(message.DESCRIPTOR.fields_by_name)
+        types = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        table = {attr: _mapped(fields.get(attr, "")) for attr in types if attr in fields or attr not in given}
+        names = {attr: mapped.name if isinstance(mapped.name, tuple) else (mapped.name or attr,) for attr, mapped in table.items()}
+        if wrong := ({name for several in names.values() for name in several} | set(beside)) ^ there.keys() | fields.keys() - types.keys():
+            raise ValueError(f"{kind.__name__} and {message.DESCRIPTOR.name} don't fit together: {sorted(wrong)}")
+        plain: dict[str, str] = {}
+        self._writes: list[tuple[str, str | tuple[str, ...], Callable[[Any], Any]]] = []
+        self._reads: list[tuple[str, tuple[str, ...], bool, Callable[..., Any]]] = []
+        checks: dict[str, tuple[str, Bound | None, Codec[Any, Any] | None, bool]] = {}
+        for attr, mapped in table.items():
+            first, several, codec = there[names[attr][0]], isinstance(mapped.name, tuple), mapped.codec
+            write, read = mapped.write, mapped.read or (tuple if first.is_repeated and codec is None else None)
+            if codec is not None:
+                write = write or (codec.write_all if first.is_repeated else codec.write)
+                read = read or (codec.read_all if first.is_repeated else codec.read)
+            bound = mapped.bound or (bounds or {}).get(types[attr])
+            if bound is not None or codec is not None:
+                checks[attr] = (mapped.called or attr, bound, codec, first.is_repeated)
+            presence = first.has_presence and not mapped.always and not several
+            if write is None and read is None and not presence and attr not in given:
+                plain[attr] = names[attr][0]
+                continue
+            self._writes.append(
+                (attr, names[attr], write if several and write else lambda got, write=write: (write(got) if write else got,))
+            )
+            if attr not in given:
+                self._reads.append((attr, names[attr], presence, read or _same))
+        self._attrs, self._names, self._checks = tuple(plain), tuple(plain.values()), tuple(checks.values())
+        self._get_attrs, self._get_names, self._get_checked = _getter(plain), _getter(plain.values()), _getter(checks)
+
+    def write(self, value: V, /, **beside: Any) -> M:
+        """As it travels."""
+        said: dict[str, Any] = dict(zip(self._names, self._get_attrs(value), strict=True))
+        for attr, names, write in self._writes:
+            got = getattr(value, attr)
+            if got is not None and isinstance(names, str):
+                said[names] = write(got)
+            elif got is not None:
+                said.update(zip(names, write(got), strict=True))
+        return self._message(**said, **beside)
+
+    def read(self, message: M, /, **given: Any) -> V:
+        """What a message says, within no bounds.
+
+        Raises:
+            ValueError: it has a value that nothing here has.
+        """
+        values: dict[str, Any] = dict(zip(self._attrs, self._get_names(message), strict=True))
+        for attr, names, presence, read in self._reads:
+            absent = presence and not message.HasField(names[0])
+            values[attr] = None if absent else read(*[getattr(message, name) for name in names])
+        return self._kind(**values, **given)
+
+    def write_all(self, values: Iterable[V]) -> list[M]:
+        return [self.write(value) for value in values]
+
+    def read_all(self, messages: Iterable[M]) -> tuple[V, ...]:
+        return tuple([self.read(message) for message in messages])
+
+    def read_checked(self, message: M, what: str, /, **given: Any) -> V:
+        """What another node's message says.
+
+        Args:
+            what: it is, for the error.
+
+        Raises:
+            PacelineError: `refuse`'s, of a value that is out of its bounds.
+        """
+        try:
+            value = self.read(message, **given)
+        except ValueError as error:
+            raise self._refuse(f"{what}: {printable(str(error))}", "") from error
+        self.check(value, what)
+        return value
+
+    def check(self, value: V, what: str, refuse: RefuseField | None = None) -> None:
+        """Hold a value against its bounds.
+
+        Raises:
+            PacelineError: `refuse`'s.
+        """
+        refuse = refuse or self._refuse
+        for (called, bound, codec, repeated), got in zip(self._checks, self._get_checked(value), strict=True):
+            if got is None:
+                continue
+            if bound is not None and not (bound(got) if callable(bound) else bound.holds(got)):
+                raise refuse(f"{what}: {called} {_complaint(bound, got)}", called)
+            if codec is not None:
+                for one in got if repeated else (got,):
+                    codec.check(one, f"{what}, {called}", refuse)
+        if self._also is not None and (wrong := self._also(value)):
+            raise refuse(f"{what}: {wrong}", "")
+
+
+class Columns(Generic[V, M]):
+    """Rows, each a dataclass or a named tuple, as the columns of one message. A column's `write` and `read` take all of it.
+
+    Args:
+        columns: by the row's fields, in their order.
+    """
+
+    def __init__(self, kind: Callable[..., V], message: type[M], refuse: RefuseField, /, **columns: Mapped) -> None:
+        self._kind, self._message, self._refuse = kind, message, refuse
+        self._columns = [(str(column.name), column.write or list, column.read or _same) for column in columns.values()]
+        self._row = _getter(columns)
+
+    def write(self, rows: Iterable[V]) -> M:
+        columns = zip(*map(self._row, rows), strict=True)
+        return self._message(**{name: write(column) for (name, write, _), column in zip(self._columns, columns, strict=False)})
+
+    def read(self, message: M) -> tuple[V, ...]:
+        """The rows.
+
+        Raises:
+            PacelineError: `refuse`'s: the columns differ in length.
+        """
+        try:
+            rows = zip(*(read(getattr(message, name)) for name, _, read in self._columns), strict=True)
+            return tuple([self._kind(*row) for row in rows])
+        except ValueError as error:
+            raise self._refuse(f"The columns of {self._message.DESCRIPTOR.name} differ in length", "") from error
+
+
+def refuse_with(kind: type[PacelineError]) -> RefuseField:
+    """Refuses with an error that names no field of its own."""
+    return lambda text, _: kind(text)
+
+
+def or_none(name: str = "", bound: Bound | None = None) -> Mapped:
+    """A text or a number that is empty, or 0, in the message where the dataclass has None."""
+    return Mapped(name, bound, None, lambda got: got or None)
+
+
+def milliseconds(name: str, bound: Bound | None = None) -> Mapped:
+    """Seconds, as whole milliseconds of 32 bits."""
+    return Mapped(name, bound, to_ms, from_ms)
+
+
+def to_ms(seconds: float) -> int:
+    return min(MOST_MS, max(0, round(seconds * 1000)))
+
+
+def from_ms(ms: int) -> float:
+    return ms / 1000
+
+
+def layer_span(bound: Bound | None = None) -> Mapped:
+    """Layers, as their first and the one behind their last."""
+    return Mapped(("first_layer", "stop_layer"), bound, lambda layers: (layers.start, layers.stop), LayerRange)
+
+
+def _mapped(entry: Mapped | Bound | Codec[Any, Any] | str) -> Mapped:
+    match entry:
+        case Mapped():
+            return entry
+        case str():
+            return Mapped(entry)
+        case Codec():
+            return Mapped(codec=entry)
+        case _:
+            return Mapped(bound=entry)
+
+
+def _complaint(bound: Bound, got: Any) -> str:
+    match bound:
+        case Range():
+            return f"is {got}, and {bound} is taken"
+        case Length(least, most) if not least <= len(got) <= most:
+            return f"has a length of {len(got)}, and {least} to {most} is taken"
+        case _:
+            return f"can't be {printable(repr(got), 80)}"
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _getter(names: Collection[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads attributes of those names, always as a tuple."""
+    match [*names]:
+        case []:
+            return lambda _: ()
+        case [name]:
+            return lambda value: (getattr(value, name),)
+        case several:
+            return attrgetter(*several)
