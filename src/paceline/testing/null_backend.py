@@ -58,6 +58,8 @@ class NullRunner:
                 raise ValueError(f"sequence {s} of the batch reads position {int(positions[history < 0][0])}, which no step wrote")
             out[start : start + n] = _running_hash(history)[first:]
             self.rows_run += n
+        if plan.watch is not None:
+            plan.watch.layer_done()
         return out
 
     def logits(self, x_TD: UInt64, rows_R: Int32) -> npt.NDArray[np.float32]:

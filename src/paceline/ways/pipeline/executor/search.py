@@ -29,6 +29,7 @@ from paceline.core.errors import (
     PipelineStalled,
     ShardCorrupt,
     ShardUnavailable,
+    StreamClosed,
     WeightsMismatch,
 )
 from paceline.core.ids import NodeId
@@ -134,11 +135,13 @@ class LocalRoute:
     def send(self, batch: StageBatch, x_TD: WireBits, deadline: float) -> None:
         """Keep it until it is asked for."""
         del deadline
+        self._check_open()
         self._waiting.append((batch, np.array(x_TD)))
 
     def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
         """Run the oldest."""
         del deadline, rehearse  # kernels in this thread can't be given up half way
+        self._check_open()
         batch, x_TD = self._waiting.popleft()
         behind = batch.behind(self.stages[0].layers)
         return behind, self._stage.run(batch, x_TD)[: behind.n_rows]
@@ -156,6 +159,10 @@ class LocalRoute:
             self._closed = True
             self._waiting.clear()
             self._runner.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StreamClosed("this machine's own layers are closed")
 
 
 logger = logging.getLogger(__name__)
