@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import grpc
 import grpc.aio
 from tests.fakes.engines import VOCAB, VOCABULARY
+from tests.fakes.executors import InOrderExecutor
 from tests.unit.net.member.nodes import make_node
 
 from paceline.backends.cpu.sampler import CompiledSampler
@@ -30,7 +31,6 @@ from paceline.net.member.node import FleetNode
 from paceline.net.server import Service
 from paceline.net.wire import generate_pb2
 from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub
-from paceline.testing.executors import InOrderExecutor
 from paceline.testing.fleets import TestFleet
 from paceline.testing.null_backend import NullRunner
 from paceline.ways.draft.desk import ProposerDesk, proposer_service

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import orjson
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import BOUND_S, Served
 
 from paceline.node.api_certificate import own_certificate
 from paceline.server.admission import WRONG_KEYS
 from paceline.server.settings import ServerSettings, TlsFiles
 from paceline.store.home import Home
-from paceline.testing.scripted_inference import ScriptedInference
 
 Serve = Callable[..., Served[ScriptedInference]]
 KEY = "open-sesame-open-sesame"

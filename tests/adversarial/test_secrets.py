@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.cli.api_options import MAX_KEY_BYTES, ApiOptions, read_key
@@ -21,7 +22,6 @@ from paceline.node.api_certificate import LASTS, own_certificate
 from paceline.server.settings import ServerSettings, TlsFiles
 from paceline.store.home import Home
 from paceline.store.partial import make_way
-from paceline.testing.scripted_inference import ScriptedInference
 
 Start = Callable[..., "subprocess.Popen[str]"]
 KEY = "open-sesame-open-sesame"

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 Serve = Callable[..., Served[ScriptedInference]]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import orjson
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 from .conftest import Serve
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import orjson
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 Serve = Callable[..., Served[ScriptedInference]]
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}

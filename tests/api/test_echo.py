@@ -7,9 +7,8 @@ from typing import Any
 import openai
 import orjson
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
-
-from paceline.testing.scripted_inference import ScriptedInference
 
 
 @pytest.mark.parametrize(

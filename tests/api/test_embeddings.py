@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from openai.types import EmbeddingCreateParams
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import BOUND_S, Served
 
 from paceline.core.clock import SystemClock
@@ -22,7 +23,6 @@ from paceline.server import embeddings
 from paceline.server.embedding_routes import EmbeddingRequest
 from paceline.server.embeddings import Embedder, parts
 from paceline.server.metrics import Meter
-from paceline.testing.scripted_inference import ScriptedInference
 from paceline.testing.seeded_encoders import SPEC, write_encoder
 
 TEXTS = ["hello world", "the cat sat on the mat.", "cats"]

@@ -12,6 +12,7 @@ from openai.types import completion_create_params
 from openai.types.chat import ChatCompletionMessageParam
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel
+from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.core.clock import SystemClock
@@ -21,7 +22,6 @@ from paceline.server.intake import Intake
 from paceline.server.messages import Message, Tool
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest, StreamOptions
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 
 from .conftest import Serve
 

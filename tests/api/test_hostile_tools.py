@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 from tests.unit.server.formats.test_families import FORMATS
 
 from paceline.core.errors import InvalidRequest
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
-from paceline.testing.scripted_inference import ScriptedInference
 
 ITSELF = {"type": "object", "properties": {f"k{place}": {"$ref": "#"} for place in range(12)}}
 

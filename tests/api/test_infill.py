@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 from tests.fakes.served import Served
-
-from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 
 from .conftest import Serve
 

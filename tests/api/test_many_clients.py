@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 from tests.fakes.served import BOUND_S, Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 
 Serve = Callable[..., Served[ScriptedInference]]
 CLIENTS = 500

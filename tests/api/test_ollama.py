@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 Scripted = Served[ScriptedInference]
 Serve = Callable[..., Scripted]

@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.core.generation import Notice
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 Serve = Callable[..., Served[ScriptedInference]]
 

@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import orjson
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import BOUND_S, Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 Serve = Callable[..., Served[ScriptedInference]]
 HURRIED = ServerSettings(request_timeout_s=0.2, slow_reader_timeout_s=0.2)

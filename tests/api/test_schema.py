@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from pydantic import TypeAdapter
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server import embedding_routes, replies
@@ -18,7 +19,6 @@ from paceline.server.app import create_app
 from paceline.server.ollama import shape as ollama
 from paceline.server.responses.shape import ResponseReply
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 document = create_app(ScriptedInference(max_context=512), encoder=ScriptedEncoder()).openapi()
 schema = schemathesis.openapi.from_dict(document)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.core.errors import ConfigError
@@ -15,7 +16,6 @@ from paceline.core.inference import Progress
 from paceline.server.app import create_app, service_of
 from paceline.server.serve import bind, serve
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 Serve = Callable[..., Served[ScriptedInference]]
 BODY = {"model": "echo", "prompt": "ab", "stream": True}

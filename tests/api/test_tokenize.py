@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 from .conftest import Serve
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import openai
 import pytest
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
-
-from paceline.testing.scripted_inference import ScriptedInference
 
 from .conftest import Serve
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
+from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server.anthropic.requests import (
@@ -18,7 +19,6 @@ from paceline.server.anthropic.requests import (
     ToolUseBlock,
 )
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 
 anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed: make install-dev")
 

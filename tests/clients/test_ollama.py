@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from tests.fakes.scripted_encoder import ScriptedEncoder
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
-from paceline.testing.scripted_inference import ScriptedInference
 
 ollama = pytest.importorskip("ollama", reason="the ollama client is not installed")
 

@@ -13,11 +13,11 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response, response_create_params
 from pydantic import BaseModel
+from tests.fakes.scripted_inference import EOS, ByteTokenizer, ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import EOS, ByteTokenizer, ScriptedInference
 
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.fakes.executors import InOrderExecutor
 from tests.fakes.pipelines import Machine, MemoryRouter
 
 from paceline.backends import cpu, torch
@@ -19,7 +20,6 @@ from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.testing.conformance.executor import BLOCKS, VOCAB, ExecutorSuite
-from paceline.testing.executors import InOrderExecutor
 from paceline.testing.null_backend import NullRunner
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from tests.fakes.executors import InOrderExecutor
+
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.ids import RequestId, SequenceId
 from paceline.engine.config import EngineConfig
@@ -15,7 +17,6 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftAnswer, DraftAsk
 from paceline.engine.engine import Engine
 from paceline.testing.clock import FakeClock
-from paceline.testing.executors import InOrderExecutor
 from paceline.testing.null_backend import ByteVocabulary, NullRunner
 
 VOCAB = 32

@@ -14,10 +14,11 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
 
+from tests.fakes.scripted_inference import EOS, ByteTokenizer, ScriptedInference
+
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.inference import ServedModel
 from paceline.core.text import NOTHING_GIVEN, Given
-from paceline.testing.scripted_inference import EOS, ByteTokenizer, ScriptedInference
 
 TEMPLATE = "{{ tools }} <tool_call>"
 """What tells its family: Hermes'."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from tests.fakes.scripted_inference import SIZE, ByteTokenizer
 
 from paceline.server.embeddings import Ids, Vectors
-from paceline.testing.scripted_inference import SIZE, ByteTokenizer
 
 
 class ScriptedEncoder:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server.settings import ServerSettings
-from paceline.testing.scripted_inference import ScriptedInference
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 KEY = "open-sesame-open-sesame"

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from tests.fakes.executors import InOrderExecutor
+from tests.fakes.scripted_inference import EOS, SIZE, ByteTokenizer
 
 from paceline.bench.draft import run as subject
 from paceline.bench.draft.drive import answer_all, loops
@@ -22,9 +24,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.store.catalog import open_model
-from paceline.testing.executors import InOrderExecutor
 from paceline.testing.null_backend import NullRunner
-from paceline.testing.scripted_inference import EOS, SIZE, ByteTokenizer
 
 PLAN = DraftBenchPlan(kinds=(ExerciseKind.AGENT,), batches=(1, 3), answer_tokens=12, rounds=2)
 SHORT = [

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes.engines import Answer
+from tests.fakes.executors import InOrderExecutor
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParams
@@ -23,7 +24,6 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.testing.clock import FakeClock
-from paceline.testing.executors import InOrderExecutor
 from paceline.testing.null_backend import ByteVocabulary, NullRunner
 
 PIECES = [bytes([code]) for code in range(32, 127)] + [

@@ -6,6 +6,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ContextOverflow, InvalidRequest, UnknownModel
@@ -14,7 +15,6 @@ from paceline.core.inference import ServedModel
 from paceline.server.call import Call
 from paceline.server.faults import Refusal
 from paceline.server.intake import Intake, find_model
-from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 
 INTAKE = Intake(ScriptedInference(max_context=128), SystemClock())
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fakes.scripted_inference import ScriptedInference
 
 from paceline.core.errors import ConfigError
 from paceline.core.stats import Histogram
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.settings import check_bind
-from paceline.testing.scripted_inference import ScriptedInference
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST", "::1", "[::1]"])

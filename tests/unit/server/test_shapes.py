@@ -7,6 +7,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.scripted_inference import ScriptedInference
 
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
 from paceline.core.ids import RequestId
@@ -14,7 +15,6 @@ from paceline.server.answer import merged
 from paceline.server.call import Call, Endpoint, Usage
 from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.shapes import DONE, Collected, Shape, shape_of
-from paceline.testing.scripted_inference import ScriptedInference
 
 MODEL = ScriptedInference().models()[0]
 

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 from pydantic import TypeAdapter
+from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ContextOverflow, InvalidRequest
@@ -23,7 +24,6 @@ from paceline.server.responses.routes import Responses
 from paceline.server.shapes import shape_of
 from paceline.store.chat_template import ChatTemplate
 from paceline.testing.clock import FakeClock
-from paceline.testing.scripted_inference import ByteTokenizer, ScriptedInference
 
 QWEN = Path(__file__).parents[3] / "data" / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
 ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[AnyItem])
