@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.backends import cpu, torch
-from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
+from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress, PromptWeights
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
@@ -73,7 +73,7 @@ CPU = [
     ]
 ]
 CUDA = [
-    _case("cuda", partial(torch.load, device="cuda"), family, BF16, None, pytest.mark.gpu)
+    _case("cuda", partial(torch.load, device=DeviceKind.CUDA), family, BF16, None, pytest.mark.gpu)
     for family in ("llama", "qwen2", "qwen3", "qwen3_moe")
 ]
 

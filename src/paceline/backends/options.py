@@ -13,6 +13,22 @@ LoadProgress = Callable[[int, int], None]
 """Called with (bytes read, bytes to read) while a model loads."""
 
 
+class DeviceKind(StrEnum):
+    """What kernels run on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+    @property
+    def format_unasked(self) -> WeightsFormat:
+        """The weights format that it runs models in where none is asked for."""
+        match self:
+            case DeviceKind.CPU:
+                return WeightsFormat.STORED
+            case DeviceKind.CUDA:
+                return WeightsFormat.BF16
+
+
 class PromptWeights(StrEnum):
     """Where the prompt path's bf16 weights live, on kernels that need them beside int4 or int8 ones. Same bytes either way."""
 

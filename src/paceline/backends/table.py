@@ -12,6 +12,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 
 from paceline.backends import cpu
+from paceline.backends.options import DeviceKind
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.model import ModelSpec, WeightsFormat
 
@@ -23,20 +24,25 @@ class Kernels(StrEnum):
     AVX512_BF16 = "cpu-avx512bf16"
     TORCH = "torch-cpu"
 
+    @property
+    def device(self) -> DeviceKind:
+        """What they run on."""
+        return DeviceKind.CUDA if self is Kernels.CUDA else DeviceKind.CPU
 
-def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, cuda: bool = False) -> Kernels:
+
+def choose(spec: ModelSpec, weights: WeightsFormat, *, asked: Kernels | None = None, device: DeviceKind = DeviceKind.CPU) -> Kernels:
     """Pick an entry.
 
     Args:
         asked: an entry to use whatever the table says.
-        cuda: whether a CUDA device is there and may be used.
+        device: the fastest that is there and may be used.
 
     Raises:
         ConfigError: the entry asked for can't run here.
         UnsupportedModel: no entry runs the model here.
     """
-    if asked is Kernels.CUDA or (asked is None and cuda and weights is WeightsFormat.BF16):
-        if not cuda:
+    if asked is Kernels.CUDA or (asked is None and device is DeviceKind.CUDA and weights is device.format_unasked):
+        if device is not DeviceKind.CUDA:
             raise ConfigError(
                 "--device torch-cuda was asked for, and torch sees no CUDA device", "Check the driver, or leave --device out."
             )

@@ -1,41 +1,45 @@
-"""Whether there is a CUDA device. torch, which takes a second to import, is asked only where a driver shows itself."""
+"""The fastest device here, and the figures of one that is not the processors. torch, which takes a second to import, is asked only where a driver
+shows itself.
+"""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
 
+from paceline.backends.options import DeviceKind
+
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))
 
 
-def has_cuda() -> bool:
-    """A driver, and a torch that can use it."""
+def fastest_device() -> DeviceKind:
+    """CUDA's where there are a driver and a torch that can use it, else the processors."""
     if not any(path.exists() for path in _DRIVERS) or find_spec("torch") is None:
-        return False
+        return DeviceKind.CPU
     import torch
 
-    return torch.cuda.is_available()
+    return DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
 
 
-def cuda_name() -> str:
-    """Of the current CUDA device, as its maker calls it."""
+def device_name() -> str:
+    """As its maker calls it."""
     import torch
 
     return torch.cuda.get_device_name()
 
 
-def total_cuda_bytes() -> int:
-    """Memory of the current CUDA device."""
+def total_device_bytes() -> int:
+    """Its memory."""
     import torch
 
     return torch.cuda.mem_get_info()[1]
 
 
-def cuda_memory_rate(_threads: int = 1) -> float:
-    """Bytes a second that the current CUDA device reads of its own memory, by a short copy; the best of some."""
+def device_memory_rate(_threads: int = 1) -> float:
+    """Bytes a second that it reads of its own memory, by a short copy; the best of some."""
     import torch
 
-    words = min(free_cuda_bytes() // 4, 1 << 28) // 8
+    words = min(free_device_bytes() // 4, 1 << 28) // 8
     source = torch.ones(words, dtype=torch.int64, device="cuda")
     target = torch.empty_like(source)
     best = 0.0
@@ -49,8 +53,8 @@ def cuda_memory_rate(_threads: int = 1) -> float:
     return best
 
 
-def free_cuda_bytes() -> int:
-    """Memory free on the current CUDA device."""
+def free_device_bytes() -> int:
+    """Memory that is free on it."""
     import torch
 
     return torch.cuda.mem_get_info()[0]

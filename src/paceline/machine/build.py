@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends.memory import human
-from paceline.backends.options import LoadProgress
-from paceline.backends.table import Kernels
+from paceline.backends.options import DeviceKind, LoadProgress
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.inference import ServedModel
 from paceline.core.model import WeightsFormat
@@ -92,10 +91,10 @@ def build_engine(
     if kv.shortened_from:
         notes.append(f"context shortened from {kv.shortened_from} to {kv.context} tokens, to fit memory (see --kv-tokens)")
     if (
-        setup.kernels is not Kernels.CUDA
+        setup.kernels.device is DeviceKind.CPU
         and settings.device is None
         and settings.weights not in {None, WeightsFormat.BF16}
-        and accelerator.has_cuda()
+        and accelerator.fastest_device() is not DeviceKind.CPU
     ):
         notes.append(f"the GPU is not used: it holds bf16, and --weights {setup.weights} was asked for")
     if not runner.holds_identity:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from paceline.backends import cpu
 from paceline.backends.memory import available_bytes, total_bytes
+from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.model import WeightsFormat
 from paceline.machine import accelerator
@@ -150,15 +151,15 @@ def local_devices(home: Home) -> tuple[LocalDevice, ...]:
     def processors(*weights: WeightsFormat) -> LocalDevice:
         return LocalDevice(kernels, weights, processor_name, total_bytes, lambda: available_bytes(), lambda: memory_rate(home))
 
-    if not accelerator.has_cuda():
+    if accelerator.fastest_device() is DeviceKind.CPU:
         return (processors(*WeightsFormat),)
     gpu = LocalDevice(
         Kernels.CUDA,
-        (WeightsFormat.BF16,),
-        accelerator.cuda_name,
-        accelerator.total_cuda_bytes,
-        accelerator.free_cuda_bytes,
-        accelerator.cuda_memory_rate,
+        (DeviceKind.CUDA.format_unasked,),
+        accelerator.device_name,
+        accelerator.total_device_bytes,
+        accelerator.free_device_bytes,
+        accelerator.device_memory_rate,
     )
     return gpu, processors(*(weights for weights in WeightsFormat if weights not in gpu.weights))
 

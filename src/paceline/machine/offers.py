@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.backends import table
-from paceline.backends.table import Kernels
+from paceline.backends.options import DeviceKind
 from paceline.core.errors import PacelineError
 from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import tensor_shapes
@@ -91,11 +91,11 @@ class Shelf:
         try:
             head = self._head(location)
             for device in self._devices:
-                cuda = device.kernels is Kernels.CUDA
-                if cuda and not fits_gpu(head.spec, head.types.__getitem__, device.total_bytes()):
+                kind = device.kernels.device
+                if kind is not DeviceKind.CPU and not fits_gpu(head.spec, head.types.__getitem__, device.total_bytes()):
                     continue
-                weights = WeightsFormat.BF16 if cuda else WeightsFormat.STORED
-                shape = model_shape(head.spec, weights, head.types.__getitem__, table.choose(head.spec, weights, cuda=cuda))
+                weights = kind.format_unasked
+                shape = model_shape(head.spec, weights, head.types.__getitem__, table.choose(head.spec, weights, device=kind))
                 speed = self._speeds.find(SpeedKey(head.digest, weights, self._threads)) if head.digest else None
                 found.append(replace(_offer(location.name, head.digest, weights, shape, head.size_bytes, speed), files=head.files_digest))
         except (PacelineError, OSError) as error:

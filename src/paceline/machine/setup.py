@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.backends import cpu, table
 from paceline.backends.choice import part_bytes, torch_formats
 from paceline.backends.memory import human
-from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
 from paceline.backends.table import Kernels
 from paceline.backends.working import kv_group, working_bytes
 from paceline.core.clock import Clock
@@ -179,7 +179,7 @@ class Setup:
             stored_as=held.most_common(1)[0][0],
             file_format="gguf" if isinstance(source, GgufWeights) else "safetensors",
             hidden=spec.hidden,
-            on_gpu=self.kernels is Kernels.CUDA,
+            on_gpu=self.kernels.device is not DeviceKind.CPU,
         )
 
     @property
@@ -209,16 +209,15 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         raise ConfigError(f"--threads {settings.threads}: this machine has {cores} cores to use", f"Ask for {cores}, or leave it out.")
     opened = open_model(settings.model)
     spec, type_of, notes = opened.spec, opened.weights.type_of, list[str]()
-    cuda = settings.device in {None, Kernels.CUDA} and accelerator.has_cuda()
-    takes_whole = settings.weights in {None, WeightsFormat.BF16} and not spread  # of several machines, each takes what the plan says
-    if cuda and settings.device is None and takes_whole and not fits_gpu(spec, type_of, accelerator.free_cuda_bytes()):
+    device = accelerator.fastest_device() if settings.device is None or settings.device.device is not DeviceKind.CPU else DeviceKind.CPU
+    takes_whole = settings.weights in {None, device.format_unasked} and not spread  # of several machines, each takes what the plan says
+    unasked = device is not DeviceKind.CPU and settings.device is None
+    if unasked and takes_whole and not fits_gpu(spec, type_of, free := accelerator.free_device_bytes()):
         needed = part_bytes(weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA), spec.all_layers, edges=True)
-        notes.append(
-            f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(accelerator.free_cuda_bytes())} is free there"
-        )
-        cuda = False
-    weights = settings.weights or (WeightsFormat.BF16 if cuda and not spread else WeightsFormat.STORED)
-    kernels = table.choose(spec, weights, asked=settings.device, cuda=cuda)
+        notes.append(f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(free)} is free there")
+        device = DeviceKind.CPU
+    weights = settings.weights or (DeviceKind.CPU if spread else device).format_unasked
+    kernels = table.choose(spec, weights, asked=settings.device, device=device)
     if weights is WeightsFormat.STORED and kernels is not Kernels.AVX512_BF16:
         kept = sorted(set(torch_formats(spec, weights, type_of).values()))
         notes.append(f"{kernels} holds matrices in {' and '.join(kept)}, each in the one nearest to what the file has of it")
@@ -242,4 +241,4 @@ def load_runner(kernels: Kernels, source: WeightSource, options: LoadOptions, pr
         case Kernels.TORCH | Kernels.CUDA:
             from paceline.backends import torch
 
-            return torch.load(source, options, progress, device="cuda" if kernels is Kernels.CUDA else "cpu")
+            return torch.load(source, options, progress, device=kernels.device)

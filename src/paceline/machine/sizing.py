@@ -16,6 +16,7 @@ from typing import Final
 from paceline.backends import cpu
 from paceline.backends.choice import forms_by, held_bytes, part_bytes, torch_bytes, torch_formats
 from paceline.backends.memory import MIB, available_bytes, human
+from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.backends.working import working_bytes
 from paceline.core.errors import ConfigError, OutOfMemory
@@ -44,8 +45,8 @@ def free_bytes(kernels: Kernels, threads: int, kernel_cache: Path | None) -> int
         threads: that load.
         kernel_cache: where compiled kernels are kept; None: beside their sources.
     """
-    if kernels is Kernels.CUDA:
-        return accelerator.free_cuda_bytes()
+    if kernels.device is not DeviceKind.CPU:
+        return accelerator.free_device_bytes()
     return max(0, available_bytes() - load_bytes(kernels, threads, kernel_cache))
 
 

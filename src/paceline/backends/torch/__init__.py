@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from paceline.backends import kernel_cache
-from paceline.backends.options import LoadOptions, LoadProgress
+from paceline.backends.options import DeviceKind, LoadOptions, LoadProgress
 
 if TYPE_CHECKING:
     from paceline.core.weights import WeightSource
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load(
-    source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None, *, device: Literal["cpu", "cuda"] = "cpu"
+    source: WeightSource, options: LoadOptions, progress: LoadProgress | None = None, *, device: DeviceKind = DeviceKind.CPU
 ) -> LayerRunner[Any]:
     """Load a range of layers.
 
@@ -28,7 +28,7 @@ def load(
     compiled = kernel_cache.use(options.kernel_cache)
     # They are compiled where they are first called, so the first load of all is alone.
     with nullcontext() if compiled else kernel_cache.alone():
-        if device == "cuda":
+        if device is DeviceKind.CUDA:
             from paceline.backends.torch.cuda import load_cuda
 
             runner: LayerRunner[Any] = load_cuda(source, options, progress)

@@ -267,7 +267,7 @@ def kernels_for(spec: ModelSpec, weights: WeightsFormat) -> Kernels:
     Raises:
         UserError: none do.
     """
-    return table.choose(spec, weights, cuda=accelerator.has_cuda())
+    return table.choose(spec, weights, device=accelerator.fastest_device())
 
 
 class _GivenUp(Exception):

@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from paceline.backends.memory import total_bytes
+from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId
@@ -191,7 +192,7 @@ class ShardServing:
 
     def _load_bytes(self, kernels: Kernels) -> int:
         """None of it is a GPU's memory."""
-        return 0 if kernels is Kernels.CUDA else load_bytes(kernels, self._threads, self._home.kernels) + FETCH_BYTES
+        return load_bytes(kernels, self._threads, self._home.kernels) + FETCH_BYTES if kernels.device is DeviceKind.CPU else 0
 
     def service(self, guard: PeerGuard) -> Service:
         """For `FleetNode.start`."""
