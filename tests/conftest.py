@@ -40,11 +40,15 @@ def interrupts() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def young() -> None:
-    """What stays from before a file's tests, a million objects, is not looked at again when garbage is collected: layers that end ask for that."""
-    gc.collect()
+def young() -> Iterator[None]:
+    """What stays from before a file's tests, a million objects, is not looked at again when garbage is collected: layers that end ask for that.
+
+    What a file leaves is collected at its end, so that a connection left open is its own failure and no other file's.
+    """
     gc.freeze()
     gc.enable()
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline.backends.cpu.aligned import aligned
 from paceline.backends.cpu.pages import AHEAD, KvPages
 from paceline.backends.cpu.sizes import NEIGHBOURS
 
@@ -24,7 +23,11 @@ LARGE = 2 << 20
 
 @pytest.fixture
 def kv() -> npt.NDArray[np.uint8]:
-    return aligned(LAYERS * LAYER)
+    """Fresh memory of the system's: what the allocator has kept from tests before would be present already."""
+    fresh = mmap.mmap(-1, LAYERS * LAYER)
+    if sys.platform == "linux":
+        fresh.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(fresh, np.uint8)
 
 
 @pytest.fixture
