@@ -106,8 +106,10 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             left = True
             if not begun:
                 task.cancel()
-            await _ended(task)
-            self._give_stream(caller)
+            try:
+                await _ended(task)
+            finally:  # the call may be cancelled meanwhile
+                self._give_stream(caller)
 
     async def FetchPieces(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: wire.FetchPiecesRequest, context: FetchContext
@@ -126,9 +128,11 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         except (ModelNotFound, ModelFileError) as error:
             await _refuse(context, error)
         finally:
-            if ahead is not None:
-                await _ended(ahead)
-            self._give_stream(caller)
+            try:
+                if ahead is not None:
+                    await _ended(ahead)
+            finally:  # the call may be cancelled meanwhile
+                self._give_stream(caller)
 
     def _read(self, digest: str, place: tuple[int, int] | None) -> asyncio.Task[wire.FetchPiecesResponse] | None:
         if place is None:
