@@ -61,7 +61,9 @@ class EngineBench:
         drafting: DraftingConfig | None = None,
         clock: FakeClock | None = None,
         restores: bool = False,
+        wait: Callable[[float], object] | None = None,
     ) -> None:
+        self.wait = wait or (lambda seconds: self.clock.advance(1000 * seconds))
         self.runner = NullRunner(n_blocks=n_blocks, block_size=block_size, vocab=VOCAB, one_path=one_path)
         self.executor = InOrderExecutor(self.runner, depth, lose, break_at, restores=restores)
         config = self.config = EngineConfig(
@@ -75,7 +77,7 @@ class EngineBench:
         )
         seeds = count(1000)
         self.clock = clock or FakeClock()
-        self.engine = Engine(self.executor, VOCABULARY, config, self.clock, entropy=lambda: next(seeds), drafting=drafting)
+        self.engine = Engine(self.executor, VOCABULARY, config, self.clock, entropy=lambda: next(seeds), drafting=drafting, wait=self.wait)
         self.answers: dict[tuple[RequestId, int], Answer] = {}
 
     def add(self, *requests: GenerationRequest) -> None:

@@ -33,6 +33,9 @@ class EngineConfig:
     """Keep full blocks for requests that begin alike. Costs a hash of each full block, about 1 us."""
     step_timeout_s: float = 60.0
     """How long one step may take before the executor counts as lost. Raising it delays the news of a hang."""
+    wait_timeout_s: float = 60.0
+    """How long live sequences may wait while none of them can run, as for KV that is computed elsewhere, before the engine counts as failed. Raising it
+    delays the news of a source that hangs."""
     max_losses: int = 8
     """Losses of the executor, with no step between them, before live requests end with an error. Raising it delays the news of an outage."""
     model_digest: str = ""
@@ -60,6 +63,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name} is {value}, and {least} is the least that works", f"Raise {name}.")
-        for name in ("step_timeout_s", "step_budget_s"):
+        for name in ("step_timeout_s", "step_budget_s", "wait_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, and must be above 0", f"Raise {name}.")

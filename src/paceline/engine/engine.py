@@ -12,6 +12,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
+from time import sleep
 
 from paceline.core.clock import Clock
 from paceline.core.errors import DrawFailed, ExecutorLost, ExecutorUnavailable, InvalidRequest, PacelineError
@@ -34,6 +35,8 @@ from paceline.engine.stops import TextStream
 SHORTER = 4
 """How many times more rows a step of prompts must have than a prompt that comes, to be given up for it. Raising it: less is run twice, and a
 prompt of some length waits longer."""
+WAIT_S = 0.005
+"""Between two looks whether a live sequence can run, where none could. Raising it: an answer begins later once what it waited for is there."""
 _NO_ROOM = "What is left of the machines has not the memory for this sequence"
 
 
@@ -55,6 +58,7 @@ class Engine:
         drafting: DraftingConfig | None = None,
         sampler: Sampler | None = None,
         grammars: Grammars | None = None,
+        wait: Callable[[float], object] = sleep,
     ) -> None:
         """Start idle.
 
@@ -64,6 +68,7 @@ class Engine:
             drafting: what tokens are guessed with, as long as the executor holds identity; None: nothing.
             sampler: draws the tokens; closed by its maker. None: the plain one, which is slow with a large vocabulary.
             grammars: of the vocabulary; None: answers of a given form are refused.
+            wait: lets so many seconds pass, or fewer where something came that sequences wait for.
         """
         self._executor, self._vocabulary, self._config = executor, vocabulary, config
         self._clock, self._entropy = clock, entropy
@@ -86,6 +91,9 @@ class Engine:
         self._losses = 0
         self._lost = False
         """KV was lost, and the executor has run nothing since."""
+        self._wait = wait
+        self._waits_since: float | None = None
+        """Sequences are live, and none could run."""
         self._failure: str | None = None
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
@@ -182,7 +190,7 @@ class Engine:
                 raise
 
     def collect(self) -> list[GenerationChunk]:
-        """Take one batch's output, and say what each sequence gained.
+        """Take one batch's output, and say what each sequence gained. Where none can run yet, wait a moment, and say nothing.
 
         Raises:
             Exception: whatever the executor raised, but for a loss that can be replayed. The endings come with the next call.
@@ -197,8 +205,11 @@ class Engine:
                     self._read(self._in_flight.popleft(), output, chunks)
                 else:
                     self._scheduler.recalled(self._in_flight.popleft())
+                self._waits_since = None
             elif self._live and not self._lost:
-                raise RuntimeError(f"{self._n_live} sequences are live and none can run")
+                self._await_any(chunks)
+            else:
+                self._waits_since = None
         except ExecutorLost as lost:
             self._replay(lost, chunks)
         except Exception as error:
@@ -271,6 +282,15 @@ class Engine:
                 for seq in (*self._scheduler.running, *self._scheduler.waiting):
                     (self._drafting.begin if self._drafts else self._drafting.end)(seq)
         return True
+
+    def _await_any(self, chunks: Sequence[GenerationChunk]) -> None:
+        """Give what the live sequences wait for a moment to come: none of them can run without it."""
+        now = self._clock.monotonic()
+        since = self._waits_since = now if self._waits_since is None else self._waits_since
+        if now - since >= self._config.wait_timeout_s:
+            raise RuntimeError(f"{self._n_live} sequences are live and none could run for {self._config.wait_timeout_s:g} s")
+        if not chunks:
+            self._wait(WAIT_S)
 
     def _restored(self) -> Collection[SequenceId] | None:
         """Whose KV is as it was before the loss; None: it is not known yet, or was lost again."""

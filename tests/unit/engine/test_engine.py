@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,11 +20,13 @@ from paceline.core.errors import (
     PacelineError,
 )
 from paceline.core.generation import FinishReason, GenerationRequest, Notice, SamplingParams
-from paceline.core.ids import RequestId
+from paceline.core.ids import BlockId, RequestId
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.executor import StepOutput
+from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.sequence import SequenceState
+from paceline.testing.clock import FakeClock
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -298,6 +301,73 @@ class TestAborts:
         bench.engine.abort(RequestId("nobody"))
         assert not bench.engine.has_work
         assert bench.engine.stats().finished == {"length": 1}
+
+
+class Elsewhere:
+    """Another machine that computes the KV of a prompt: it is there, or comes, after so many seconds."""
+
+    def __init__(self, after_s: float) -> None:
+        self.clock, self.after_s, self.waits = FakeClock(), after_s, 0
+        self.bench = EngineBench(clock=self.clock, wait=self.wait)
+        self.bench.run(request("computes it", n_prompt=14, max_tokens=2))  # what is to come lies here, unseen
+        self.began_s = self.clock.monotonic()
+        prefixes = self.bench.engine._scheduler.prefixes  # pyright: ignore[reportPrivateUsage]
+        self._find = prefixes.find
+        prefixes.find = self.find  # type: ignore[method-assign]
+
+    def wait(self, seconds: float) -> None:
+        self.waits += 1
+        self.clock.advance(max(seconds, 0.5))
+
+    def find(self, seq: SequenceState, cache: PrefixCache) -> Sequence[BlockId] | None:
+        """None: another computes them."""
+        awaited = seq.request.request_id == "waits" and self.clock.monotonic() < self.began_s + self.after_s
+        return None if awaited else self._find(seq, cache)
+
+
+class TestWaiting:
+    def test_kv_that_is_computed_elsewhere_is_waited_for(self) -> None:
+        elsewhere = Elsewhere(after_s=12)
+        waits = request("waits", n_prompt=14, max_tokens=8)
+        answers = elsewhere.bench.run(waits)
+        assert elsewhere.clock.monotonic() - elsewhere.began_s >= 12
+        assert answers["waits", 0].token_ids == EngineBench().run(waits)["waits", 0].token_ids
+        assert answers["waits", 0].cached_tokens == 12
+
+    def test_whoever_needs_nothing_of_it_does_not_wait(self) -> None:
+        elsewhere = Elsewhere(after_s=12)
+        other = request("other", n_prompt=9, max_tokens=5, salt=3)
+        elsewhere.bench.add(request("waits", n_prompt=14), other)
+        while elsewhere.bench.answers.get((RequestId("other"), 0), Answer()).finish is None:
+            elsewhere.bench.step()
+        assert elsewhere.waits == 0
+        assert elsewhere.bench.answers[RequestId("other"), 0].token_ids == EngineBench().run(other)["other", 0].token_ids
+
+    def test_a_request_that_waits_may_be_aborted(self) -> None:
+        elsewhere = Elsewhere(after_s=12)
+        elsewhere.bench.add(request("waits", n_prompt=14), request("waits too", n_prompt=9, salt=3))
+        elsewhere.bench.engine.abort(RequestId("waits too"))
+        assert [chunk.finish_reason for chunk in elsewhere.bench.step()] == [FinishReason.ABORT]
+        assert elsewhere.waits == 0, "an ending is told at once"
+        assert elsewhere.bench.step() == []
+        elsewhere.bench.engine.abort(RequestId("waits"))
+        elsewhere.bench.step()
+        assert not elsewhere.bench.engine.has_work
+
+    def test_it_is_not_waited_for_without_end(self) -> None:
+        elsewhere = Elsewhere(after_s=1e9)
+        elsewhere.bench.add(request("waits", n_prompt=14))
+        for _ in range(120):  # of half a second
+            assert elsewhere.bench.step() == []
+        with pytest.raises(RuntimeError, match="1 sequences are live and none could run for 60 s"):
+            elsewhere.bench.step()
+
+    def test_an_executor_that_is_not_ready_yet_is_waited_for(self) -> None:
+        bench = EngineBench()
+        answers = [False] * 7
+        bench.executor.ready = lambda: not answers or answers.pop()  # type: ignore[method-assign]
+        assert bench.run(request())["r", 0].token_ids == EngineBench().run(request())["r", 0].token_ids
+        assert not answers
 
 
 class Search:
