@@ -23,7 +23,8 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import NodeCard
 from paceline.fleet.figures import two_digits
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import PlanRequest, Way
+from paceline.fleet.plan import ALONE, PlanRequest
+from paceline.fleet.ways import Alone
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.capability import SelfPortrait
 from paceline.machine.devices import stream_rate
@@ -66,7 +67,7 @@ def compare(model: str, rounds: int, threads: int | None, home: Home) -> dict[st
                 "ttft_s": median(timing.first_token_s[0] for timing in timings),
                 "total_s": median(timing.wall_s for timing in timings),
             }
-            request = PlanRequest(warm.name, prompt_tokens=prompt, answer_tokens=answer, ways=frozenset({Way.ALONE}))
+            request = PlanRequest(warm.name, prompt_tokens=prompt, answer_tokens=answer, ways=frozenset({ALONE}))
             rows.append(
                 {
                     "prompt": prompt,
@@ -89,7 +90,7 @@ def compare(model: str, rounds: int, threads: int | None, home: Home) -> dict[st
 
 
 def _ratios(card: NodeCard, request: PlanRequest, measured: dict[str, float]) -> dict[str, float]:
-    estimate = plan([card], request).chosen.estimate
+    estimate = plan([card], request, (Alone(),)).chosen.estimate
     return {name: round(getattr(estimate, name) / seen, 3) for name, seen in measured.items()}
 
 

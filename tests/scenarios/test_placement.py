@@ -12,8 +12,9 @@ from tests.scenarios.fleet_text import FleetText, blocks
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
-from paceline.fleet.placement import explain, plan
+from paceline.fleet.placement import explain
 from paceline.fleet.plan import Objective, Pin, PlanRequest, Way
+from paceline.node.ways import plan
 
 FILES = sorted((Path(__file__).parent / "placement").glob("*.txt"))
 
@@ -36,7 +37,7 @@ def request(words: list[str]) -> PlanRequest:
         weights=said.get("weights", ""),
         prompt_tokens=int(said.get("prompt", 512)),
         answer_tokens=int(said.get("answer", 256)),
-        ways=frozenset(Way(way) for way in said["ways"].split(",")) if "ways" in said else frozenset(Way),
+        ways=frozenset(Way(way) for way in said["ways"].split(",")) if "ways" in said else None,
         pins=tuple(pins),
         proposer=NodeId(said["draft-on"]) if "draft-on" in said else None,
         objective=Objective.THROUGHPUT if "streams" in said else Objective.LATENCY,

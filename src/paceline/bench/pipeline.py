@@ -18,13 +18,14 @@ from paceline.bench.node import BenchNode
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.model import LayerRange
-from paceline.fleet.placement import plan as make_plan
-from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest, Way
+from paceline.fleet.plan import Estimate, Objective, Pin, PlanRequest
 from paceline.machine.build import build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.machine.timing import PromptMaker, Spread, StepsRequests, Timing, drive
+from paceline.node.ways import plan as make_plan
 from paceline.ways.pipeline.routes.build import BuiltPipeline
 from paceline.ways.pipeline.routes.order import PipelineOrder
+from paceline.ways.pipeline.splits import PIPELINE
 
 REPORTED_S = 2.0
 """How long the last reports of a run may take."""
@@ -187,7 +188,7 @@ def estimated(node: BenchNode, built: BuiltPipeline, plan: PipelineBenchPlan, st
         built.warm.weights,
         prompt_tokens=plan.prompt_tokens,
         answer_tokens=plan.answer_tokens,
-        ways=frozenset({Way.PIPELINE}),
+        ways=frozenset({PIPELINE}),
         pins=(*here, *(Pin(stage.node_id, stage.layers) for stage in stages)),
         objective=Objective.THROUGHPUT,
         streams=streams,

@@ -16,6 +16,7 @@ from paceline.fleet.choices import seconds
 from paceline.fleet.placement import headline, parts
 from paceline.fleet.plan import Choice, PlanRequest, Way
 from paceline.node.planning import Explained, View, explained, parse_pin
+from paceline.node.ways import WAYS
 
 
 def run_plan(
@@ -82,10 +83,10 @@ def _row(choice: Choice) -> tuple[str, str, str, str]:
     return headline(choice), f"{about}{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s)
 
 
-def _ways(text: str) -> frozenset[Way]:
+def _ways(text: str) -> frozenset[Way] | None:
     if not text:
-        return frozenset(Way)
-    try:
-        return frozenset(Way(part.strip()) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--ways {text!r} names no way of running a model", f"Choose of {', '.join(Way)}.") from None
+        return None
+    known, named = {each.way for each in WAYS}, {Way(part.strip()) for part in text.split(",")}
+    if not named <= known:
+        raise ConfigError(f"--ways {text!r} names no way of running a model", f"Choose of {', '.join(each.way for each in WAYS)}.")
+    return frozenset(named)

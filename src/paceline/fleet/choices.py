@@ -1,73 +1,42 @@
-"""Every way of running a request that the cost model can price, and their order.
+"""Choices of a plan: what they would take, how they are made of machines and layers, and their order.
 
 Law of the order: weights that are there before weights that must travel; then the whole request's time, to two digits, so that a hair's
 breadth moves nothing; then fewer machines; then the time exactly; then the seed's tie-break, more memory and the higher id.
+
+    P, A       tokens of prompt and answer                  N       layers of the model
+    1/d, 1/p   decode and prefill rates on a card, tok/s    w, e    bytes of a layer, of embedding + norm + head
+    M          memory bytes/s                               u       KV bytes of a token in a layer / (M KV_READ_SHARE): reading them
+
+    machine    layer = d w / (N w + e) + u (P + A / 2)          edge = d e / (N w + e)
+               prompt layer = p / N + u PROMPT_KV max(0, P - 512) / 2
+    alone      ttft = P N prompt layer                          token = N layer + edge
+    all        total = ttft + (A - 1) token
+
+Each way that spreads work adds formulas of its own, in its room. d and p of a machine that never ran the model: d = (N w + e) / (M DECODE_SHARE),
+p = d / PREFILL_PER_DECODE; the estimate is then called not measured. Sources: rates from `machine.speed`, M from `machine.devices`; the formulas
+against the engine: bench/placement.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
-from paceline.fleet import cost
-from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
+from paceline.fleet.card import NodeCard
 from paceline.fleet.figures import two_digits
-from paceline.fleet.machines import DECODE_SHARE, FREE_SHARE, Machine, memory_rate, sensible
-from paceline.fleet.pipelines import Pipeline
-from paceline.fleet.plan import Choice, Constraint, Draft, Estimate, Excluded, PlannedStage, PlanRequest, Way
-
-MOST_PROPOSERS = 16
-"""Of those that could draft for a machine, the first in the seed's order are priced."""
-
-LinkOf = Callable[[NodeId, NodeId], Link | None]
+from paceline.fleet.machines import Machine
+from paceline.fleet.plan import ALONE, Choice, Constraint, Draft, Estimate, Excluded, PlannedStage, PlanRequest, Way
 
 
 def alone(machine: Machine, request: PlanRequest) -> Choice:
     """All of it on one machine."""
-    return _choice(Way.ALONE, [machine], [machine.shape.n_layers], None, cost.alone(machine, request))
-
-
-def piped(pipeline: Pipeline) -> Choice:
-    """A pipeline as a choice."""
-    return _choice(Way.PIPELINE, pipeline.machines, pipeline.layers, None, pipeline.estimate)
-
-
-def drafted(machine: Machine, cards: Mapping[NodeId, NodeCard], link: LinkOf, request: PlanRequest) -> list[Choice]:
-    """One machine with each proposer that can draft for it: others first, itself only where no other can."""
-    able = sorted(
-        (
-            (card, offer)
-            for card in cards.values()
-            if request.proposer in {None, card.node_id}
-            for offer in card.models
-            if can_draft(card, offer, machine, request) is None
-            and (card is machine.card or link(machine.node_id, card.node_id) is not None)
-        ),
-        key=lambda pair: (_proposer(pair[0], pair[1], request).tokens_per_s, pair[0].memory_total_bytes, pair[0].node_id, repr(pair[1])),
-        reverse=True,
-    )
-    remote = [pair for pair in able if pair[0] is not machine.card]
-    return [_drafted(machine, card, offer, link, request) for card, offer in (remote or able)[:MOST_PROPOSERS]]
-
-
-def can_draft(card: NodeCard, offer: ModelOffer, machine: Machine, request: PlanRequest) -> str | None:
-    """Why an offer can't propose tokens to a machine; None where it can."""
-    if offer.role is not Role.PROPOSER:
-        return f"{offer.model_id} is not offered for drafting"
-    if request.draft_model not in {"", offer.model_id}:
-        return f"{offer.model_id} is not the draft model asked for"
-    if offer.weights == "":
-        return None
-    if not offer.vocabulary or offer.vocabulary != machine.offer.vocabulary:
-        return f"{offer.model_id} is not known to have the vocabulary of {machine.offer.model_id}"
-    if _rate(card, offer) is None:
-        return f"nothing is known of its speed with {offer.model_id}"
-    shape = offer.shape
-    needed = 0 if shape is None or offer.warm else shape.n_layers * shape.layer_bytes + shape.edge_bytes
-    if needed > card.running(offer.weights).memory_free_bytes * FREE_SHARE:
-        return f"{offer.model_id} does not fit its memory"
-    return None
+    streams = request.abreast
+    token = machine.layer_batch_s(streams) * machine.shape.n_layers + machine.edge_batch_s(streams)
+    expected = estimate(first_token_s(machine, request), Seconds(token), request, measured=machine.measured)
+    return choice(ALONE, [machine], [machine.shape.n_layers], None, expected)
 
 
 def unfit(machine: Machine, request: PlanRequest) -> Excluded | None:
@@ -115,7 +84,8 @@ def _rank(choice: Choice, cards: Mapping[NodeId, NodeCard]) -> tuple[bool, float
     return (choice.fetches, two_digits(total_s), len(choice.node_ids), total_s, -memory)
 
 
-def _choice(way: Way, machines: Sequence[Machine], layers: Sequence[int], draft: Draft | None, estimate: Estimate) -> Choice:
+def choice(way: Way, machines: Sequence[Machine], layers: Sequence[int], draft: Draft | None, estimate: Estimate) -> Choice:
+    """A choice: so many layers on each machine, in this order."""
     stages: list[PlannedStage] = []
     start = 0
     for place, (machine, count) in enumerate(zip(machines, layers, strict=True)):
@@ -144,29 +114,35 @@ def _is_loaded(machine: Machine, span: LayerRange) -> bool:
     )
 
 
-def _drafted(machine: Machine, card: NodeCard, offer: ModelOffer, link: LinkOf, request: PlanRequest) -> Choice:
-    proposer = _proposer(card, offer, request)
-    between = None if card is machine.card else link(machine.node_id, card.node_id)
-    estimate, length = cost.draft(machine, proposer, between, request)
-    draft = Draft(card.node_id, card.instance, offer.model_id, offer.digest, length, proposer.acceptance)
-    return _choice(Way.DRAFT, [machine], [machine.shape.n_layers], draft, estimate)
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Time, by what it is spent on."""
+
+    compute: float = 0.0
+    latency: float = 0.0
+    bandwidth: float = 0.0
+
+    @property
+    def all(self) -> float:
+        return fsum((self.compute, self.latency, self.bandwidth))
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.compute + other.compute, self.latency + other.latency, self.bandwidth + other.bandwidth)
+
+    def __mul__(self, times: float) -> Seconds:
+        return Seconds(self.compute * times, self.latency * times, self.bandwidth * times)
 
 
-def _proposer(card: NodeCard, offer: ModelOffer, request: PlanRequest) -> cost.PricedProposer:
-    assumed = cost.MODEL_ACCEPTANCE if offer.weights else cost.LOOKUP_ACCEPTANCE
-    acceptance = assumed if request.acceptance is None else min(max(request.acceptance, 0.0), 1.0)
-    measured = sensible(offer.tokens_per_second, 1e-6, 1e9) is not None and request.acceptance is not None
-    return cost.PricedProposer(_rate(card, offer) or 1e-6, acceptance, measured)
+def estimate(ttft: Seconds, token: Seconds, request: PlanRequest, *, measured: bool) -> Estimate:
+    """A whole request, from its first token and each later one."""
+    total = ttft + token * (request.answer_tokens - 1)
+    return Estimate(request.abreast / token.all, ttft.all, total.all, total.compute, total.latency, total.bandwidth, measured)
 
 
-def _rate(card: NodeCard, offer: ModelOffer) -> float | None:
-    """Tokens a second that a proposer drafts; None where nothing is known."""
-    measured = sensible(offer.tokens_per_second, 1e-6, 1e9)
-    if measured is not None:
-        return measured
-    if offer.weights == "":
-        return cost.LOOKUP_RATE
-    memory, shape = memory_rate(card.running(offer.weights)), offer.shape
-    if memory is None or shape is None or shape.n_layers * shape.layer_bytes + shape.edge_bytes <= 0:
-        return None
-    return memory * DECODE_SHARE / (shape.n_layers * shape.layer_bytes + shape.edge_bytes)
+def first_token_s(machine: Machine, request: PlanRequest) -> Seconds:
+    return Seconds(machine.prompt_layer_s * machine.shape.n_layers * request.prompt_tokens * request.abreast)
+
+
+def sum_of(parts: Sequence[Seconds]) -> Seconds:
+    """Exactly rounded, so that no version of Python adds them otherwise."""
+    return Seconds(fsum(part.compute for part in parts), fsum(part.latency for part in parts), fsum(part.bandwidth for part in parts))

@@ -1,7 +1,7 @@
 """Which machines run a request: a pure function of the view, so that every node computes the same plan with no word between them.
 
 Law: `plan` is deterministic (the order of cards does not matter), total (it returns, or raises `PlacementError`), and blind to machines
-that could take no part. `fleet.cost` prices every choice, `fleet.choices` orders them.
+that could take no part. Ways price their choices (`fleet.ways`), `fleet.choices` orders them.
 
 A plan in plain words: what was chosen, what else there was, and what stands in the way of better. Pure text, the same on every machine.
 """
@@ -12,29 +12,27 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.core.errors import PlacementError
+from paceline.core.errors import ImpossiblePin, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet import choices
 from paceline.fleet.card import NodeCard
-from paceline.fleet.choices import gib, rate, seconds
-from paceline.fleet.cost import Seconds
-from paceline.fleet.cover import spares_for
-from paceline.fleet.machines import Links, Machine, barred_hosts, fetchers, groups, live_cards, matching_offers, stage_machines
-from paceline.fleet.pins import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, pinned
-from paceline.fleet.pipelines import pipelines
-from paceline.fleet.plan import Choice, Constraint, Excluded, Objective, Plan, PlannedStage, PlanRequest, Spare, Way
+from paceline.fleet.choices import Seconds, gib, rate, seconds
+from paceline.fleet.machines import Links, Machine, barred_hosts, fetchers, groups, live_cards, matching_offers
+from paceline.fleet.plan import Choice, Constraint, Excluded, Objective, Plan, PlannedStage, PlanRequest
+from paceline.fleet.ways import ASSUMED_BYTES_PER_S, ASSUMED_RTT_S, PricedFleet, PricesWay
 
 RUNNERS_UP = 8
 """How many of the other choices a plan names."""
 MOST_STREAMS = 1 << 16
 
 
-def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None = None) -> Plan:
+def plan(view: Iterable[NodeCard], request: PlanRequest, ways: Sequence[PricesWay], trust: Mapping[NodeId, Trust] | None = None) -> Plan:
     """Choose.
 
     Args:
         view: the live cards, in any order.
+        ways: all there are; the request may allow some of them alone.
         trust: what certificates say of nodes; those left out are members.
 
     Raises:
@@ -42,19 +40,22 @@ def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, 
         ImpossiblePin: a machine or a range was pinned that can't be had.
     """
     _check(request)
+    request = replace(request, ways=frozenset(each.way for each in ways) if request.ways is None else request.ways)
     cards = {node_id: card for node_id, card in live_cards(view).items() if node_id not in request.exclude}
     if request.orchestrator is not None and request.orchestrator not in cards:
         raise PlacementError(f"{request.orchestrator} is to orchestrate and is not in the fleet", "Start it: paceline up")
-    barred = barred_hosts(cards, request, trust or {})
-    links = Links(cards)
+    allowed = [each for each in ways if each.way in (request.ways or ())]
+    if not allowed:
+        raise PlacementError("No way of running the request is allowed", f"Allow one of {', '.join(each.way for each in ways)}.")
+    fleet = PricedFleet(cards, Links(cards), request, barred_hosts(cards, request, trust or {}), trust or {})
     offers = matching_offers(cards, request)
     having = groups(offers, request)
     excluded: list[Excluded] = []
-    if request.pins or request.proposer is not None:
-        found = pinned(cards, links, having, request, barred)
-        free = _unpinned(cards, request, trust)
+    if request.is_pinned:
+        found = _pinned(fleet, having, allowed)
+        free = _unpinned(cards, request, ways, trust)
     else:
-        found, excluded = _all(cards, links, having, request, barred)
+        found, excluded = _all(fleet, having, allowed)
         free = None
     best, *others = choices.ranked(found, cards)
     constraint, because = _binding(best, having, excluded, cards, request)
@@ -64,17 +65,10 @@ def plan(view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, 
         runners_up=tuple(others[:RUNNERS_UP]),
         constraint=constraint,
         because=because,
-        notes=(*_notes(best, others, free), *_assumed(best, links)),
+        notes=(*_notes(best, others, free), *_assumed(best, fleet.links)),
         excluded=tuple(excluded),
-        spares=_spares(best, cards.values(), request, trust),
+        spares=next(each for each in allowed if each.way == best.way).spares(fleet, best),
     )
-
-
-def _spares(chosen: Choice, view: Iterable[NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None) -> tuple[Spare, ...]:
-    if chosen.way is not Way.PIPELINE or request.orchestrator is None:
-        return ()
-    spans = [stage.layers for stage in chosen.stages[1:]]
-    return spares_for(view, request, spans, frozenset(chosen.node_ids), trust)
 
 
 def _check(request: PlanRequest) -> None:
@@ -87,72 +81,82 @@ def _check(request: PlanRequest) -> None:
         raise PlacementError(f"There is no plan for {request.streams} streams", f"Ask for 1 to {MOST_STREAMS}.")
     if request.acceptance is not None and not math.isfinite(request.acceptance):
         raise PlacementError(f"The acceptance of a draft can't be {request.acceptance}", "It is a share, from 0 to 1.")
-    if not request.ways:
-        raise PlacementError("No way of running the request is allowed", "Allow alone, draft or pipeline.")
 
 
-def _all(
-    cards: Mapping[NodeId, NodeCard],
-    links: Links,
-    having: Sequence[Sequence[Machine]],
-    request: PlanRequest,
-    barred: frozenset[NodeId],
-) -> tuple[list[Choice], list[Excluded]]:
-    """Every choice among machines that have the weights; with those that would fetch them only where nothing else is left."""
+def _pinned(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]) -> list[Choice]:
+    """Every choice that keeps to what a person pinned. Machines that would fetch the weights count as well.
+
+    Raises:
+        ImpossiblePin: there are none.
+    """
+    cards, request = fleet.cards, fleet.request
+    ids = [pin.node_id for pin in request.pins]
+    for node_id in ids if request.proposer is None else [*ids, request.proposer]:
+        if node_id not in cards:
+            raise ImpossiblePin(f"{node_id} is pinned and is not in the fleet", f"In the fleet: {', '.join(list(cards)[:8]) or 'no node'}.")
+    if twice := sorted({node_id for node_id in ids if ids.count(node_id) > 1}):
+        raise ImpossiblePin(f"{twice[0]} is pinned twice", "Give each machine one range of layers.")
+    if len(ids) > 1 and (request.proposer is not None or not any(each.spreads for each in ways)):
+        raise ImpossiblePin(
+            f"{len(ids)} machines are pinned, and only a pipeline has so many",
+            "Allow a pipeline and leave out --draft-on, or pin one machine.",
+        )
+    if request.proposer is not None and not any(each.drafts for each in ways):
+        raise ImpossiblePin(f"{request.proposer} is to draft, and drafting is not allowed", "Allow it.")
     found: list[Choice] = []
-    excluded: list[Excluded] = []
+    reasons: list[ImpossiblePin] = []
     for group in having:
-        priced, unfit = _choices(cards, links, group, request, barred)
-        found += priced
-        excluded += unfit
+        machines = [*group, *fetchers(group, cards, fleet.links, request)] if request.pins else group
+        for each in ways:
+            try:
+                found += each.price(fleet, machines)
+            except ImpossiblePin as reason:
+                reasons.append(reason)
     if found:
-        return found, excluded
-    for group in having:
-        more = fetchers(group, cards, links, request)
-        if more:
-            priced, unfit = _choices(cards, links, [*group, *more], request, barred)
-            found += priced
-            excluded += [each for each in unfit if each not in excluded]
-    if not found:
-        raise _nothing(excluded, links, having, request, barred)
-    return found, excluded
+        return found
+    raise (
+        reasons[0]
+        if reasons
+        else ImpossiblePin(
+            f"{', '.join(ids)} can't run {request.title} in a way that is allowed",
+            f"Allow others than {', '.join(each.way for each in ways)}.",
+        )
+    )
 
 
-def _choices(
-    cards: Mapping[NodeId, NodeCard], links: Links, group: Sequence[Machine], request: PlanRequest, barred: frozenset[NodeId]
-) -> tuple[list[Choice], list[Excluded]]:
+def _all(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]) -> tuple[list[Choice], list[Excluded]]:
+    """Every choice among machines that have the weights; with those that would fetch them only where nothing else is left."""
+    request = fleet.request
     found: list[Choice] = []
     excluded: list[Excluded] = []
-    for machine in group:
-        reason = choices.unfit(machine, request)
-        if reason is not None:
-            excluded.append(reason)
-            continue
-        if Way.ALONE in request.ways:
-            found.append(choices.alone(machine, request))
-        if Way.DRAFT in request.ways:
-            found += choices.drafted(machine, cards, links.between, request)
-    fits_context = group[0].shape.max_context >= request.prompt_tokens + request.answer_tokens
-    if Way.PIPELINE in request.ways and fits_context:
-        found += [choices.piped(pipeline) for pipeline in pipelines(stage_machines(group, request, barred), links, request)]
-    return found, excluded
+    for fetching in (False, True):
+        for group in having:
+            more = fetchers(group, fleet.cards, fleet.links, request) if fetching else []
+            if fetching and not more:
+                continue
+            machines = [*group, *more]
+            unfit = [reason for machine in machines if (reason := choices.unfit(machine, request)) is not None]
+            excluded += [each for each in unfit if each not in excluded]
+            found += [choice for each in ways for choice in each.price(fleet, machines)]
+        if found:
+            return found, excluded
+    raise _nothing(fleet, excluded, having, ways)
 
 
-def _unpinned(cards: Mapping[NodeId, NodeCard], request: PlanRequest, trust: Mapping[NodeId, Trust] | None) -> Choice | None:
+def _unpinned(
+    cards: Mapping[NodeId, NodeCard], request: PlanRequest, ways: Sequence[PricesWay], trust: Mapping[NodeId, Trust] | None
+) -> Choice | None:
     """What would be chosen without pins."""
     try:
-        return plan(cards.values(), replace(request, pins=(), proposer=None, ways=frozenset(Way)), trust).chosen
+        return plan(cards.values(), replace(request, pins=(), proposer=None, ways=None), ways, trust).chosen
     except PlacementError:
         return None
 
 
 def _nothing(
-    excluded: Sequence[Excluded],
-    links: Links,
-    having: Sequence[Sequence[Machine]],
-    request: PlanRequest,
-    barred: frozenset[NodeId],
+    fleet: PricedFleet, excluded: Sequence[Excluded], having: Sequence[Sequence[Machine]], ways: Sequence[PricesWay]
 ) -> PlacementError:
+    request, links = fleet.request, fleet.links
     model = request.title
     if not having:
         return PlacementError(f"Nothing is known of the speed of the machines that have {model}", "They measure it when they start.")
@@ -160,15 +164,15 @@ def _nothing(
     reasons = "; ".join(f"{each.node_id} {each.why}" for each in excluded[:4])
     more = f"; and {len(excluded) - 4} more" if len(excluded) > 4 else ""
     machines = [machine for group in having for machine in group]
-    first = request.orchestrator if Way.PIPELINE in request.ways else None
+    first = request.orchestrator if any(each.spreads for each in ways) else None
     hosts = [machine for machine in machines if machine.card.serves_shards and machine.node_id != first]
     if first is not None:
         linked = any(links.between(first, machine.node_id) for machine in hosts)
     else:
         linked = any(links.between(one.node_id, other.node_id) for one in machines for other in machines if one is not other)
-    if request.ways == frozenset({Way.PIPELINE}) and first is None and len({machine.node_id for machine in machines}) == 1:
+    if all(each.spreads for each in ways) and first is None and len({machine.node_id for machine in machines}) == 1:
         hint = "A pipeline takes two or more machines, and one that has the model is all there is: paceline join, or up --local-nodes 3 to try."
-    elif first is not None and all(machine.node_id in barred for machine in hosts):
+    elif first is not None and all(machine.node_id in fleet.barred for machine in hosts):
         trusted = " that are trusted enough" if hosts else ""
         hint = f"No other machines{trusted} serve shards of it now: start them, with `paceline up --serve-shards`."
     elif not linked and len(machines) > 1 and (first is not None or constraint is Constraint.MEMORY):
@@ -216,7 +220,7 @@ def _parts(spent: Seconds) -> list[tuple[Constraint, float]]:
 def _notes(best: Choice, others: Sequence[Choice], free: Choice | None) -> list[str]:
     notes: list[str] = []
     used = len(best.node_ids)
-    more = next((each for each in others if len(each.node_ids) > used and each.way is Way.PIPELINE), None)
+    more = next((each for each in others if len(each.stages) > used), None)
     if more is not None and more.estimate.total_s >= best.estimate.total_s:
         took = f"{choices.seconds(best.estimate.total_s)} against {choices.seconds(more.estimate.total_s)}"
         notes.append(f"{_count(used)} faster than {len(more.node_ids)}: {took}")

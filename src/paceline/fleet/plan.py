@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final, NewType
 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
@@ -13,15 +14,10 @@ LEAST_ROWS = 512
 """Of a batch, what a stage has room for whatever its first caller asks for: the next may want more, and rows take little."""
 
 
-class Way(StrEnum):
-    """How machines share a request."""
-
-    ALONE = "alone"
-    """One machine runs all of it."""
-    DRAFT = "draft"
-    """One machine runs all of it; another proposes tokens to it."""
-    PIPELINE = "pipeline"
-    """Each machine runs a range of layers."""
+Way = NewType("Way", str)
+"""How machines share a request: what a way of spreading work calls itself in plans."""
+ALONE: Final = Way("alone")
+"""One machine runs all of it."""
 
 
 class Objective(StrEnum):
@@ -66,8 +62,8 @@ class PlanRequest:
     """Weights format; empty: any that is offered."""
     prompt_tokens: int = TYPICAL_PROMPT
     answer_tokens: int = TYPICAL_ANSWER
-    ways: frozenset[Way] = frozenset(Way)
-    """Those allowed."""
+    ways: frozenset[Way] | None = None
+    """Those allowed; None: all there are."""
     pins: tuple[Pin, ...] = ()
     proposer: NodeId | None = None
     """The machine that must draft; None: the best, if drafting pays."""
@@ -83,8 +79,9 @@ class PlanRequest:
     rows: int = LEAST_ROWS
     """Of a batch, which every machine has working memory for."""
     orchestrator: NodeId | None = None
-    """The machine that a pipeline must begin on: it holds embedding and head, and as many layers as are best, none included. The others
-    are then machines that serve shards, in the memory they give to that. None: any may begin, and all may take part."""
+    """The machine that serves the request, which every choice begins on. It holds a pipeline's embedding and head, and as many layers as are
+    best, none included; the others are then machines that serve shards, in the memory they give to that. None: any may begin, and all may take
+    part."""
     orchestrator_layers: int | None = None
     """How many layers the orchestrator has loaded already: it runs exactly those. None: as many as are best."""
     exclude: frozenset[NodeId] = frozenset()
@@ -100,6 +97,21 @@ class PlanRequest:
     def title(self) -> str:
         """The model, for messages."""
         return (self.called or self.model)[:200]
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a person named machines."""
+        return bool(self.pins) or self.proposer is not None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the node that serves is none of those pinned, so that even one of them makes a pipeline."""
+        return self.orchestrator is not None and all(pin.node_id != self.orchestrator for pin in self.pins)
+
+    @property
+    def is_spread_by_pins(self) -> bool:
+        """Whether the machines that are pinned can only run the request together."""
+        return len(self.pins) > 1 or (len(self.pins) == 1 and self.is_apart)
 
     @property
     def abreast(self) -> int:
@@ -138,7 +150,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a request is expected to take, or, where throughput counts, all its streams together. `fleet.cost` has the formulas."""
+    """What a request is expected to take, or, where throughput counts, all its streams together. `fleet.choices` has the formulas."""
 
     tokens_per_s: float
     """Of the answer, once it has begun; of all answers together."""

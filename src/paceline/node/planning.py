@@ -10,8 +10,9 @@ from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import NodeCard
-from paceline.fleet.placement import explain, plan
+from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin, Plan, PlanRequest
+from paceline.node.ways import plan
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 

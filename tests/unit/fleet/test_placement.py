@@ -16,12 +16,13 @@ from paceline.core.errors import ImpossiblePin, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
-from paceline.fleet import cost
 from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.machines import DECODE_SHARE, FREE_SHARE, Links, free_for_layers, groups, live_cards, matching_offers, stage_machines
-from paceline.fleet.pipelines import arranged, balanced, pipelines, split
-from paceline.fleet.placement import explain, plan
-from paceline.fleet.plan import Constraint, Objective, Pin, Plan, PlanRequest, Way
+from paceline.fleet.placement import explain
+from paceline.fleet.plan import ALONE, Constraint, Objective, Pin, Plan, PlanRequest, Way
+from paceline.node.ways import WAYS, plan
+from paceline.ways.draft.price import DRAFT, expected_tokens
+from paceline.ways.pipeline.splits import PIPELINE, arranged, balanced, pipelines, split
 
 GIB = 1 << 30
 SHAPE = ModelShape(
@@ -108,7 +109,7 @@ requests = st.builds(
     weights=st.sampled_from(["", "int4"]),
     prompt_tokens=st.sampled_from([0, 1, 512, 5000, 40000]),
     answer_tokens=st.sampled_from([0, 1, 256]),
-    ways=st.sets(st.sampled_from(list(Way))).map(frozenset),
+    ways=st.sets(st.sampled_from([each.way for each in WAYS])).map(frozenset),
     pins=st.just(()) | st.lists(st.builds(Pin, st.sampled_from([*NAMES, NodeId("gone")]), spans), max_size=3).map(tuple),
     proposer=st.none() | st.sampled_from([*NAMES, NodeId("gone")]),
     acceptance=st.none() | st.sampled_from([0.0, 0.5, 1.0, 2.0, math.nan]),
@@ -145,19 +146,19 @@ def check(made: Plan, request: PlanRequest) -> None:
         numbers = (choice.estimate.tokens_per_s, choice.estimate.ttft_s, choice.estimate.total_s)
         assert all(math.isfinite(number) and number > 0 for number in numbers)
         assert choice.way in request.ways
-        assert (choice.way is Way.PIPELINE) == (len(choice.stages) > 1)
-        assert (choice.way is Way.DRAFT) == (choice.draft is not None)
+        assert (choice.way == PIPELINE) == (len(choice.stages) > 1)
+        assert (choice.way == DRAFT) == (choice.draft is not None)
         assert len({stage.node_id for stage in choice.stages}) == len(choice.stages)
         assert not request.exclude & set(choice.node_ids)
-        if choice.way is Way.PIPELINE:
+        if choice.way == PIPELINE:
             assert request.orchestrator in {None, choice.stages[0].node_id}
         end = 0
         for place, stage in enumerate(choice.stages):
-            empty = place == 0 and request.orchestrator is not None and choice.way is Way.PIPELINE
+            empty = place == 0 and request.orchestrator is not None and choice.way == PIPELINE
             assert stage.layers.start == end <= stage.layers.stop - (not empty)
             end = stage.layers.stop
         if request.pins:
-            heads = set() if choice.way is not Way.PIPELINE or request.orchestrator is None else {request.orchestrator}
+            heads = set() if choice.way != PIPELINE or request.orchestrator is None else {request.orchestrator}
             assert {stage.node_id for stage in choice.stages} - heads == {pin.node_id for pin in request.pins} - heads
             for pin in request.pins:
                 assert pin.layers in {None, *(stage.layers for stage in choice.stages if stage.node_id == pin.node_id)}
@@ -182,7 +183,7 @@ def test_a_machine_that_can_take_no_part_changes_nothing(view: list[NodeCard], r
 
 
 @settings(max_examples=40, deadline=None)
-@given(fleets, st.sampled_from(list(Way)), st.floats(1.0, 100.0), st.floats(1.01, 50.0))
+@given(fleets, st.sampled_from([each.way for each in WAYS]), st.floats(1.0, 100.0), st.floats(1.01, 50.0))
 def test_a_faster_machine_is_never_below_its_slower_twin(view: list[NodeCard], way: Way, decode: float, times: float) -> None:
     """Among all choices that differ only in which of the two runs layers or drafts; of other weights their speed would not be known."""
     others = [
@@ -203,8 +204,8 @@ def test_a_faster_machine_is_never_below_its_slower_twin(view: list[NodeCard], w
     for place, ids in enumerate(order):
         if "bee" in ids and "ant" not in ids:
             twin = tuple(swap.get(node_id, node_id) for node_id in ids)
-            assert twin in order[:place] or way is Way.PIPELINE
-    if way is not Way.DRAFT:
+            assert twin in order[:place] or way == PIPELINE
+    if way != DRAFT:
         assert not ("bee" in order[0] and "ant" not in order[0])
 
 
@@ -413,7 +414,7 @@ def test_a_pipeline_s_parts() -> None:
 
 def test_streams_side_by_side_read_the_weights_once() -> None:
     view = [node("ant", offer(shape=replace(SHAPE, kv_bytes_per_token_per_layer=0)))]
-    request = PlanRequest("m", prompt_tokens=100, answer_tokens=11, objective=Objective.THROUGHPUT, streams=16, ways=frozenset({Way.ALONE}))
+    request = PlanRequest("m", prompt_tokens=100, answer_tokens=11, objective=Objective.THROUGHPUT, streams=16, ways=frozenset({ALONE}))
     estimate = plan(view, request).chosen.estimate
     layers = 24 * SHAPE.layer_bytes
     row = (1 + SHAPE.edge_bytes / layers) / 200
@@ -426,9 +427,7 @@ def test_streams_side_by_side_read_the_weights_once() -> None:
 def test_the_slowest_stage_sets_the_pace_unless_the_way_is_longer() -> None:
     """Two like machines: with a link that costs nothing two batches keep both at work; with a slow one each batch waits for its own way."""
     shape = replace(SHAPE, kv_bytes_per_token_per_layer=0, edge_bytes=0)
-    request = PlanRequest(
-        "m", prompt_tokens=16, answer_tokens=101, objective=Objective.THROUGHPUT, streams=16, ways=frozenset({Way.PIPELINE})
-    )
+    request = PlanRequest("m", prompt_tokens=16, answer_tokens=101, objective=Objective.THROUGHPUT, streams=16, ways=frozenset({PIPELINE}))
     batch = 12 / 24 * (1 / 20 + 7 / 200)  # of half the layers and half the streams
     for rtt, expected in ((1e-7, 2 * batch), (1.0, 2 * batch + 1.0)):
         view = [
@@ -442,7 +441,7 @@ def test_the_slowest_stage_sets_the_pace_unless_the_way_is_longer() -> None:
 
 @pytest.mark.parametrize(("acceptance", "length", "expected"), [(0.0, 7, 1.0), (1.0, 7, 8.0), (0.5, 3, 1.875)])
 def test_expected_tokens_of_a_draft(acceptance: float, length: int, expected: float) -> None:
-    assert cost.expected_tokens(acceptance, length) == expected
+    assert expected_tokens(acceptance, length) == expected
 
 
 def test_a_draft_pays_where_it_is_accepted_and_not_where_it_is_not() -> None:
@@ -451,17 +450,17 @@ def test_a_draft_pays_where_it_is_accepted_and_not_where_it_is_not() -> None:
         node("bee", ModelOffer("lookup", Role.PROPOSER, "")),
     ]
     accepted = plan(fleet, PlanRequest("m", acceptance=0.9)).chosen
-    assert (accepted.way, accepted.node_ids) == (Way.DRAFT, ("ant", "bee"))
-    assert plan(fleet, PlanRequest("m", acceptance=0.0)).chosen.way is Way.ALONE
+    assert (accepted.way, accepted.node_ids) == (DRAFT, ("ant", "bee"))
+    assert plan(fleet, PlanRequest("m", acceptance=0.0)).chosen.way == ALONE
 
 
 def test_another_machine_drafts_rather_than_the_verifier() -> None:
     lookup = ModelOffer("lookup", Role.PROPOSER, "")
     fleet = [node("ant", offer(), lookup, links={"bee": (0.001, 1e8)}), node("bee", lookup)]
-    draft = plan(fleet, PlanRequest("m", ways=frozenset({Way.DRAFT}))).chosen.draft
+    draft = plan(fleet, PlanRequest("m", ways=frozenset({DRAFT}))).chosen.draft
     assert draft is not None
     assert draft.node_id == "bee"
-    alone = plan(fleet[:1], PlanRequest("m", ways=frozenset({Way.DRAFT}))).chosen
+    alone = plan(fleet[:1], PlanRequest("m", ways=frozenset({DRAFT}))).chosen
     assert alone.node_ids == ("ant",)
 
 
@@ -476,7 +475,7 @@ def test_memory_binds_where_a_faster_machine_lacks_it() -> None:
 
 
 def test_a_warm_model_has_its_memory_already() -> None:
-    assert plan([node("ant", offer(warm=True), free=0)], PlanRequest("m")).chosen.way is Way.ALONE
+    assert plan([node("ant", offer(warm=True), free=0)], PlanRequest("m")).chosen.way == ALONE
     with pytest.raises(PlacementError, match="needs") as caught:
         plan([node("ant", offer(), free=0)], PlanRequest("m"))
     assert caught.value.constraint == Constraint.MEMORY
@@ -493,7 +492,7 @@ def test_the_same_weights_under_another_name_are_the_same() -> None:
         node("ant", offer(), free=2 * GIB, links={"bee": (0.001, 1e8)}),
         node("bee", offer(model_id="my-copy"), free=2 * GIB),
     ]
-    assert plan(fleet, PlanRequest("m")).chosen.way is Way.PIPELINE
+    assert plan(fleet, PlanRequest("m")).chosen.way == PIPELINE
 
 
 def test_a_newer_card_of_a_node_counts() -> None:
@@ -524,7 +523,7 @@ def sharing(**changes: dict[str, object]) -> list[NodeCard]:
     ]
 
 
-ORCHESTRATED = PlanRequest("m", ways=frozenset({Way.PIPELINE}), orchestrator=NodeId("ant"))
+ORCHESTRATED = PlanRequest("m", ways=frozenset({PIPELINE}), orchestrator=NodeId("ant"))
 
 
 def test_an_orchestrator_goes_first_even_where_it_holds_nothing_but_the_edges() -> None:
@@ -659,7 +658,7 @@ def test_a_pipeline_gives_a_machine_with_a_gpu_no_more_layers_than_its_processor
     here = node("ant", offer(), free=GIB, links={"bee": (1e-4, 1e9)})
     there = with_gpu("bee", offer())
     there = replace(there, devices=(replace(PROCESSORS, memory_free_bytes=GIB, shard_memory_bytes=GIB),))
-    request = PlanRequest("m", ways=frozenset({Way.PIPELINE}), orchestrator=NodeId("ant"), prompt_tokens=16, answer_tokens=16)
+    request = PlanRequest("m", ways=frozenset({PIPELINE}), orchestrator=NodeId("ant"), prompt_tokens=16, answer_tokens=16)
     with pytest.raises(PlacementError):  # 24 layers of 100 MiB and edges are 2.6 GiB, and 0.9 are to be had on each
         plan([here, there], request)
     enough = replace(there, devices=(replace(PROCESSORS, memory_free_bytes=3 * GIB, shard_memory_bytes=3 * GIB),))

@@ -10,8 +10,10 @@ from paceline.core.errors import ConfigError, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
-from paceline.fleet.plan import Pin, PlanRequest, Way
+from paceline.fleet.plan import ALONE, Pin, PlanRequest
 from paceline.node.planning import explained, parse_pin
+from paceline.ways.draft.price import DRAFT
+from paceline.ways.pipeline.splits import PIPELINE
 
 SHAPE = ModelShape(24, 2048, 100 << 20, 300 << 20, 2048, 32768)
 OFFER = ModelOffer("m", Role.VERIFIER, "int4", 20.0, 200.0, "d" * 64, shape=SHAPE)
@@ -46,13 +48,13 @@ def test_no_pin(text: str) -> None:
 def test_this_machine_is_a_fleet_of_one() -> None:
     made = explained(PlanRequest("SmolLM2"))
     assert made.plan.chosen.model_id == "smollm2-135m"
-    assert made.plan.chosen.way is Way.ALONE
+    assert made.plan.chosen.way == ALONE
     assert any("this machine is alone" in line for line in made.lines)
 
 
 def test_a_pipeline_takes_others() -> None:
     with pytest.raises(PlacementError) as caught:
-        explained(PlanRequest("SmolLM2", ways=frozenset({Way.PIPELINE})))
+        explained(PlanRequest("SmolLM2", ways=frozenset({PIPELINE})))
     assert "paceline join" in caught.value.hint
 
 
@@ -68,15 +70,15 @@ def test_drafts_are_run() -> None:
     fleet = [card("ant", 2, Link(NodeId("bee"), "x:1", 0.001, 1e8)), card("bee", 2)]
     lookup = ModelOffer("ngram", Role.PROPOSER, "")
     fleet = [replace(one, memory_free_bytes=1 << 40, models=(*one.models, lookup)) for one in fleet]
-    made = explained(PlanRequest("m", ways=frozenset({Way.DRAFT})), lambda: fleet)
-    assert made.plan.chosen.way is Way.DRAFT
+    made = explained(PlanRequest("m", ways=frozenset({DRAFT})), lambda: fleet)
+    assert made.plan.chosen.way == DRAFT
     assert not any("does not run" in line for line in made.lines)
 
 
 def test_a_live_view_is_planned_over() -> None:
     fleet = [card("ant", 2, Link(NodeId("bee"), "x:1", 0.001, 1e8)), card("bee", 2)]
     made = explained(PlanRequest("m"), lambda: fleet)
-    assert made.plan.chosen.way is Way.PIPELINE
+    assert made.plan.chosen.way == PIPELINE
     assert not any("alone" in line for line in made.lines if line.startswith("note: this machine"))
     said = json.loads(json.dumps(made.as_json()))
     assert said["chosen"]["stages"][0]["instance"] == "01"

@@ -259,7 +259,7 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
     from paceline.machine.loop_thread import LoopThread
     from paceline.machine.speed import vocabulary_id
     from paceline.ways.draft.desk import ProposerDesk
-    from paceline.ways.draft.finding import Alone
+    from paceline.ways.draft.finding import OwnProposers
     from paceline.ways.draft.meter import DraftMeter
     from paceline.ways.draft.remote import RemoteDrafts
     from paceline.ways.draft.service import check_vocabulary, close_proposers, load_proposer
@@ -267,7 +267,7 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
     loaded = load_proposer(name, settings.threads, None, clock)
     loop = LoopThread("paceline-drafts")
     desk, source = ProposerDesk({name: loaded.proposer}), RemoteDrafts(name, DraftMeter(), clock)
-    alone = Alone(desk, {name: loaded.offer})
+    alone = OwnProposers(desk, {name: loaded.offer})
 
     async def begin() -> None:
         check_vocabulary(vocabulary_id(tokenizer), [loaded], {name})

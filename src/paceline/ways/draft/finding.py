@@ -19,17 +19,17 @@ import grpc.aio
 
 from paceline.core.errors import NodeUnreachable, PacelineError, PlacementError, RemoteProposerError, VocabularyMismatch
 from paceline.core.ids import NodeId
-from paceline.fleet import cost
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayDraft, Use
 from paceline.fleet.machines import Links, live_cards, sensible
-from paceline.fleet.pins import ASSUMED_RTT_S
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import Draft, Pin, PlanRequest, Way
+from paceline.fleet.plan import ALONE, Draft, Pin, PlanRequest
+from paceline.fleet.ways import ASSUMED_RTT_S, Alone
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
 from paceline.ways.draft.desk import BlockAsk, ProposerDesk
 from paceline.ways.draft.line import OnBlock, RemoteLine
+from paceline.ways.draft.price import DRAFT, LOOKUP_RATE, Drafted
 
 LOOKUP_PROMPT_RATE = 1e6
 """Tokens a second that prompt lookup takes in."""
@@ -70,7 +70,7 @@ class Drafter:
 def drafter_of(node_id: NodeId, instance: bytes, model_id: str, offer: ModelOffer, rtt_s: float) -> Drafter:
     """A proposer as it is offered, whatever the offer says of its speed."""
     lookup = not offer.weights
-    rate = sensible(offer.tokens_per_second, 1e-2, 1e9) or (cost.LOOKUP_RATE if lookup else 1.0)
+    rate = sensible(offer.tokens_per_second, 1e-2, 1e9) or (LOOKUP_RATE if lookup else 1.0)
     prompt_rate = sensible(offer.prefill_tokens_per_second, 1e-2, 1e9) or (LOOKUP_PROMPT_RATE if lookup else rate)
     return Drafter(node_id, instance, model_id, rate, prompt_rate, rtt_s)
 
@@ -139,7 +139,7 @@ class DeskLine:
 HERE = NodeId("here")
 
 
-class Alone:
+class OwnProposers:
     """Finds them and opens lines to them.
 
     Args:
@@ -190,8 +190,12 @@ def drafters(drafting: MayDraft, verifier: Verifier, model_id: str, left_out: Co
     able = {node_id: card for node_id, card in here.items() if node_id == own or node_id not in barred}
     offers = _offers(able.values(), verifier, model_id)
     # Without a model to name, any that pays: the plan is then free to say that none does.
-    ways = frozenset({Way.DRAFT} if model_id else {Way.DRAFT, Way.ALONE})
-    planned = plan(able.values(), PlanRequest(verifier.digest, verifier.weights, ways=ways, pins=(Pin(own),), draft_model=model_id))
+    ways = frozenset({DRAFT} if model_id else {DRAFT, ALONE})
+    planned = plan(
+        able.values(),
+        PlanRequest(verifier.digest, verifier.weights, ways=ways, pins=(Pin(own),), draft_model=model_id),
+        (Alone(), Drafted()),
+    )
     links = Links(able)
     ranked: list[tuple[NodeId, str]] = []
     for choice in (planned.chosen, *planned.runners_up):

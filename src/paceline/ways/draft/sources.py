@@ -14,7 +14,7 @@ from paceline.engine.drafts import AUTO, DRAFTS
 from paceline.fleet.card import ModelOffer
 from paceline.fleet.eligibility import MayDraft
 from paceline.ways.draft.desk import ProposerDesk
-from paceline.ways.draft.finding import Alone, Drafter, Key, OpenLine, Verifier, drafters, fitting_models
+from paceline.ways.draft.finding import Drafter, Key, OpenLine, OwnProposers, Verifier, drafters, fitting_models
 from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.remote import RemoteDrafts
 
@@ -117,7 +117,7 @@ class NodeDrafts:
             offers: what they promise, by model.
             vocabulary_size: of the model drafted for.
         """
-        alone = Alone(desk, offers)
+        alone = OwnProposers(desk, offers)
         self._begin(_Reach(asyncio.get_running_loop(), alone.find, lambda: frozenset(offers), alone.open, vocabulary_size))
 
     def look(self) -> None:

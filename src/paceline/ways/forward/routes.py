@@ -23,7 +23,8 @@ from paceline.core.ids import NodeId
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import MayAnswer
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import Choice, PlanRequest, Way
+from paceline.fleet.plan import ALONE, Choice, PlanRequest
+from paceline.fleet.ways import Alone
 
 MOST_MODELS = 16
 """Of one other node. What its card lists beyond is not looked at. Raising it: what one node can make this one fetch and hold."""
@@ -111,7 +112,7 @@ def _meaning(
         if known is not None and known in offered:
             return known
     if len(offered) > 1:
-        chosen = _choices(cards, PlanRequest(name, ways=frozenset({Way.ALONE})))
+        chosen = _choices(cards, PlanRequest(name, ways=frozenset({ALONE})))
         best = next(((choice.digest, choice.weights) for choice in chosen), None)
         # Of one model with several tokenizers, the one that most nodes have.
         same = [weights for weights in offered if (weights.digest, weights.format) == best] or list(offered)
@@ -121,7 +122,7 @@ def _meaning(
 
 def _order(own: NodeId, cards: tuple[NodeCard, ...], weights: Weights, own_has_it: bool) -> tuple[list[NodeId], dict[NodeId, float]]:
     """Those that have the model loaded, the best first, and what a typical request takes there."""
-    ranked = _choices(cards, PlanRequest(weights.digest, weights.format, ways=frozenset({Way.ALONE})))
+    ranked = _choices(cards, PlanRequest(weights.digest, weights.format, ways=frozenset({ALONE})))
     order = [choice.stages[0].node_id for choice in ranked if choice.stages[0].warm]
     times = {choice.stages[0].node_id: choice.estimate.total_s for choice in ranked if choice.stages[0].warm}
     if own_has_it and own in order and times[own] < WORTH_A_HOP * times[order[0]]:
@@ -133,7 +134,7 @@ def _order(own: NodeId, cards: tuple[NodeCard, ...], weights: Weights, own_has_i
 def _choices(cards: tuple[NodeCard, ...], request: PlanRequest) -> tuple[Choice, ...]:
     """The plan's own order; nothing where the plan has nothing to go by."""
     try:
-        found = plan(cards, request)
+        found = plan(cards, request, (Alone(),))
     except PlacementError:
         return ()
     return (found.chosen, *found.runners_up)

@@ -20,10 +20,11 @@ from paceline.core.ids import NodeId, RequestId
 from paceline.engine.config import EngineConfig
 from paceline.engine.local import LocalExecutor
 from paceline.engine.proposers.models import DraftModelProposer
-from paceline.fleet.placement import plan
-from paceline.fleet.plan import Choice, PlanRequest, Way
+from paceline.fleet.plan import ALONE, Choice, PlanRequest
+from paceline.node.ways import plan
 from paceline.testing.null_backend import NullRunner
 from paceline.ways.draft.decoder import DistributedSpeculativeDecoder
+from paceline.ways.draft.price import DRAFT
 
 CONFIG = EngineConfig(max_context=200, prefill_chunk=64)
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
@@ -36,7 +37,7 @@ def runner() -> NullRunner:
 def placement(node_id: str, model_id: str = "small") -> Choice:
     """What a plan says where one machine verifies and another drafts."""
     cards = [card("a", VERIFIER), card(node_id, replace(SMALL, model_id=model_id))]
-    return plan(cards, PlanRequest("big", ways=frozenset({Way.DRAFT}), proposer=NodeId(node_id))).chosen
+    return plan(cards, PlanRequest("big", ways=frozenset({DRAFT}), proposer=NodeId(node_id))).chosen
 
 
 def expected(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
@@ -84,7 +85,7 @@ async def test_tokens_are_those_without_drafts_and_a_failed_proposer_is_told_onc
 @on_fleet
 async def test_a_plan_without_drafts_or_of_another_fleet_makes_no_decoder(fleet: DraftFleet) -> None:
     make = DistributedSpeculativeDecoder.from_placement
-    alone = plan([card("a", VERIFIER)], PlanRequest("big", ways=frozenset({Way.ALONE}))).chosen
+    alone = plan([card("a", VERIFIER)], PlanRequest("big", ways=frozenset({ALONE}))).chosen
     with pytest.raises(PlacementError, match="without drafts"):
         make(alone, LocalExecutor(runner()), VOCABULARY, CONFIG, fleet.a, SystemClock())
     for gone in (placement("z"), placement("b0", "another")):

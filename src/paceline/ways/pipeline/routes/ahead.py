@@ -21,8 +21,8 @@ from paceline.core.errors import FleetError, PipelineError, PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import NodeCard
-from paceline.fleet.cover import spares_for
 from paceline.ways.pipeline.client import warm_layers
+from paceline.ways.pipeline.cover import spares_for
 from paceline.ways.pipeline.executor.sessions import StageLoading, StageRequest
 from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, choose, plan_request
 from paceline.ways.pipeline.routes.opening import SeesFleet

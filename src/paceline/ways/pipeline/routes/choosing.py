@@ -13,10 +13,12 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
-from paceline.fleet.cover import CoverRequest, pick, spares_for, warm_shards
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import LEAST_ROWS, TYPICAL_ANSWER, TYPICAL_PROMPT, Objective, Pin, PlannedStage, PlanRequest, Way
+from paceline.fleet.plan import LEAST_ROWS, TYPICAL_ANSWER, TYPICAL_PROMPT, Objective, Pin, PlannedStage, PlanRequest
+from paceline.ways.pipeline.cover import CoverRequest, pick, spares_for, warm_shards
+from paceline.ways.pipeline.price import Pipelined
+from paceline.ways.pipeline.splits import PIPELINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def choose(
     if last and not pins and (mended := _mended(allowed, trust, request, last, there)):
         return mended
     try:
-        stages = plan(allowed, request, trust).chosen.stages
+        stages = plan(allowed, request, (Pipelined(),), trust).chosen.stages
     except PlacementError as error:
         stages = _with_one(allowed, request, trust)
         if not stages:
@@ -116,7 +118,7 @@ def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: 
         wanted.weights,
         prompt,
         answer,
-        ways=frozenset({Way.PIPELINE}),
+        ways=frozenset({PIPELINE}),
         pins=pins,
         objective=wanted.objective,
         streams=wanted.streams,
@@ -176,7 +178,7 @@ def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[No
         if request.pins or card.node_id in {request.orchestrator, *request.exclude}:
             continue
         try:
-            return plan(cards, replace(request, pins=(Pin(card.node_id),)), trust).chosen.stages
+            return plan(cards, replace(request, pins=(Pin(card.node_id),)), (Pipelined(),), trust).chosen.stages
         except PlacementError:
             continue
     return ()

@@ -13,12 +13,14 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, OutOfMemory, PlacementError, ShardUnavailable
 from paceline.core.model import LayerRange
 from paceline.fleet.placement import plan
-from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest, Way
+from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.setup import Setup
 from paceline.machine.sizing import KvPlan
+from paceline.ways.pipeline.price import Pipelined
 from paceline.ways.pipeline.routes.choosing import typical_request
 from paceline.ways.pipeline.routes.opening import SeesFleet
+from paceline.ways.pipeline.splits import PIPELINE
 
 
 class PipelineSlots:
@@ -129,7 +131,7 @@ def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock)
         setup.weights,
         prompt,
         answer,
-        ways=frozenset({Way.PIPELINE}),
+        ways=frozenset({PIPELINE}),
         pins=order.pins,
         objective=order.objective,
         kv_tokens=setup.settings.context or 0,
@@ -143,7 +145,7 @@ def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock)
     told = ""
     while True:
         try:
-            return plan(fleet.cards(), request, fleet.trust()).chosen
+            return plan(fleet.cards(), request, (Pipelined(),), fleet.trust()).chosen
         except PlacementError as error:
             if clock.monotonic() >= until:
                 raise

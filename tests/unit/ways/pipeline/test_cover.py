@@ -14,7 +14,7 @@ from paceline.core.errors import PipelineError, ShardUnavailable, WeightsMismatc
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.card import ModelOffer, NodeCard, Role, ShardState
-from paceline.fleet.cover import CoverPart, CoverRequest, WarmShard, pick, warm_shards
+from paceline.ways.pipeline.cover import CoverPart, CoverRequest, WarmShard, pick, warm_shards
 
 DIGEST = "d" * 64
 

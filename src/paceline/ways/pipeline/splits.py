@@ -1,12 +1,15 @@
-"""Which machines in which order, and how many layers each: the pipelines worth a look.
+"""Which machines in which order, how many layers each, and what a request over them would take: the pipelines worth a look.
 
 Law: every set and order of up to four machines is looked at; beyond that the best few of each length are extended by each other machine
-(a beam), so that twenty machines take milliseconds. For each order the split of the layers is the best there is within memory. Links between
-neighbours decide the order. Machines without a measured link are no neighbours.
+(a beam), so that twenty machines take milliseconds. For each order the split of the layers is the best there is within memory, and a hair's
+breadth decides nothing. Links between neighbours decide the order. Machines without a measured link are no neighbours.
 
-How many layers each machine of a pipeline gets, its order given: for one request soonest, or for the quickest slowest stage.
+Symbols as in `fleet.choices`; besides l layers of a stage, a link's R (RTT s) and B (bytes/s), h = 2 x hidden bytes: one row of bf16 on the wire.
 
-Law: both are exact over all splits within memory, and a hair's breadth decides nothing.
+    token      edge + sum(l layer) + sum(hops: R / 2 + h / B), the hop back to the first stage included
+    ttft       edge + sum(one chunk's stages, transfers, R / 2) + (chunks - 1) x the slowest of stages and transfers
+    S streams  b = S / min(S, stages) rows in a batch, so that every stage has one. Each row beyond a batch's first adds a prompt row, its
+               sequence's KV, and e / (N w p) in the head. token = max(b's token as above, S / b x the slowest stage); S times the chunks
 """
 
 from __future__ import annotations
@@ -16,13 +19,101 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
 from operator import lt, mul
+from typing import Final
 
 from paceline.core.ids import NodeId
-from paceline.fleet import cost
+from paceline.fleet import choices
 from paceline.fleet.card import Link
+from paceline.fleet.choices import Seconds, estimate, sum_of
 from paceline.fleet.machines import Links, Machine, speed_order
-from paceline.fleet.plan import Estimate, Objective, PlanRequest
+from paceline.fleet.plan import Choice, Estimate, Objective, PlanRequest, Way
 
+CHUNK = 512
+"""Prompt rows that enter a pipeline together: the engine's default."""
+ROW_BYTES = 2
+"""Of a hidden value on the wire: bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What of a pipeline's cost depends on how its layers are split, seconds: sum(n x each) + waits x max(transfer, n x busy)."""
+
+    each: tuple[float, ...]
+    """What a layer adds to the request, by machine."""
+    busy: tuple[float, ...]
+    """How long a layer is at work on a chunk of the prompt, by machine."""
+    waits: int
+    """Chunks that wait for the slowest stage or transfer."""
+    transfer: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What keeps each machine busy while all streams are served, seconds: n x layer + edge."""
+
+    layer: tuple[float, ...]
+    edge: tuple[float, ...]
+
+
+def bill_of(machines: Sequence[Machine], links: Sequence[Link], request: PlanRequest) -> Bill:
+    """The part of `estimate_of` that a split decides; arguments as there."""
+    chunks, rows = _chunks(request)
+    transfers = [rows * ROW_BYTES * machines[0].shape.hidden / link.bytes_per_s for link in links[:-1]]
+    busy = tuple(machine.prompt_layer_s * rows for machine in machines)
+    each = tuple(machine.layer_s * (request.answer_tokens - 1) + at_work for machine, at_work in zip(machines, busy, strict=True))
+    return Bill(each, busy, chunks - 1, max(transfers))
+
+
+def work_of(machines: Sequence[Machine], request: PlanRequest) -> Work:
+    """What a split decides of how long all streams take together; arguments as for `estimate_of`."""
+    batches = micro_batches(request.abreast, len(machines))
+    rows = request.abreast / batches
+    prompts, tokens = request.abreast * request.prompt_tokens, batches * (request.answer_tokens - 1)
+    layer = tuple(machine.prompt_layer_s * prompts + machine.layer_batch_s(rows) * tokens for machine in machines)
+    return Work(layer, (machines[0].edge_batch_s(rows) * (tokens + 1), *(0.0 for _ in machines[1:])))
+
+
+def estimate_of(machines: Sequence[Machine], layers: Sequence[int], links: Sequence[Link], request: PlanRequest) -> Estimate:
+    """Several machines, each a range of layers.
+
+    Args:
+        layers: how many each has.
+        links: from each machine to the next, and from the last to the first.
+    """
+    first = machines[0]
+    row_bytes = ROW_BYTES * first.shape.hidden
+    batches = micro_batches(request.abreast, len(machines))
+    rows = request.abreast / batches
+    edge = Seconds(first.edge_batch_s(rows))
+    hops = [Seconds(0.0, link.rtt_s / 2, rows * row_bytes / link.bytes_per_s) for link in links]
+    stages = [Seconds(machine.layer_batch_s(rows) * n) for machine, n in zip(machines, layers, strict=True)]
+    loop = sum_of([edge, *stages, *hops])
+    busiest = max([edge + stages[0], *stages[1:]], key=lambda stage: stage.all) * batches
+    token = loop if loop.all >= busiest.all else busiest
+
+    chunks, rows = _chunks(request)
+    at_work = [Seconds(machine.prompt_layer_s * n * rows) for machine, n in zip(machines, layers, strict=True)]
+    transfers = [Seconds(bandwidth=rows * row_bytes / link.bytes_per_s) for link in links[:-1]]
+    slowest = max([*at_work, *transfers], key=lambda part: part.all)
+    waits = Seconds(latency=fsum(link.rtt_s / 2 for link in links))
+    way_back = Seconds(bandwidth=row_bytes / links[-1].bytes_per_s)
+    ttft = sum_of([edge, *at_work, *transfers, slowest * (request.abreast * chunks - 1), waits, way_back])
+    return estimate(ttft, token, request, measured=all(machine.measured for machine in machines))
+
+
+def micro_batches(streams: int, stages: int) -> int:
+    """Into how many batches sequences are split, so that no stage waits for another's."""
+    return min(streams, stages)
+
+
+def _chunks(request: PlanRequest) -> tuple[int, float]:
+    """How many chunks the prompt takes, and how many rows each has."""
+    chunks = -(-request.prompt_tokens // CHUNK)
+    return chunks, request.prompt_tokens / chunks
+
+
+PIPELINE: Final = Way("pipeline")
+"""Each machine runs a range of layers."""
 _EQUAL = 1 + 1e-9
 """Costs that differ by less are the same."""
 
@@ -122,6 +213,11 @@ class Pipeline:
     estimate: Estimate
 
 
+def as_choice(pipeline: Pipeline) -> Choice:
+    """A pipeline as a choice of a plan."""
+    return choices.choice(PIPELINE, pipeline.machines, pipeline.layers, None, pipeline.estimate)
+
+
 def pipelines(group: Sequence[Machine], links: Links, request: PlanRequest) -> list[Pipeline]:
     """The best pipelines of each length, from two machines on. With an orchestrator: those that begin on it."""
     fastest = sorted(group, key=lambda machine: (machine.node_id == request.orchestrator, speed_order(machine)), reverse=True)
@@ -151,7 +247,7 @@ def arranged(
         return None
     if layers is None:
         layers = _best_split(machines, measured, request)
-    return Pipeline(tuple(machines), tuple(layers), cost.pipeline(machines, layers, measured, request)) if layers else None
+    return Pipeline(tuple(machines), tuple(layers), estimate_of(machines, layers, measured, request)) if layers else None
 
 
 def _best_split(machines: Sequence[Machine], links: Sequence[Link], request: PlanRequest) -> list[int]:
@@ -165,9 +261,9 @@ def _best_split(machines: Sequence[Machine], links: Sequence[Link], request: Pla
     if first.node_id == request.orchestrator and request.orchestrator_layers is not None:
         room[0] = least[0] = request.orchestrator_layers
     if request.objective is Objective.THROUGHPUT:
-        work = cost.work(machines, request)
+        work = work_of(machines, request)
         return balanced(n_layers, room, work.layer, work.edge, least)
-    bill = cost.bill(machines, links, request)
+    bill = bill_of(machines, links, request)
     return split(n_layers, room, bill.each, bill.busy, bill.waits, bill.transfer, least)
 
 
@@ -185,7 +281,7 @@ class _Hops:
 
     @staticmethod
     def _hop(sender: Machine, link: Link | None) -> float:
-        return inf if link is None else link.rtt_s / 2 + cost.ROW_BYTES * sender.shape.hidden / link.bytes_per_s
+        return inf if link is None else link.rtt_s / 2 + ROW_BYTES * sender.shape.hidden / link.bytes_per_s
 
     def __call__(self, a: int, b: int) -> float:
         return self._seconds[a, b]
@@ -232,7 +328,7 @@ def _throughput(machines: Sequence[Machine], chain: tuple[int, ...], hops: _Hops
             held += more
     if held < n_layers:
         return inf
-    work = cost.work([machines[place] for place in places], request)
+    work = work_of([machines[place] for place in places], request)
     rates = [1 / layer for layer in work.layer]
     slowest = (n_layers + work.edge[0] * rates[0]) / fsum(rates)
     on_the_way = fsum([*(hops(a, b) for a, b in itertools.pairwise(chain)), hops.quickest * (1 + len(places) - len(chain))])

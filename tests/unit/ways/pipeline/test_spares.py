@@ -13,9 +13,10 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard, Role, ShardState
-from paceline.fleet.cover import spares_for
-from paceline.fleet.placement import explain, plan
+from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin, Spare
+from paceline.node.ways import plan
+from paceline.ways.pipeline.cover import spares_for
 from paceline.ways.pipeline.routes.choosing import plan_request
 
 BEES, CATS = LayerRange(8, 12), LayerRange(12, 24)
