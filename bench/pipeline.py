@@ -40,8 +40,8 @@ from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.batches import StreamSink, StreamSource
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import RouteFault, RouteStage
-from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, Rehearse
+from paceline.ways.pipeline.executor.route import RouteStage
+from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, PipelineFault, Rehearse
 from paceline.ways.pipeline.executor.stage import Stage
 
 MODEL = "smollm2-135m"
@@ -107,14 +107,14 @@ class TwoProcesses:
     def forget_kv(self) -> None:
         """Nothing is kept: no stage is ever lost here."""
 
-    def quarantine(self, fault: RouteFault) -> None:
+    def quarantine(self, fault: PipelineFault) -> None:
         raise SystemExit(f"the pipeline broke: {fault.message}")
 
     def fault(self, wait_s: float = 0.0) -> None:
         del wait_s
 
-    def suspect(self, received: int) -> RouteFault:
-        return RouteFault(None, "pipeline_stalled", f"nothing came after batch {received}")
+    def suspect(self, received: int) -> PipelineFault:
+        return PipelineFault(None, "pipeline_stalled", f"nothing came after batch {received}")
 
     def close(self) -> None:
         self.sink.close()

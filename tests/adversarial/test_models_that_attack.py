@@ -34,7 +34,7 @@ from paceline.store.home import Home
 from paceline.store.safetensors_file import MAX_HEAD_BYTES
 from paceline.store.tokenizer import ModelTokenizer, byte_alphabet
 from paceline.ways.pipeline.codec import read_event
-from paceline.ways.pipeline.executor.sessions import StageFault, StageRequest
+from paceline.ways.pipeline.executor.sessions import PipelineFault, StageRequest
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 CHAT = [{"role": "user", "content": "hello"}]
@@ -336,7 +336,7 @@ def test_row_51_a_stages_fault_starts_no_line_of_a_log() -> None:
     told = shard_pb2.OpenStageResponse(fault=shard_pb2.StageFault(code="x\ny", message=f"a\nERROR all is lost {ESCAPES}"))
     asked = StageRequest(bytes(16), "m", "0" * 64, WeightsFormat.BF16, LayerRange(0, 1), 1, 1, 1)
     fault = read_event(told, asked)
-    assert isinstance(fault, StageFault)
+    assert isinstance(fault, PipelineFault)
     assert not {*COMMANDS, "\n"} & set(fault.message + fault.code)
 
 

@@ -17,8 +17,8 @@ from paceline.core.errors import PacelineError, ShardUnavailable, StreamClosed, 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import LayerRunner, WireBits
-from paceline.ways.pipeline.executor.route import Opening, RouteFault, RouteStage
-from paceline.ways.pipeline.executor.sessions import Rehearse
+from paceline.ways.pipeline.executor.route import Opening, RouteStage
+from paceline.ways.pipeline.executor.sessions import PipelineFault, Rehearse
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 Item = tuple[StageBatch, WireBits]
@@ -100,7 +100,7 @@ class MemoryRoute:
         )
         self._pipes = [MemoryPipe() for _ in range(len(parts) + 1)]
         self.sink, self.source = self._pipes[0], self._pipes[-1]
-        self._faults: list[RouteFault] = []
+        self._faults: list[PipelineFault] = []
         self._done = [0] * len(parts)
         self._threads = [
             threading.Thread(target=self._serve, args=(place, machine, layers), daemon=True)
@@ -109,13 +109,13 @@ class MemoryRoute:
         for thread in self._threads:
             thread.start()
 
-    def fault(self, wait_s: float = 0.0) -> RouteFault | None:
+    def fault(self, wait_s: float = 0.0) -> PipelineFault | None:
         del wait_s  # who goes away says so first
         return self._faults[0] if self._faults else None
 
-    def suspect(self, received: int) -> RouteFault:
+    def suspect(self, received: int) -> PipelineFault:
         place = next((place for place, done in enumerate(self._done) if done <= received), len(self._done) - 1)
-        return RouteFault(self.stages[place].node_id, "pipeline_stalled", f"{self.stages[place].node_id} does no work")
+        return PipelineFault(self.stages[place].node_id, "pipeline_stalled", f"{self.stages[place].node_id} does no work")
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -144,7 +144,7 @@ class MemoryRoute:
                 if not machine.alive:
                     machine.keeps.clear()
                     machine.on_death()
-                    self._faults.append(RouteFault(machine.node_id, "shard_unavailable", f"{machine.node_id} went away"))
+                    self._faults.append(PipelineFault(machine.node_id, "shard_unavailable", f"{machine.node_id} went away"))
                     raise StreamClosed("gone")
                 if machine.hangs:
                     continue
@@ -211,7 +211,7 @@ class MemoryRouter:
         for machine in self.machines:
             machine.keeps.clear()
 
-    def quarantine(self, fault: RouteFault) -> None:
+    def quarantine(self, fault: PipelineFault) -> None:
         if fault.node_id is not None:
             self.quarantined.add(fault.node_id)
 

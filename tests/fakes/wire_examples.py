@@ -60,7 +60,7 @@ from paceline.ways.draft.line import read_block
 from paceline.ways.forward import codec as generate
 from paceline.ways.pipeline import codec as shards
 from paceline.ways.pipeline.batches import read_batch, write_batch
-from paceline.ways.pipeline.executor.sessions import NextStage, StageFault, StageLoading, StageOpened, StageReport, StageRequest
+from paceline.ways.pipeline.executor.sessions import NextStage, PipelineFault, StageLoading, StageOpened, StageReport, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch
 
 M = TypeVar("M", bound=Message)
@@ -316,8 +316,8 @@ def shard_examples() -> Iterator[Example]:
         ("minimal", StageOpened(1, ticket, 20, 1, "", False, False)),
         ("report", StageReport(9, 8, 7, 1, 12.5, 3.25)),
         ("first report", StageReport()),
-        ("fault", StageFault("pipeline_stalled", "nothing came", NodeId("node-2"))),
-        ("own fault", StageFault("activation_garbage", "", None)),
+        ("fault", PipelineFault(NodeId("node-2"), "pipeline_stalled", "nothing came")),
+        ("own fault", PipelineFault(None, "activation_garbage", "")),
     ):
         yield coded(name, shard_pb2.OpenStageResponse, event, shards.write_event, lambda told: shards.read_event(told, rich))
     to = NextStage(NodeId("node-2"), ("10.0.0.2:7501", "10.1.0.2:7501"), ticket, 64)

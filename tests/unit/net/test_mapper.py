@@ -40,8 +40,8 @@ from paceline.ways.pipeline.codec import (
 )
 from paceline.ways.pipeline.executor.sessions import (
     NextStage,
+    PipelineFault,
     StageEvent,
-    StageFault,
     StageLoading,
     StageOpened,
     StageReport,
@@ -81,7 +81,7 @@ opened = st.builds(
 )
 finite = st.floats(allow_nan=False, allow_infinity=False)
 reports = st.builds(StageReport, words, words, words, short, finite, finite)
-events = st.builds(StageLoading, words, words) | opened | reports | st.builds(StageFault, shown, shown, st.none() | node_ids)
+events = st.builds(StageLoading, words, words) | opened | reports | st.builds(PipelineFault, st.none() | node_ids, shown, shown)
 
 
 @given(requests)

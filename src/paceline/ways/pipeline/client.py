@@ -11,20 +11,28 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 import grpc
 import grpc.aio
 
 from paceline.core import errors
-from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled
+from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled, ShardUnavailable
 from paceline.core.ids import BatchId, NodeId
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub
 from paceline.ways.pipeline.codec import read_event, write_connect, write_open, write_warm
-from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageReport, StageRequest
+from paceline.ways.pipeline.executor.sessions import (
+    NextStage,
+    PipelineFault,
+    StageEvent,
+    StageLoading,
+    StageOpened,
+    StageReport,
+    StageRequest,
+)
 
 FIRST_WORD_S = 6.0
 """Longest wait for a node's first word: a host that has the layers opens at once, any other says that it loads. Raising it: a route over a
@@ -44,15 +52,6 @@ CALL_S = 10.0
 Call = grpc.aio.UnaryStreamCall[wire.OpenStageRequest, wire.OpenStageResponse]
 
 
-@dataclass(frozen=True, slots=True)
-class StageLoss:
-    """Why a stage is gone."""
-
-    error: PacelineError
-    fault: StageFault | None = None
-    """What it said itself, where it could; `fault.blames` may be another node."""
-
-
 class RemoteStage:
     """One session with one stage. Made by `open_stage`; close it. Attributes may be read from any thread, methods are for its event loop."""
 
@@ -62,17 +61,12 @@ class RemoteStage:
         self.opened: Final = opened
         self.report = StageReport()
         """The latest."""
-        self.lost: Final[Future[StageLoss]] = Future()
+        self.lost: Final[Future[PipelineFault]] = Future()
         """Done once the stage is gone, by its fault, its end or `close`."""
         self._call: Final = call
         self._stub: Final = ShardServiceStub(channel)
         self._silence_s: Final = max(LEAST_SILENCE_S, SILENT_REPORTS * request.report_s)
         self._follower: Final = asyncio.create_task(self._follow(), name=f"stage-at-{node_id}")
-
-    @property
-    def fault(self) -> StageFault | None:
-        """What the stage said at its end."""
-        return self.lost.result().fault if self.lost.done() else None
 
     async def connect(self, to: NextStage) -> None:
         """Say where results go; returns once the stage has reached it.
@@ -97,7 +91,7 @@ class RemoteStage:
 
     async def close(self) -> None:
         """End the session there too. Idempotent."""
-        self._lose(StageLoss(PipelineError(f"The session with {self.node_id} was closed")))
+        self._lose(self._seen(PipelineError(f"The session with {self.node_id} was closed")))
         self._call.cancel()
         await asyncio.wait({self._follower})
 
@@ -108,19 +102,22 @@ class RemoteStage:
                 match await _next(self._call, self.node_id, self.request, self._silence_s):
                     case StageReport() as report:
                         self.report = report
-                    case StageFault() as fault:
-                        self._lose(StageLoss(error_of_fault(fault, self.node_id), fault))
+                    case PipelineFault() as fault:
+                        self._lose(replace(fault, told=True))
                         return
                     case _:
                         raise FleetError(f"{self.node_id} says out of turn how far it is")
         except PacelineError as error:
-            self._lose(StageLoss(error))
+            self._lose(self._seen(error))
         finally:
             self._call.cancel()
 
-    def _lose(self, loss: StageLoss) -> None:
+    def _seen(self, error: PacelineError) -> PipelineFault:
+        return PipelineFault(self.node_id, getattr(error, "code", ShardUnavailable.code), error.message)
+
+    def _lose(self, fault: PipelineFault) -> None:
         if not self.lost.done():
-            self.lost.set_result(loss)
+            self.lost.set_result(fault)
 
 
 async def open_stage(
@@ -158,7 +155,7 @@ async def open_stage(
                     still_s = SILENCE_S if done < total else PREPARE_S
                     if now() - moved_s > still_s:
                         raise PipelineStalled(f"{node_id} loaded nothing more for {still_s:g} s, at {done} of {total} bytes")
-                case StageFault() as fault:
+                case PipelineFault() as fault:
                     raise error_of_fault(fault, node_id)
                 case StageReport():
                     raise FleetError(f"{node_id} reports of a stage that is not open")
@@ -187,7 +184,7 @@ def tensor_addresses(addresses: Iterable[str], port: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{address.rpartition(':')[0]}:{port}" for address in addresses))
 
 
-def error_of_fault(fault: StageFault, node_id: NodeId) -> PacelineError:
+def error_of_fault(fault: PipelineFault, node_id: NodeId) -> PipelineError:
     """A stage's fault as the error it names."""
     kinds = {kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PipelineError)}
     return kinds.get(fault.code, PipelineError)(f"{node_id}: {fault.message}")

@@ -19,8 +19,8 @@ from paceline.ways.pipeline.executor.sessions import (
     KV_NAME_BYTES,
     SESSION_ID_BYTES,
     NextStage,
+    PipelineFault,
     StageEvent,
-    StageFault,
     StageLoading,
     StageOpened,
     StageReport,
@@ -98,17 +98,18 @@ _EVENTS: Final[dict[type[Any], tuple[str, Codec[Any, Any]]]] = {
         ),
     ),
     StageReport: ("report", Codec(StageReport, wire.StageReport, _TOLD, {"p95_latency_ms": _FINITE, "busy_s": _FINITE})),
-    StageFault: (
+    PipelineFault: (
         "fault",
         Codec(
-            StageFault,
+            PipelineFault,
             wire.StageFault,
             _TOLD,
             {
+                "node_id": Mapped("blames", None, None, lambda name: NodeId(name) if is_node_id(name) else None),
                 "code": Mapped(read=lambda code: printable(code, MAX_NAME)),
                 "message": Mapped(write=lambda text: text[:MAX_TEXT], read=lambda text: printable(text, MAX_TEXT)),
-                "blames": Mapped(read=lambda name: NodeId(name) if is_node_id(name) else None),
             },
+            given=["told"],
         ),
     ),
 }

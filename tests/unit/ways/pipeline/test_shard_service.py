@@ -19,7 +19,6 @@ from google.protobuf.message import Message
 from paceline.core.errors import (
     BadPipelineRequest,
     FleetError,
-    NodeUnreachable,
     NotTrusted,
     PacelineError,
     PipelineStalled,
@@ -39,7 +38,15 @@ from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline import client as shard_client
 from paceline.ways.pipeline.client import open_stage, tensor_addresses, warm_layers
 from paceline.ways.pipeline.codec import read_connect, read_event, read_open, write_connect, write_event, write_open
-from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageReport, StageRequest
+from paceline.ways.pipeline.executor.sessions import (
+    NextStage,
+    PipelineFault,
+    StageEvent,
+    StageLoading,
+    StageOpened,
+    StageReport,
+    StageRequest,
+)
 from paceline.ways.pipeline.service import ShardServicer
 
 REQUEST = StageRequest(bytes(16), "m", "ab" * 32, WeightsFormat.INT4, LayerRange(2, 5), 8, 2, 64, ActivationDtype.BF16, 0.02)
@@ -77,7 +84,7 @@ class ScriptedHost:
                 at += 1
                 yield StageReport(at, at, at, 0, 1.5)
                 if self.fault.is_set():
-                    yield StageFault("pipeline_stalled", "b takes nothing", NodeId("b"))
+                    yield PipelineFault(NodeId("b"), "pipeline_stalled", "b takes nothing")
                     return
         finally:
             self.ended.set()
@@ -118,8 +125,8 @@ def test_requests_and_events_survive_the_wire() -> None:
         StageLoading(1, 2),
         OPENED,
         StageReport(5, 4, 3, 1, 0.5, 2),
-        StageFault("c", "m", NodeId("b")),
-        StageFault("c", "m", None),
+        PipelineFault(NodeId("b"), "c", "m"),
+        PipelineFault(None, "c", "m"),
     ):
         assert read_event(write_event(event), REQUEST) == event
 
@@ -216,8 +223,8 @@ def test_a_stage_opens_reports_and_faults() -> None:
             assert await stage.echo(BatchId(3), 1, 2) == b"user 3 1 2"
             host.fault.set()
             loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), SOON_S)
-            assert isinstance(loss.error, PipelineStalled)
-            assert stage.fault == loss.fault == StageFault("pipeline_stalled", "b takes nothing", NodeId("b"))
+            assert loss.code == PipelineStalled.code
+            assert loss == PipelineFault(NodeId("b"), "pipeline_stalled", "b takes nothing", told=True)
             assert stage.report.sent >= 1
             await stage.close()
             assert stage.lost.result() is loss
@@ -298,7 +305,7 @@ def test_a_refusal_keeps_its_type() -> None:
             host.script = [WeightsMismatch("others", "look")]
             with pytest.raises(WeightsMismatch, match="others"):
                 await open_stage(channel, NodeId("a"), REQUEST)
-            host.script = [StageFault("weights_mismatch", "others", None)]
+            host.script = [PipelineFault(None, "weights_mismatch", "others")]
             with pytest.raises(WeightsMismatch, match="others"):
                 await open_stage(channel, NodeId("a"), REQUEST)
             host.script = [StageReport()]
@@ -325,7 +332,7 @@ def test_a_stage_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
             host.silent = True
             stage = await open_stage(channel, NodeId("a"), replace(REQUEST, report_s=0.01))
             loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), SOON_S)
-            assert isinstance(loss.error, PipelineStalled)
+            assert loss.code == PipelineStalled.code
             await asyncio.wait_for(host.ended.wait(), SOON_S)
 
     asyncio.run(run())
@@ -349,7 +356,7 @@ def test_a_node_that_is_gone_is_unreachable() -> None:
         async with served() as (_, channel):
             stage = await open_stage(channel, NodeId("a"), REQUEST)
         loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), SOON_S)
-        assert isinstance(loss.error, NodeUnreachable)
+        assert (loss.code, loss.told) == ("shard_unavailable", False)
 
     asyncio.run(run())
 

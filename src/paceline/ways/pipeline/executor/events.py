@@ -13,7 +13,8 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable
 from paceline.core.generation import Notice
 from paceline.engine.local import WireBits
-from paceline.ways.pipeline.executor.route import Opening, Route, RouteFault
+from paceline.ways.pipeline.executor.route import Opening, Route
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBatch
 
 
@@ -28,7 +29,7 @@ class PipelineWatch(Protocol):
         """A route was found, so long after it was first looked for."""
         ...
 
-    def lost(self, fault: RouteFault) -> None:
+    def lost(self, fault: PipelineFault) -> None:
         """A route broke."""
         ...
 
@@ -46,7 +47,7 @@ class Unwatched:
 
     def opening(self, opening: Opening) -> None: ...
     def constructed(self, seconds: float) -> None: ...
-    def lost(self, fault: RouteFault) -> None: ...
+    def lost(self, fault: PipelineFault) -> None: ...
     def failed_over(self) -> None: ...
     def fell_back(self) -> None: ...
 
@@ -85,7 +86,7 @@ class RouteNews:
         self._layers, self._numerics_id, self._watch, self._clock = layers, numerics_id, watch, clock
         self._said_at = 0.0
         self._notices: list[Notice] = []
-        self._fault: RouteFault | None = None
+        self._fault: PipelineFault | None = None
         """Of the route before."""
         self.failovers = 0
 
@@ -94,7 +95,7 @@ class RouteNews:
         taken, self._notices = self._notices, []
         return taken
 
-    def lost(self, fault: RouteFault) -> None:
+    def lost(self, fault: PipelineFault) -> None:
         """A route broke."""
         logger.warning("the pipeline broke: %s: %s", fault.node_id or "nobody knows who", fault.message)
         self._note("shard_status", status="degraded", node=fault.node_id or "unknown", code=fault.code, reason=fault.message)

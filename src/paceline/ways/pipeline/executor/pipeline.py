@@ -43,8 +43,9 @@ from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, tok
 from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteNews, Unwatched
 from paceline.ways.pipeline.executor.limits import Patience, PipelineLimits
 from paceline.ways.pipeline.executor.restoring import Journal, Lacks, Restoring
-from paceline.ways.pipeline.executor.route import Route, RouteFault, Router, RouteStage, SpanLease, SpanLeases
+from paceline.ways.pipeline.executor.route import Route, Router, RouteStage, SpanLease, SpanLeases
 from paceline.ways.pipeline.executor.search import Fallback, Search
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch, check_activations, without_tokens
 
 WORD_S = 0.5
@@ -361,11 +362,11 @@ class PipelineExecutor:
         # A stream that closed says little; whose fault it was is heard from the stages themselves a moment later.
         fault = route.fault(WORD_S if isinstance(error, StreamClosed) else 0.0)
         if fault is None and isinstance(error, ShardCorrupt | StreamCorrupt | TensorTooLarge):
-            fault = RouteFault(route.stages[-1].node_id, ShardCorrupt.code, str(error))
+            fault = PipelineFault(route.stages[-1].node_id, ShardCorrupt.code, str(error))
         if fault is None:
             fault = route.suspect(self._received)
             if not isinstance(error, StreamStalled) and error is not None:
-                fault = RouteFault(fault.node_id, ShardUnavailable.code, str(error))
+                fault = PipelineFault(fault.node_id, ShardUnavailable.code, str(error))
         self._news.lost(fault)
         self._route = self._restoring = None
         self._pending.clear()

@@ -13,7 +13,7 @@ from typing import Protocol
 from paceline.core.errors import LostSpan
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
-from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource
+from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, PipelineFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,6 @@ class RouteStage:
 
     def __str__(self) -> str:
         return f"{self.layers.words} on {self.node_id}"
-
-
-@dataclass(frozen=True, slots=True)
-class RouteFault:
-    """Why a route can't go on."""
-
-    node_id: NodeId | None
-    """The node that is held responsible; None where it is not known."""
-    code: str
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +87,7 @@ class Route(Protocol):
         """Out of the last."""
         ...
 
-    def fault(self, wait_s: float = 0.0) -> RouteFault | None:
+    def fault(self, wait_s: float = 0.0) -> PipelineFault | None:
         """What broke, as far as is known: a stage that is gone, or that reported a fault.
 
         Args:
@@ -105,7 +95,7 @@ class Route(Protocol):
         """
         ...
 
-    def suspect(self, received: int) -> RouteFault:
+    def suspect(self, received: int) -> PipelineFault:
         """Who does not work on, now that nothing came within the bound. Does not wait.
 
         Args:
@@ -133,7 +123,7 @@ class Router(Protocol):
         """What stages kept of routes before is of no use: the next begins with none."""
         ...
 
-    def quarantine(self, fault: RouteFault) -> None:
+    def quarantine(self, fault: PipelineFault) -> None:
         """Leave out whom a fault blames, until it is known to work again."""
         ...
 

@@ -35,8 +35,8 @@ from paceline.core.errors import (
 from paceline.core.ids import NodeId
 from paceline.engine.local import LayerRunner, WireBits
 from paceline.ways.pipeline.executor.limits import PipelineLimits
-from paceline.ways.pipeline.executor.route import Opening, Route, RouteFault, Router, RouteStage
-from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, Rehearse
+from paceline.ways.pipeline.executor.route import Opening, Route, Router, RouteStage
+from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, PipelineFault, Rehearse
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 FORGET_S = 600.0
@@ -146,13 +146,13 @@ class LocalRoute:
         behind = batch.behind(self.stages[0].layers)
         return behind, self._stage.run(batch, x_TD)[: behind.n_rows]
 
-    def fault(self, wait_s: float = 0.0) -> RouteFault | None:
+    def fault(self, wait_s: float = 0.0) -> PipelineFault | None:
         del wait_s
         return None
 
-    def suspect(self, received: int) -> RouteFault:
+    def suspect(self, received: int) -> PipelineFault:
         del received
-        return RouteFault(self._own, "pipeline_stalled", "this machine is slow")
+        return PipelineFault(self._own, "pipeline_stalled", "this machine is slow")
 
     def close(self) -> None:
         if not self._closed:
@@ -200,7 +200,7 @@ class Search:
         """Why no machines were found, as far as it is known, and what would help."""
         self._code = ShardUnavailable.code
         """Of that, as clients are told."""
-        self._broke: RouteFault | None = None
+        self._broke: PipelineFault | None = None
         """What the search is for: how the last route broke."""
         self.is_alone = False
         """The route found last is this machine's own."""
@@ -213,7 +213,7 @@ class Search:
         """Since there was a route."""
         return self._clock.monotonic() - self._since
 
-    def lost(self, fault: RouteFault) -> None:
+    def lost(self, fault: PipelineFault) -> None:
         """The route broke."""
         self._since, self._broke = self._clock.monotonic(), fault
         if fault.code == ShardCorrupt.code:

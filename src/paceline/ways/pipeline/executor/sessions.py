@@ -147,17 +147,19 @@ class StageReport:
 
 
 @dataclass(frozen=True, slots=True)
-class StageFault:
-    """Why a session can't go on."""
+class PipelineFault:
+    """Why a stage's session, or the route that it is part of, can't go on: the same from the stream that broke to the answer that ends."""
 
+    node_id: NodeId | None
+    """The node that is held responsible; None: the one that says so, or, of a route, it is not known."""
     code: str
     """As `core.errors.PipelineError` and its kin have it."""
     message: str
-    blames: NodeId | None
-    """Whom the stage holds responsible; None: itself."""
+    told: bool = False
+    """The stage said so itself; else it is what was seen of it from here."""
 
 
-StageEvent = StageLoading | StageOpened | StageReport | StageFault
+StageEvent = StageLoading | StageOpened | StageReport | PipelineFault
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from paceline.core.ids import BatchId, NodeId
 from paceline.core.model import BLOCK_TOKENS
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import Member
-from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, StageFault, StageLoading, StageOpened, StageRequest
+from paceline.ways.pipeline.executor.sessions import NextStage, PipelineFault, StageEvent, StageLoading, StageOpened, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.session import Place, Session, Surroundings
@@ -124,7 +124,7 @@ class NodeShardHost:
         """Nothing that a revoked node sends is run any more, and nothing is sent to it. Its own sessions end with its calls."""
         for session in tuple(self._live):
             if node_id in session.peers:
-                session.fail(StageFault(PipelineError.code, f"{node_id} was revoked", node_id))
+                session.fail(PipelineFault(node_id, PipelineError.code, f"{node_id} was revoked"))
                 session.stop()  # now, however long its caller takes to hear of it
 
     # --------------------------------------------------------------------------------------------------------------- for callers

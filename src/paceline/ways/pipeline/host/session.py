@@ -31,7 +31,7 @@ from paceline.core.errors import (
 from paceline.core.ids import BatchId, NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import WireBits
-from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, StageFault, StageReport, StageRequest
+from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, PipelineFault, StageReport, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import ExpectedInput, Incoming
 from paceline.ways.pipeline.host.leases import HostLimits, Lease, Turns
@@ -175,7 +175,7 @@ class Session:
         self.stopping = False
         self.holds_kv = True
         """What ran was run to its end: another session may go on with its KV."""
-        self.fault: StageFault | None = None
+        self.fault: PipelineFault | None = None
         self._latencies = Latencies()
         self._received = self._computed = self._sent = 0
         self._busy_s = 0.0
@@ -232,7 +232,7 @@ class Session:
             self._echoes.close()
             self._on_end()
 
-    def fail(self, fault: StageFault) -> None:
+    def fail(self, fault: PipelineFault) -> None:
         """End it against its caller's will."""
         with self._lock:
             if self.stopping or self.fault is not None:
@@ -264,14 +264,13 @@ class Session:
         try:
             self._work(to, sink)
         except _Ended as ended:
-            error, blames = ended.error, ended.blames
-            if isinstance(error, ShardCorrupt) and not self.stopping:
+            if ended.fault.code == ShardCorrupt.code and not self.stopping:
                 self._meter.corrupt()
-            self.fail(StageFault(error.code, error.message, blames))
+            self.fail(ended.fault)
         except Exception as error:
             if not self.stopping:
                 logger.exception("a session on %s failed", self.place.shard_id)
-            self.fail(StageFault(PipelineError.code, f"The stage failed: {type(error).__name__}", None))
+            self.fail(PipelineFault(None, PipelineError.code, f"The stage failed: {type(error).__name__}"))
         finally:
             self._close_ends()
             self._echoes.close()
@@ -297,7 +296,7 @@ class Session:
             try:
                 sink.prepare(behind, x_TD.shape[1])
             except FleetError as error:
-                raise _Ended(_meaning(error, "The output"), to) from error
+                raise _Ended(_broken(error, "The output", to)) from error
             try:
                 with self.place.turns.take(limits.turn_s):
                     began = now()
@@ -307,20 +306,20 @@ class Session:
                     self.holds_kv = True
                     self._busy_s += now() - began
             except (BadPipelineRequest, ShardCorrupt) as error:
-                raise _Ended(error, source.peer) from error
+                raise _Ended(PipelineFault(source.peer, error.code, error.message)) from error
             except PipelineError as error:
-                raise _Ended(error, None) from error
+                raise _Ended(PipelineFault(None, error.code, error.message)) from error
             self._computed += 1
             # The next stage may be as slow as this machine was, and busy with more than one.
             slowest_s = max(0.99 * slowest_s, now() - arrived)
             try:
                 sink.send(behind, out_TD, now() + limits.stall_s + 4 * slowest_s)
             except FleetError as error:
-                raise _Ended(_meaning(error, "The output"), to) from error
+                raise _Ended(_broken(error, "The output", to)) from error
             try:
                 source.acknowledge()
             except FleetError as error:
-                raise _Ended(_meaning(error, "The input"), source.peer) from error
+                raise _Ended(_broken(error, "The input", source.peer)) from error
             self._sent += 1
             took_ms = 1000 * (now() - arrived)
             self._latencies.add(took_ms)
@@ -334,7 +333,7 @@ class Session:
             except StreamStalled:
                 continue
             except TensorStreamError as error:
-                raise _Ended(_meaning(error, "The input"), None) from error
+                raise _Ended(_broken(error, "The input", None)) from error
             with self._lock:
                 self._source = source
             if self.stopping:  # which may have been too early to close it
@@ -355,7 +354,7 @@ class Session:
                 # It began, maybe just now: it has its own time.
                 return source.receive(now() + self._limits.stall_s)
         except FleetError as error:
-            raise _Ended(_meaning(error, "The input"), source.peer) from error
+            raise _Ended(_broken(error, "The input", source.peer)) from error
 
     def _rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
         """While nothing comes, and no other session computes here."""
@@ -372,22 +371,22 @@ class Session:
 
 
 class _Ended(Exception):
-    """Leaves the thread's work with whom to blame."""
+    """Leaves the thread's work."""
 
-    def __init__(self, error: PipelineError, blames: NodeId | None) -> None:
-        super().__init__(error.message)
-        self.error, self.blames = error, blames
+    def __init__(self, fault: PipelineFault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
 
 
-def _meaning(error: FleetError, what: str) -> PipelineError:
+def _broken(error: FleetError, what: str, node_id: NodeId | None) -> PipelineFault:
     """What a broken stream is to a pipeline."""
-    text = f"{what} broke: {error.message}"
     match error:
         case StreamStalled():
-            return PipelineStalled(text)
+            kind = PipelineStalled
         case StreamClosed():
-            return ShardUnavailable(text)
+            kind = ShardUnavailable
         case TensorStreamError():
-            return ShardCorrupt(text)
+            kind = ShardCorrupt
         case _:
-            return PipelineError(text)
+            kind = PipelineError
+    return PipelineFault(node_id, kind.code, f"{what} broke: {error.message}")

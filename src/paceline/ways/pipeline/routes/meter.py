@@ -15,7 +15,8 @@ from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.stats import EngineStats, Histogram
 from paceline.machine.engine_thread import StepEngine
-from paceline.ways.pipeline.executor.route import Opening, RouteFault
+from paceline.ways.pipeline.executor.route import Opening
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 
 CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)
@@ -58,7 +59,7 @@ class PipelineMeter:
     def constructed(self, seconds: float) -> None:
         self.construct_ms.observe(seconds * 1000)
 
-    def lost(self, fault: RouteFault) -> None:
+    def lost(self, fault: PipelineFault) -> None:
         del fault
         self.losses += 1
 

@@ -37,13 +37,14 @@ from paceline.core.trust import Trust
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
 from paceline.net.tensor.frames import TICKET_BYTES
-from paceline.ways.pipeline.client import RemoteStage, StageLoss, open_stage, tensor_addresses
-from paceline.ways.pipeline.executor.route import Opening, RouteFault, RouteStage
+from paceline.ways.pipeline.client import RemoteStage, error_of_fault, open_stage, tensor_addresses
+from paceline.ways.pipeline.executor.route import Opening, RouteStage
 from paceline.ways.pipeline.executor.sessions import (
     SESSION_ID_BYTES,
     ActivationSink,
     ActivationSource,
     NextStage,
+    PipelineFault,
     Rehearse,
     StageLoading,
     StageRequest,
@@ -78,26 +79,26 @@ class FleetRoute:
         self.sessions = tuple(sessions)
         self._loop = loop
         self._closed = False
-        self._accused: RouteFault | None = None
+        self._accused: PipelineFault | None = None
         for session in self.sessions:
             session.lost.add_done_callback(lambda _: self._wake())
 
-    def accuse(self, fault: RouteFault) -> None:
+    def accuse(self, fault: PipelineFault) -> None:
         """End the route for what was found out about a stage. For any thread."""
         self._accused = self._accused or fault
         self._wake()
 
-    def fault(self, wait_s: float = 0.0) -> RouteFault | None:
+    def fault(self, wait_s: float = 0.0) -> PipelineFault | None:
         if self._accused is not None:
             return self._accused
         if wait_s:
             wait([session.lost for session in self.sessions], wait_s, FIRST_COMPLETED)
-        losses = [(place, session.lost.result()) for place, session in enumerate(self.sessions) if session.lost.done()]
+        faults = [(place, session.lost.result()) for place, session in enumerate(self.sessions) if session.lost.done()]
         # A node that broke off knows less of others than those who still speak, and is itself the likeliest reason of what they say.
-        losses.sort(key=lambda pair: pair[1].fault is not None)
-        return self._fault(*losses[0]) if losses and not self._closed else None
+        faults.sort(key=lambda pair: pair[1].told)
+        return self._blamed(*faults[0]) if faults and not self._closed else None
 
-    def suspect(self, received: int) -> RouteFault:
+    def suspect(self, received: int) -> PipelineFault:
         for place, session in enumerate(self.sessions):
             report = session.report
             if report.sent > received:
@@ -105,9 +106,9 @@ class FleetRoute:
             culprit = session.node_id
             if report.computed > received and place + 1 < len(self.sessions):
                 culprit = self.sessions[place + 1].node_id  # it computed, and can't get rid of the result
-            return RouteFault(culprit, "pipeline_stalled", f"{culprit} has let nothing through for too long")
+            return PipelineFault(culprit, "pipeline_stalled", f"{culprit} has let nothing through for too long")
         last = self.sessions[-1].node_id
-        return RouteFault(last, "pipeline_stalled", f"{last} says it has sent what never came")
+        return PipelineFault(last, "pipeline_stalled", f"{last} says it has sent what never came")
 
     def close(self) -> None:
         if self._closed:
@@ -121,13 +122,15 @@ class FleetRoute:
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(end(), self._loop)
 
-    def _fault(self, place: int, loss: StageLoss) -> RouteFault:
-        """Whom a loss is held against. A stage knows only those it receives from and sends to; of this node it may say what it likes."""
-        node_id, told = self.sessions[place].node_id, loss.fault
-        beside = {self.sessions[at].node_id for at in (place - 1, place + 1) if 0 <= at < len(self.sessions)}
-        if told is not None and told.blames is not None and told.blames in beside:
-            return RouteFault(told.blames, told.code, f"{node_id} says: {told.message}")
-        return RouteFault(node_id, getattr(loss.error, "code", "shard_unavailable"), loss.error.message)
+    def _blamed(self, place: int, fault: PipelineFault) -> PipelineFault:
+        """Whom it is held against. A stage knows only those it receives from and sends to; of this node it may say what it likes."""
+        if not fault.told:
+            return fault
+        node_id = self.sessions[place].node_id
+        if fault.node_id in {self.sessions[at].node_id for at in (place - 1, place + 1) if 0 <= at < len(self.sessions)}:
+            return replace(fault, message=f"{node_id} says: {fault.message}")
+        error = error_of_fault(fault, node_id)
+        return PipelineFault(node_id, error.code, error.message)
 
     def _wake(self) -> None:
         self.source.close()

@@ -19,9 +19,9 @@ from paceline.core.errors import FleetError, PipelineError, PipelineStalled, Sha
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS
 from paceline.fleet.card import NodeCard
-from paceline.ways.pipeline.executor.route import Opening, RouteFault
+from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.executor.search import TOLD
-from paceline.ways.pipeline.executor.sessions import KV_NAME_BYTES
+from paceline.ways.pipeline.executor.sessions import KV_NAME_BYTES, PipelineFault
 from paceline.ways.pipeline.routes.ahead import SpareKeeper, still_there
 from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, choose
 from paceline.ways.pipeline.routes.meter import PipelineMeter
@@ -122,7 +122,7 @@ class FleetRouter:
     def forget_kv(self) -> None:
         self._kv = {}
 
-    def quarantine(self, fault: RouteFault) -> None:
+    def quarantine(self, fault: PipelineFault) -> None:
         if self._spares is not None:
             self._spares.stop()
         if fault.node_id is None:

@@ -29,7 +29,8 @@ from paceline.core.trust import Trust
 from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
-from paceline.ways.pipeline.executor.route import Route, RouteFault
+from paceline.ways.pipeline.executor.route import Route
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
 from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, allowed_hosts, choose, warm_cover
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened
@@ -136,7 +137,7 @@ class SpotCheck:
         opener: OpensRoutes,
         holders: FindsHolders,
         numerics_id: str,
-        leave_out: Callable[[RouteFault], None],
+        leave_out: Callable[[PipelineFault], None],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._one_in, self._opener, self._holders = one_in, opener, holders
@@ -232,9 +233,9 @@ class SpotCheck:
 
     async def _blame(
         self, stages: Sequence[StagePart], chain: Sequence[Sequence[StagePart]], right: Sequence[WireBits], suspects: Sequence[int]
-    ) -> list[RouteFault]:
+    ) -> list[PipelineFault]:
         """Of the suspects, those who differ once more; or all, where none does."""
-        found: list[RouteFault] = []
+        found: list[PipelineFault] = []
         for place in suspects:
             stage, others = stages[place], chain[place]
             again = await self._again([stage], right[place])
@@ -283,7 +284,7 @@ class SpotCheck:
         finally:
             route.close()
 
-    def _act(self, fault: RouteFault) -> None:
+    def _act(self, fault: PipelineFault) -> None:
         logger.warning("%s", fault.message)
         self._leave_out(fault)
         route = self._route
@@ -301,9 +302,9 @@ def _beginning(batch: StageBatch, most: int) -> slice | None:
     return None
 
 
-def _fault(node_id: NodeId, layers: LayerRange, others: str) -> RouteFault:
+def _fault(node_id: NodeId, layers: LayerRange, others: str) -> PipelineFault:
     told = f"A spot check found that {node_id} computes other bytes for layers {layers.words} than {others}"
-    return RouteFault(node_id, ShardCorrupt.code, told)
+    return PipelineFault(node_id, ShardCorrupt.code, told)
 
 
 def _names(parts: Sequence[StagePart]) -> str:

@@ -30,8 +30,9 @@ from paceline.testing.null_backend import ByteVocabulary
 from paceline.ways.pipeline.executor import events as news
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import Opening, RouteFault
+from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.executor.search import FORGET_S, Fallback, LocalRoute
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=6, hidden=64, n_heads=3, n_kv_heads=1, head_dim=32, ffn=96, vocab=256, max_context=512, rms_eps=1e-5,
@@ -374,7 +375,7 @@ class Counted:
         assert seconds >= 0
         self.told.append("constructed")
 
-    def lost(self, fault: RouteFault) -> None:
+    def lost(self, fault: PipelineFault) -> None:
         self.told.append(f"lost {fault.node_id}")
 
     def failed_over(self) -> None:

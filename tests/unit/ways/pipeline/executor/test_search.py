@@ -11,8 +11,9 @@ from paceline.core.errors import ExecutorUnavailable, PipelineError, PipelineSta
 from paceline.core.ids import NodeId
 from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.limits import PipelineLimits
-from paceline.ways.pipeline.executor.route import Opening, Route, RouteFault
+from paceline.ways.pipeline.executor.route import Opening, Route
 from paceline.ways.pipeline.executor.search import ALONE_MOST_S, FORGET_S, LOOK_AGAIN_S, Fallback, Search
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 
 LIMITS = PipelineLimits(search_s=30.0, look_s=0.25, alone_s=30.0)
 
@@ -22,9 +23,9 @@ class Opened:
 
     def __init__(self) -> None:
         self.closed = False
-        self.broken: RouteFault | None = None
+        self.broken: PipelineFault | None = None
 
-    def fault(self) -> RouteFault | None:
+    def fault(self) -> PipelineFault | None:
         return self.broken
 
     def close(self) -> None:
@@ -42,7 +43,7 @@ class Router:
         self.clock = clock
         self.answer: Route | PipelineError | Opening = NOBODY
         self.looks = 0
-        self.left_out: list[RouteFault] = []
+        self.left_out: list[PipelineFault] = []
 
     def find(self, wait_s: float) -> Route | Opening:
         self.looks += 1
@@ -53,7 +54,7 @@ class Router:
 
     def forget_kv(self) -> None: ...
 
-    def quarantine(self, fault: RouteFault) -> None:
+    def quarantine(self, fault: PipelineFault) -> None:
         self.left_out.append(fault)
 
     def close(self) -> None: ...
@@ -114,7 +115,7 @@ def test_requests_are_told_why_machines_that_are_there_are_of_no_use(
 
 
 def test_requests_of_a_pipeline_that_stalled_and_found_no_other_machines_are_told_so(search: Search, router: Router) -> None:
-    search.lost(RouteFault(NodeId("b"), "pipeline_stalled", "b has let nothing through"))
+    search.lost(PipelineFault(NodeId("b"), "pipeline_stalled", "b has let nothing through"))
     with pytest.raises(ExecutorUnavailable, match="b has let nothing through") as caught:
         look_to_the_end(search)
     assert caught.value.code == "pipeline_stalled"
@@ -122,7 +123,7 @@ def test_requests_of_a_pipeline_that_stalled_and_found_no_other_machines_are_tol
         look_to_the_end(search)
     assert caught.value.code == "shard_unavailable"
     # One that breaks otherwise after a route was found has nothing to do with it.
-    search.lost(RouteFault(NodeId("b"), "pipeline_stalled", "b has let nothing through"))
+    search.lost(PipelineFault(NodeId("b"), "pipeline_stalled", "b has let nothing through"))
     router.answer = ROUTE
     assert search.look() is ROUTE
     router.answer = NOBODY
@@ -206,7 +207,7 @@ def test_what_was_loaded_for_one_route_is_no_measure_for_the_next(search: Search
     search.look()
     router.answer = ROUTE
     search.look()
-    search.lost(RouteFault(None, "shard_unavailable", "gone"))
+    search.lost(PipelineFault(None, "shard_unavailable", "gone"))
     for done in (10, 20, 30):
         router.answer = loading(done)
         assert search.look() is None
@@ -218,7 +219,7 @@ def test_after_a_route_a_search_lasts_its_time_again(search: Search, router: Rou
     router.answer = ROUTE
     assert search.look() is router.answer
     router.answer = NOBODY
-    search.lost(RouteFault(None, "shard_unavailable", "gone"))
+    search.lost(PipelineFault(None, "shard_unavailable", "gone"))
     assert in_vain(search, router) >= LIMITS.search_s
 
 
@@ -230,7 +231,7 @@ class Going(Fallback):
         super().__init__(lambda: self.loaded, after, clock)
 
 
-GONE = RouteFault(None, "shard_unavailable", "gone")
+GONE = PipelineFault(None, "shard_unavailable", "gone")
 
 
 def alone(router: Router, after: int | None = None) -> Search:

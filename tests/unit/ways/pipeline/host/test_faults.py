@@ -11,12 +11,13 @@ from tests.unit.ways.pipeline.host.hosts import SPEC, Bits, Net, User, batch_of,
 
 from paceline.core.errors import PacelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import BatchId, NodeId
-from paceline.ways.pipeline.client import RemoteStage, StageLoss
+from paceline.ways.pipeline.client import RemoteStage
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.leases import HostLimits
 
 
-async def loss_of(stage: RemoteStage) -> StageLoss:
+async def loss_of(stage: RemoteStage) -> PipelineFault:
     return await asyncio.wait_for(asyncio.wrap_future(stage.lost), 100)
 
 
@@ -36,9 +37,9 @@ async def test_values_that_are_no_activations_are_the_senders_fault(bits: int) -
         await route.run(batch_of(1), spoiled(0x477F))
         await in_thread(route.sink.send, batch_of(2, sequence=2, blocks=(1,)), spoiled(bits), soon())
         loss = await loss_of(stage)
-        assert isinstance(loss.error, ShardCorrupt)
-        assert loss.fault is not None
-        assert (loss.fault.code, loss.fault.blames) == ("shard_corrupt", "user")
+        assert loss.code == ShardCorrupt.code
+        assert loss.told
+        assert (loss.code, loss.node_id) == ("shard_corrupt", "user")
         assert (stage.report.received, stage.report.computed) == (2, 1)
         assert a.meter.corruption == 1
         await until(lambda: a.host.sessions == 0)
@@ -61,8 +62,8 @@ async def test_batches_that_can_not_be_are_the_senders_fault_and_never_run(batch
         route = await user.route((a, stage))
         await in_thread(route.sink.send, batch, rows_of(batch.n_rows), soon())
         loss = await loss_of(stage)
-        assert loss.fault is not None
-        assert (loss.fault.code, loss.fault.blames) == ("bad_request", "user")
+        assert loss.told
+        assert (loss.code, loss.node_id) == ("bad_request", "user")
         assert not a.runner.running.is_set()
 
 
@@ -74,8 +75,8 @@ async def test_rows_of_another_width_are_the_senders_fault() -> None:
         route = await user.route((a, stage))
         await in_thread(route.sink.send, batch_of(1), np.zeros((4, SPEC.hidden + 1), np.uint16), soon())
         loss = await loss_of(stage)
-        assert loss.fault is not None
-        assert (loss.fault.code, loss.fault.blames) == ("shard_corrupt", "user")
+        assert loss.told
+        assert (loss.code, loss.node_id) == ("shard_corrupt", "user")
         assert a.meter.corruption == 1
 
 
@@ -88,9 +89,9 @@ async def test_an_input_that_breaks_is_the_senders_fault() -> None:
         await route.run(batch_of(1), rows_of(4))
         await first.close()
         loss = await loss_of(second)
-        assert isinstance(loss.error, ShardUnavailable)
-        assert loss.fault is not None
-        assert loss.fault.blames == "a"
+        assert loss.code == ShardUnavailable.code
+        assert loss.told
+        assert loss.node_id == "a"
         await until(lambda: b.host.sessions == 0)
 
 
@@ -105,9 +106,9 @@ async def test_an_output_that_breaks_is_the_receivers_fault() -> None:
         await until(lambda: b.host.sessions == 0)
         await _push(route.sink, first, 2)
         loss = await loss_of(first)
-        assert isinstance(loss.error, ShardUnavailable)
-        assert loss.fault is not None
-        assert loss.fault.blames == "b"
+        assert loss.code == ShardUnavailable.code
+        assert loss.told
+        assert loss.node_id == "b"
 
 
 @in_loop
@@ -118,9 +119,9 @@ async def test_a_receiver_that_takes_nothing_is_a_stall_of_its_own() -> None:
         route = await user.route((a, stage))
         await _push(route.sink, stage, 1)
         loss = await loss_of(stage)
-        assert isinstance(loss.error, PipelineStalled)
-        assert loss.fault is not None
-        assert loss.fault.blames == "user"
+        assert loss.code == PipelineStalled.code
+        assert loss.told
+        assert loss.node_id == "user"
         assert stage.report.computed > stage.report.sent
 
 
@@ -149,8 +150,8 @@ async def test_kernels_that_fail_are_the_stages_own_fault(caplog: pytest.LogCapt
         a.runner.run_layers = broken  # type: ignore[method-assign]
         await in_thread(route.sink.send, batch_of(1), rows_of(4), soon())
         loss = await loss_of(stage)
-        assert loss.fault is not None
-        assert (loss.fault.code, loss.fault.blames) == ("pipeline_error", None)
+        assert loss.told
+        assert (loss.code, loss.node_id) == ("pipeline_error", None)
         assert "a kernel failed" in caplog.text
         assert "array" not in caplog.text, "activations are in no log"
 
@@ -166,9 +167,9 @@ async def test_sessions_on_one_shard_take_turns_and_one_that_waits_too_long_says
         await in_thread(a.runner.running.wait, 10)
         await in_thread(other.sink.send, batch_of(1), rows_of(4), soon())
         loss = await loss_of(second)
-        assert isinstance(loss.error, PipelineStalled)
-        assert loss.fault is not None
-        assert loss.fault.blames is None
+        assert loss.code == PipelineStalled.code
+        assert loss.told
+        assert loss.node_id is None
         a.runner.gate.set()
         source = await in_thread(one.expected.accept, soon())
         await in_thread(source.receive, soon())
@@ -185,8 +186,8 @@ async def test_nothing_that_a_revoked_neighbour_sends_is_run() -> None:
         net.fleet.revoke("a")
         b.host.revoked(NodeId("a"))
         loss = await loss_of(second)
-        assert loss.fault is not None
-        assert (loss.fault.blames, "revoked" in loss.fault.message) == ("a", True)
+        assert loss.told
+        assert (loss.node_id, "revoked" in loss.message) == ("a", True)
 
 
 @in_loop
@@ -203,8 +204,8 @@ async def test_nothing_is_sent_to_a_revoked_neighbour() -> None:
         a.host.revoked(NodeId("b"))
         a.runner.gate.set()
         loss = await loss_of(first)
-        assert loss.fault is not None
-        assert (loss.fault.blames, "revoked" in loss.fault.message) == ("b", True)
+        assert loss.told
+        assert (loss.node_id, "revoked" in loss.message) == ("b", True)
         await until(lambda: a.host.sessions == 0)
         assert second.report.received <= 1
 

@@ -30,7 +30,8 @@ from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.testing.null_backend import ByteVocabulary
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import Opening, RouteFault
+from paceline.ways.pipeline.executor.route import Opening
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.host.loading import LoadsLayers
 from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
@@ -104,7 +105,7 @@ class Routes:
 
     def forget_kv(self) -> None: ...
 
-    def quarantine(self, fault: RouteFault) -> None: ...
+    def quarantine(self, fault: PipelineFault) -> None: ...
 
     def close(self) -> None:
         for route in self.opened:

@@ -8,7 +8,7 @@ from tests.fakes.engines import EngineBench
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.testing.clock import FakeClock
-from paceline.ways.pipeline.executor.route import RouteFault
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter, PipelineMetrics
 
 
@@ -21,10 +21,10 @@ def page(meter: PipelineMeter) -> list[str]:
 def test_what_happened_to_a_pipeline_is_counted() -> None:
     meter = PipelineMeter()
     meter.constructed(0.2)
-    meter.lost(RouteFault(NodeId("b"), "shard_unavailable", "gone"))
+    meter.lost(PipelineFault(NodeId("b"), "shard_unavailable", "gone"))
     meter.failed_over()
     meter.constructed(1.2)
-    meter.lost(RouteFault(NodeId("c"), "shard_unavailable", "gone"))
+    meter.lost(PipelineFault(NodeId("c"), "shard_unavailable", "gone"))
     meter.fell_back()
     lines = page(meter)
     assert 'paceline_pipeline_construct_ms_bucket{le="250.0"} 1.0' in lines

@@ -16,7 +16,7 @@ from tests.unit.ways.pipeline.routes.test_spot_check import Eyes, part
 
 from paceline.core.errors import StreamStalled, UnsupportedModel
 from paceline.core.ids import NodeId
-from paceline.ways.pipeline.executor.sessions import StageFault
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.host.ends import ExpectedInput, Incoming
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
@@ -142,7 +142,7 @@ async def test_a_stage_may_blame_its_neighbours_and_nobody_else(named: str, held
     async with two() as fleet:
         route = await fleet.open()
         (session,) = fleet.a.host._live
-        session.fail(StageFault("shard_corrupt", "it was not me", NodeId(named)))
+        session.fail(PipelineFault(NodeId(named), "shard_corrupt", "it was not me"))
         await until(lambda: route.fault() is not None)
         fault = route.fault()
         assert fault is not None

@@ -17,8 +17,8 @@ from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.testing.clock import FakeClock
-from paceline.ways.pipeline.executor.route import Opening, RouteFault
-from paceline.ways.pipeline.executor.sessions import StageLoading
+from paceline.ways.pipeline.executor.route import Opening
+from paceline.ways.pipeline.executor.sessions import PipelineFault, StageLoading
 from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import NotOpened, StageLoads
@@ -90,7 +90,7 @@ class Bench:
         return self.opens.asked[-1]
 
     def breaks(self, node_id: NodeId, code: str) -> None:
-        self.router.quarantine(RouteFault(node_id, code, "broken"))
+        self.router.quarantine(PipelineFault(node_id, code, "broken"))
 
 
 @in_loop

@@ -37,7 +37,7 @@ from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner, RowPlan
-from paceline.ways.pipeline.executor.route import RouteFault
+from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.opening import FleetRoute, RouteOpener
 from paceline.ways.pipeline.routes.spot_check import SpotCheck
@@ -143,7 +143,7 @@ class Bench:
     known: Known
     route: FleetRoute
     check: SpotCheck
-    faults: list[RouteFault]
+    faults: list[PipelineFault]
     batches: int = 0
 
     def lies(self, name: str, times: int = 1 << 30) -> None:
@@ -197,7 +197,7 @@ async def bench() -> AsyncIterator[Bench]:
         opener = RouteOpener(Eyes(user, hosts), user.ends, wanted(0, 6), SPEC.hidden, 16, loop)
         route = await opener.open([part("a", 0, 3), part("b", 3, 6)])
         known = Known([[part("c", 0, 3)], [part("d", 3, 4), part("c", 4, 6)]])
-        faults: list[RouteFault] = []
+        faults: list[PipelineFault] = []
         check = SpotCheck(1, opener, known, "counting", faults.append, loop)
         made = Bench(machines, hosts, opener, known, route, check, faults)
         made.draw(0)
