@@ -18,11 +18,15 @@ from tests.fakes.served import BOUND_S, Served
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ContextOverflow, Overloaded
-from paceline.machine.encoder import LoadedEncoder, NoModels, load_encoder
+from paceline.machine.encoder import LoadedEncoder, load_encoder
+from paceline.machine.models import Models
+from paceline.machine.settings import NodeSettings
+from paceline.node.build import build_node
 from paceline.server import embeddings
 from paceline.server.embedding_routes import EmbeddingRequest
 from paceline.server.embeddings import Embedder, parts
 from paceline.server.metrics import Meter
+from paceline.store.home import Home
 from paceline.testing.seeded_encoders import SPEC, write_encoder
 
 TEXTS = ["hello world", "the cat sat on the mat.", "cats"]
@@ -131,7 +135,7 @@ def test_without_an_encoder_the_error_says_how_to_have_one(shared: Live) -> None
 
 
 def test_an_encoder_may_be_served_alone(encoder: LoadedEncoder) -> None:
-    served = Served(NoModels(), encoder=encoder)
+    served = Served(Models(build_node, NodeSettings(), Home.from_environment(), SystemClock()), encoder=encoder)
     try:
         assert served.http.post("/v1/embeddings", json={"model": "small-bert", "input": "a"}).status_code == 200
         many = {"model": "small-bert", "input": [", " * 40] * 2000}  # more commas than a machine without a chat model takes elsewhere

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from paceline.core.inference import Inference
+from paceline.machine.models import Models
 from paceline.server.app import create_app
 from paceline.server.embeddings import TextEncoder
 from paceline.server.serve import bind, serve
@@ -36,7 +37,7 @@ class Served(Generic[Kind]):
     ) -> None:
         self.inference = inference
         self.settings = settings or ServerSettings()
-        self.app = create_app(inference, self.settings, encoder)
+        self.app = create_app(inference, self.settings, encoder, inference if isinstance(inference, Models) else None)
         self._tls, self._host = tls, host
         self._up: concurrent.futures.Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name="test-server")

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from paceline import __version__
+from paceline.backends.memory import GIB
 from paceline.cli import benches, joining
 from paceline.cli.options import (
     ApiKeyFile,
@@ -45,7 +46,24 @@ app = typer.Typer(
 def up(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", "-m", help=f"A model's name, a folder, or a GGUF file. Default: {DEFAULT_MODEL}.", rich_help_panel="Model"),
+        typer.Option(
+            "--model",
+            "-m",
+            help=f"A model's name, a folder, or a GGUF file. May be repeated: the first answers who names none. Default: {DEFAULT_MODEL}.",
+            rich_help_panel="Model",
+        ),
+    ] = None,
+    on_demand: Annotated[
+        bool | None,
+        typer.Option(
+            "--on-demand/--no-on-demand",
+            help="Load the models on this disk that requests name, and let idle ones make way. Default: on a machine in no fleet.",
+            rich_help_panel="Model",
+        ),
+    ] = None,
+    models_memory: Annotated[
+        float | None,
+        typer.Option("--models-memory", metavar="GIB", help="For all models together. Default: what is free.", rich_help_panel="Model"),
     ] = None,
     served_name: Annotated[
         list[str] | None,
@@ -233,11 +251,9 @@ def up(
     from paceline.cli.sharing import SharingOptions, run_shared
 
     logging.basicConfig(level=log_level.upper(), format="%(message)s")
-    if model is not None and len(model) > 1:
-        raise ConfigError(
-            f"--model is given {len(model)} times, and one process serves one model",
-            "Start `paceline up` for each, on a --port of its own.",
-        )
+    first, *more = model or [DEFAULT_MODEL]
+    if first in more or len(set(more)) < len(more):
+        raise ConfigError("--model names a model twice", "Once is enough.")
     if no_model and draft != "auto":
         raise ConfigError("--draft is for answers that are made here, and with --no-model there are none", "Give it where the model runs.")
     if no_model and served_name:
@@ -248,7 +264,7 @@ def up(
         None
         if no_model
         else NodeSettings(
-            DEFAULT_MODEL if not model else model[0],
+            first,
             weights,
             kv_tokens,
             context,
@@ -263,7 +279,8 @@ def up(
     sharing = SharingOptions(
         *(fleet_port, tensor_port, fleet_host, tuple(peer or ()), fleet_preset, not no_mdns),
         *(pipeline, serve_shards, fallback_to_local, tuple(pin or ()), own_layers, throughput, tuple(propose or ()), local_nodes, tied),
-        *(tuple(beside or ()), drain_s, max_revocation_age, embeddings),
+        *(tuple(beside or ()), drain_s, max_revocation_age, embeddings, () if no_model else tuple(more)),
+        *(on_demand, None if models_memory is None else int(models_memory * GIB)),
     )
     served = server_settings(
         api_key, api_key_file, allow_host, allow_origin, served_name, sampling_defaults, keep_client_headers=keep_client_headers
@@ -339,6 +356,41 @@ def models(as_json: AsJson = False) -> None:
     from paceline.cli.models import run_models
 
     run_models(as_json=as_json)
+
+
+@app.command()
+def rm(name: Annotated[str, typer.Argument(help="A pulled model's name.")]) -> None:
+    """Delete a pulled model from the disk, with all that caches keep of it."""
+    from paceline.cli.loaded import run_rm
+
+    run_rm(name)
+
+
+@app.command()
+def ps(as_json: AsJson = False) -> None:
+    """List the models that the running `paceline up` of this machine has loaded, and what they take."""
+    from paceline.cli.loaded import run_ps
+
+    run_ps(as_json=as_json)
+
+
+@app.command()
+def load(name: Annotated[str, typer.Argument(help="A model's name, a folder, or a GGUF file.")]) -> None:
+    """Have the running `paceline up` of this machine load a model."""
+    from paceline.cli.loaded import run_load
+
+    run_load(name)
+
+
+@app.command()
+def unload(
+    name: Annotated[str, typer.Argument(help="A loaded model's name.")],
+    wait_s: Annotated[float, typer.Option("--wait-s", min=0, max=3600, help="Seconds that its answers may go on.")] = 30.0,
+) -> None:
+    """Free a model's memory, once its answers have ended."""
+    from paceline.cli.loaded import run_unload
+
+    run_unload(name, wait_s)
 
 
 @app.command()

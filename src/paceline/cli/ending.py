@@ -13,6 +13,7 @@ from rich.console import Console
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, end_now
 
 if TYPE_CHECKING:
+    from paceline.machine.models import Models
     from paceline.node.build import BuiltNode
     from paceline.server.app import ApiService
 
@@ -34,15 +35,15 @@ class Ending:
         """Set once everything is to end."""
         self._console, self._drain_s = console, drain_s
         self._service: ApiService | None = None
-        self._node: BuiltNode | None = None
+        self._models: Models[BuiltNode] | None = None
         self._draining: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_signal, EXIT_INTERRUPTED)
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, 128 + signal.SIGTERM)
 
-    def wait_for(self, service: ApiService, node: BuiltNode | None) -> None:
+    def wait_for(self, service: ApiService, models: Models[BuiltNode]) -> None:
         """Have a stop wait for what is being answered from now on."""
-        self._service, self._node = service, node
+        self._service, self._models = service, models
 
     def _on_signal(self, code: int) -> None:
         if self._draining is not None:
@@ -54,8 +55,8 @@ class Ending:
     async def _drain(self) -> None:
         if self._service is not None:
             self._service.is_draining = True
-        if self._node is not None:
-            self._node.host.drain()
+        if self._models is not None:
+            self._models.drain()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._drain_s):
                 while not self._is_quiet():  # noqa: ASYNC110 - answers of others end in another place than those of this server
@@ -66,4 +67,4 @@ class Ending:
         late.start()
 
     def _is_quiet(self) -> bool:
-        return (self._service is None or self._service.is_quiet) and (self._node is None or not self._node.host.live)
+        return (self._service is None or self._service.is_quiet) and (self._models is None or not self._models.live)

@@ -41,6 +41,12 @@ class SharingOptions:
     max_revocation_age: str | None = None
     embeddings: str | None = None
     """An encoder, which this machine serves alone."""
+    more: tuple[str, ...] = ()
+    """Models beside the first."""
+    on_demand: bool | None = None
+    """Whether requests have models loaded; None: where no other machine could be asked for them."""
+    memory_bytes: int | None = None
+    """That models may take together; None: what is free."""
 
 
 def run_shared(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions, *, greet: bool) -> NoReturn:
@@ -97,11 +103,14 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
         raise ConfigError("--pipeline runs a model, and --no-model was asked for", "Leave one of them out.")
     asked = sharing.pipeline or sharing.pins or sharing.own_layers is not None
     needed = (settings is None and sharing.embeddings is None) or bool(asked) or bool(sharing.serve_shards)
+    if asked and sharing.more:
+        raise ConfigError("--pipeline, --pin and --own-layers spread one model, and --model names several", "Leave the others out.")
     configured = read_pipeline_settings(Home.from_environment())
+    several = partial(run_up, more=sharing.more, on_demand=sharing.on_demand, memory_bytes=sharing.memory_bytes)
     fleet = fleet_settings(sharing.fleet_port, sharing.fleet_host, sharing.peers, sharing.fleet_preset, mdns=sharing.mdns, needed=needed)
     if fleet is None:
         _check_alone(settings, sharing.propose)
-        run_up(settings, api, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose, embeddings=sharing.embeddings)
+        several(settings, api, greet=greet, drain_s=sharing.drain_s, propose=sharing.propose, embeddings=sharing.embeddings)
     fleet = replace(fleet, tensor_port=configured.tensor_port if sharing.tensor_port is None else sharing.tensor_port)
     if sharing.max_revocation_age is not None:
         from paceline.cli.enrolment import seconds
@@ -118,12 +127,12 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     )
     objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
     order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
-    in_need = order if pipelines.enabled else None
+    in_need = order if pipelines.enabled and not sharing.more else None
     order = order if asked else None
     hosting = hosting_of(pipelines, None if settings is None else settings.threads)
     home = Home.from_environment()
     beside = tuple(resolve(path, home) for path in sharing.beside)
-    shared = partial(run_up, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose, beside=beside)
+    shared = partial(several, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose, beside=beside)
     shared(settings, api, greet=greet, drain_s=sharing.drain_s, embeddings=sharing.embeddings)
 
 

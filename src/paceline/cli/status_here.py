@@ -14,7 +14,7 @@ import ssl
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
@@ -25,6 +25,7 @@ from paceline.backends.memory import human
 from paceline.cli.terminal import counted
 from paceline.core.files import write_file
 from paceline.core.shown import printable
+from paceline.server.settings import OWNER_HEADER
 from paceline.store.home import Home, read_json_object
 
 logger = logging.getLogger(__name__)
@@ -42,35 +43,38 @@ class RunningEndpoint:
     has_key: bool
     certificate: str = ""
     """File (PEM) that it is known by, where it speaks TLS."""
+    owner_key: str = field(default="", repr=False)
+    """For what only this machine's owner may do."""
 
     @property
     def authority(self) -> Path | None:
         """The certificate, where there is one."""
         return Path(self.certificate) if self.certificate else None
 
-    def client(self, api_key: str | None = None) -> httpx.Client:
+    def client(self, api_key: str | None = None, wait_s: float | None = ANSWERS_S) -> httpx.Client:
         """For short questions to it.
+
+        Args:
+            wait_s: for an answer; None: for as long as it takes.
 
         Raises:
             OSError: its certificate can't be read any more.
         """
         headers = {"Authorization": f"Bearer {api_key}"} if api_key and self.has_key else {}
         verify = ssl.create_default_context(cafile=self.certificate) if self.certificate else True
-        return httpx.Client(base_url=self.url, timeout=ANSWERS_S, trust_env=False, headers=headers, verify=verify)
+        headers |= {OWNER_HEADER: self.owner_key} if self.owner_key else {}
+        timeout = httpx.Timeout(ANSWERS_S, read=wait_s)
+        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False, headers=headers, verify=verify)
 
 
 @contextmanager
-def announced(url: str, *, has_key: bool, certificate: Path | None) -> Generator[None]:
+def announced(url: str, *, has_key: bool, certificate: Path | None, owner_key: str | None) -> Generator[None]:
     """Leave a note of this process's endpoint while the block runs."""
     place = Home.from_environment().running / f"{os.getpid()}.json"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_file(
-            place,
-            json.dumps(
-                asdict(RunningEndpoint(url, os.getpid(), has_key, "" if certificate is None else str(certificate.absolute())))
-            ).encode(),
-        )
+        known_by = "" if certificate is None else str(certificate.absolute())
+        write_file(place, json.dumps(asdict(RunningEndpoint(url, os.getpid(), has_key, known_by, owner_key or ""))).encode())
     except OSError as error:
         logger.warning("%s can't be written (%s): chat and status will not find this endpoint by themselves", place, error.strerror)
     try:
@@ -98,7 +102,7 @@ def _read(place: Path) -> RunningEndpoint | None:
     fields = read_json_object(place) or {}
     match fields:
         case {"url": str(url), "process": int(process), "has_key": bool(has_key), "certificate": str(certificate)} if process > 0:
-            return RunningEndpoint(url, process, has_key, certificate)
+            return RunningEndpoint(url, process, has_key, certificate, str(fields.get("owner_key", "")))
         case _:
             return None
 

@@ -9,11 +9,13 @@ import asyncio
 import gc
 import json
 import os
+import secrets
 import shlex
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
     from paceline.machine.encoder import LoadedEncoder
+    from paceline.machine.models import Models
     from paceline.net.member.state import Claim
     from paceline.node.build import BuiltNode
     from paceline.node.serving import FleetServing
@@ -63,6 +66,9 @@ def run_up(
     propose: Sequence[str] = (),
     beside: Sequence[ModelLocation] = (),
     embeddings: str | None = None,
+    more: Sequence[str] = (),
+    on_demand: bool | None = None,
+    memory_bytes: int | None = None,
 ) -> NoReturn:
     """Serve until interrupted: this machine alone, or, where it is a member of a fleet, as one node of it.
 
@@ -78,14 +84,19 @@ def run_up(
         propose: models to draft with.
         beside: models that lie elsewhere than in this home, for others to fetch and for layers that run here.
         embeddings: an encoder to serve beside the model.
+        more: models to load beside the first.
+        on_demand: whether requests have models loaded; None: where no other machine could be asked for them.
+        memory_bytes: that models may take together; None: what is free.
 
     Raises:
         UserError: an address, a model or a setting that can't be used.
     """
     api.check()
     tls = api.tls_files()
-    from paceline.machine.encoder import NoModels
+    from paceline.core.clock import SystemClock
+    from paceline.machine.models import Models
     from paceline.machine.open_files import allow_open_files
+    from paceline.node.build import build_node
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
 
@@ -98,49 +109,54 @@ def run_up(
     encoder = None if embeddings is None else load_embeddings(embeddings, console)
     if settings is not None and order is not None:
         ensure(settings.model, console)
-    node = None
+    on_demand = fleet is None and settings is not None if on_demand is None else on_demand
+    base = settings or NodeSettings()
+    models = Models(build_node, base, Home.from_environment(), SystemClock(), on_demand=on_demand, budget_bytes=memory_bytes)
     if settings is not None and order is None:
-        node = load_alone(settings, console, or_spread=in_need is not None)
+        node = load_alone(replace(settings, bound=models.bound), console, or_spread=in_need is not None)
         order = in_need if node is None else None
-    if encoder is not None and node is not None and encoder.name.lower() == node.model.name.lower():
+        for loaded in () if node is None else (node,):
+            models.add(loaded)
+    for name in more:
+        models.add(load(replace(base, model=name, bound=models.bound), console))
+    if encoder is not None and any(encoder.name.lower() == each.model.name.lower() for each in models.nodes):
         raise ConfigError(f"--embeddings and --model are both called {encoder.name}", "Clients could not tell them apart: rename a folder.")
+    served = replace(api.settings, owner_key=secrets.token_urlsafe(32))
     proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in propose]
     try:
 
         async def main() -> None:
-            nonlocal node
             ending = Ending(console, drain_s)
             stop = ending.stop
             async with AsyncExitStack() as stack:
                 if fleet is None:
-                    app = create_app(NoModels() if node is None else node.host, api.settings, encoder)
-                    if proposers and node is not None:
-                        service_of(app).metrics.add(await stack.enter_async_context(_alone(node, proposers)))
+                    app = create_app(models, served, encoder, models)
+                    if proposers and models.nodes:
+                        service_of(app).metrics.add(await stack.enter_async_context(_alone(models.nodes[0], proposers)))
                 else:
-                    whole = await stack.enter_async_context(_in_fleet(node, fleet, claim, stop, console, hosting, proposers, beside))
-                    if order is not None and settings is not None:
-                        node = await _spread(whole, settings, order, stop, console)
-                        if node is None:
-                            return
-                    app = create_app(whole.inference, api.settings, encoder)
+                    whole = await stack.enter_async_context(_in_fleet(models, fleet, claim, stop, console, hosting, proposers, beside))
+                    if order is not None and settings is not None and await _spread(whole, settings, order, stop, console) is None:
+                        return
+                    app = create_app(whole.inference, served, encoder, models)
                     for collector in whole.collectors:
                         service_of(app).metrics.add(collector)
                     await whole.settle(stop)
-                ending.wait_for(service_of(app), node)
+                ending.wait_for(service_of(app), models)
                 await answer(app, stop)
 
         async def answer(app: FastAPI, stop: asyncio.Event) -> None:
 
             def ready(url: str) -> None:
                 reach = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+                certificate = None if tls is None else tls.certificate
                 notes.enter_context(
-                    announced(reach, has_key=api.settings.api_key is not None, certificate=None if tls is None else tls.certificate)
+                    announced(reach, has_key=served.api_key is not None, certificate=certificate, owner_key=served.owner_key)
                 )
                 others = "" if reach == url else ", and at this machine's other addresses"
                 console.print(f"\n[bold green]Ready[/] at [bold]{reach}/v1[/]{others} (Ctrl-C stops)", soft_wrap=True)
-                if node is not None:
+                if models.nodes:
                     # In a thread: what is asked first is asked through the endpoint, on the loop that calls this.
-                    told = (console, node.model.name, reach, api.settings.api_key, tls, greet)
+                    told = (console, models.models()[0].name, reach, api.settings.api_key, tls, greet)
                     threading.Thread(target=_welcome, args=told, daemon=True).start()
 
             with ExitStack() as notes:
@@ -149,8 +165,7 @@ def run_up(
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(main())
     finally:
-        if node is not None:
-            node.close()
+        models.close()
     # Everything is closed and nothing is left to write; the interpreter's own end would free a model object by object.
     end_now(EXIT_OK)
 
@@ -165,7 +180,7 @@ def _claim(settings: FleetSettings) -> Claim:
 
 @asynccontextmanager
 async def _in_fleet(
-    node: BuiltNode | None,
+    models: Models[BuiltNode],
     settings: FleetSettings,
     claim: Claim | None,
     stop: asyncio.Event,
@@ -178,7 +193,7 @@ async def _in_fleet(
     from paceline.node.serving import serving
     from paceline.store.home import Home
 
-    async with serving(node, settings, Home.from_environment(), SystemClock(), stop, hosting, proposers, beside, claim) as whole:
+    async with serving(models, settings, Home.from_environment(), SystemClock(), stop, hosting, proposers, beside, claim) as whole:
         console.print(f"Node {whole.fleet.node_id} at {', '.join(whole.fleet.addresses)}", markup=False, soft_wrap=True)
         yield whole
 

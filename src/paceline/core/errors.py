@@ -25,6 +25,7 @@ PacelineError
 |   |-- UnknownModel          the model named is not served here
 |   |-- ModelAway             it is about to be, or was until a moment ago
 |   `-- Overloaded            the queue is full; `retry_after_s` says when to come back
+|       `-- NoRoom            a model can't be loaded: those that fill the memory are in the middle of answers
 |-- FleetError                something between the machines of a fleet
 |   |-- NodeUnreachable       a member that can't be reached, or no longer
 |   |-- NodeStopping          a node that is being stopped, and takes no new requests
@@ -185,6 +186,14 @@ class Overloaded(RequestError):
     def __init__(self, message: str, hint: str = "", *, retry_after_s: int) -> None:
         super().__init__(message, hint)
         self.retry_after_s = retry_after_s
+
+
+class NoRoom(Overloaded):
+    """A model can't be loaded beside those that are in the middle of answers; `busy` names them."""
+
+    def __init__(self, message: str, hint: str = "", *, busy: tuple[str, ...]) -> None:
+        super().__init__(message, hint, retry_after_s=5)
+        self.busy = busy
 
 
 class FleetError(PacelineError):

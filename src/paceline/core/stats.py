@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prometheus_client.core import HistogramMetricFamily
@@ -46,6 +46,23 @@ class EngineStats:
     """Nothing is drafted at present: a machine that runs some of the layers gives other bytes for other batches."""
     finished: dict[str, int] = field(default_factory=dict[str, int])
     """Sequences ended, by finish reason."""
+
+    def plus(self, other: EngineStats) -> EngineStats:
+        """Of two engines together. What they expect of a step, and the context, can't be added: the longest, and none."""
+        sums: dict[str, Any] = {}
+        for name in (one.name for one in fields(self) if one.name not in {"max_context", "steps_expected_s", "drafts_off"}):
+            mine, others = getattr(self, name), getattr(other, name)
+            sums[name] = (
+                {key: mine.get(key, 0) + others.get(key, 0) for key in {**mine, **others}} if isinstance(mine, dict) else mine + others
+            )
+        expected_s = max(self.steps_expected_s, other.steps_expected_s)
+        return EngineStats(**sums, steps_expected_s=expected_s, drafts_off=self.drafts_off and other.drafts_off)
+
+    @property
+    def ended(self) -> EngineStats:
+        """What stays of it once the engine is gone: the counters."""
+        gauges = dict.fromkeys(("waiting", "running", "blocks_total", "blocks_in_use", "blocks_cached", "steps_in_flight"), 0)
+        return replace(self, **gauges, max_context=None, steps_expected_s=0.0, drafts_off=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class BuiltEngine:
     @property
     def summary(self) -> str:
         """The engine in one line."""
-        room = human(self.kv.tokens * self.kv.token_bytes)
+        room = human(self.kv.kv_bytes)
         setup = self.setup
         threads = "1 thread" if setup.threads == 1 else f"{setup.threads} threads"
         return (

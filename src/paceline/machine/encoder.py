@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.bert import Bert
 from paceline.core.clock import Clock
-from paceline.core.errors import UnknownModel
-from paceline.core.generation import GenerationChunk, GenerationRequest
-from paceline.core.inference import Progress, ServedModel
-from paceline.core.stats import EngineStats
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.encoder_files import OpenedEncoder, open_encoder
 
@@ -57,25 +53,3 @@ def load_encoder(ref: str, clock: Clock) -> LoadedEncoder:
         UserError: it is not here, is none, or can't be read.
     """
     return LoadedEncoder(open_encoder(ref), int(clock.wall()))
-
-
-class NoModels:
-    """The `Inference` of a machine that serves an encoder alone."""
-
-    def models(self) -> Sequence[ServedModel]:
-        return ()
-
-    def expects(self, model: str) -> bool:
-        del model
-        return False
-
-    async def generate(self, model: str, request: GenerationRequest) -> AsyncGenerator[Sequence[GenerationChunk], None]:
-        """Refuse, at the first item."""
-        raise UnknownModel(f"The model {model!r} is not served here", f"Request {request.request_id} came too late.")
-        yield ()
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
-    def progress(self) -> Progress:
-        return Progress(busy=False, seconds_since_step=0.0)

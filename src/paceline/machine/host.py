@@ -66,6 +66,8 @@ class EngineHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._live: dict[RequestId, _Stream] = {}
         self._live_sequences = 0
+        self._left_s = clock.monotonic()
+        """When a request ended last."""
         self._sent = 0
         self._taken = 0
         self._has_work = False
@@ -122,6 +124,11 @@ class EngineHost:
     def live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    @property
+    def idle_s(self) -> float:
+        """Since the last request ended, or the start; 0 while there is one."""
+        return 0.0 if self._live else self._clock.monotonic() - self._left_s
 
     def drain(self) -> None:
         """Take no more requests; those that are live go on. On the event loop."""
@@ -194,6 +201,7 @@ class EngineHost:
         if self._live.pop(request.request_id, None) is None:
             return
         self._live_sequences -= len(request.indices)
+        self._left_s = self._clock.monotonic()
         if not ended and self._died is None and not self._closed:
             self._send(Abort(request.request_id))
 

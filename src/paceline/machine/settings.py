@@ -12,6 +12,16 @@ DEFAULT_MODEL = "smollm2-135m"
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryBound:
+    """What a model may take of this machine's memory where others are loaded beside it."""
+
+    most_bytes: int | None = None
+    """In all. None: what is free."""
+    promised_bytes: int = 0
+    """Of what is free, what others were given and have not taken yet; below 0, what others would give back."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSettings:
     """One model on this machine."""
 
@@ -39,3 +49,4 @@ class NodeSettings:
     """Off for benchmarks: it makes a repeated prompt cheaper than it is."""
     draft: str = "auto"
     """What tokens are guessed with where a request does not say: "auto", "off", "ngram", or the id of a draft model. Changes no byte."""
+    bound: MemoryBound = MemoryBound()

@@ -87,9 +87,10 @@ class Setup:
             logits = most.max_logits_rows if edges else 0
             return working_bytes(self.kernels, spec, max_rows=most.max_rows, threads=self.threads, n_blocks=n_blocks, logits_rows=logits)
 
+        free = free_bytes(self.kernels, self.threads, Home.from_environment().kernels) - settings.bound.promised_bytes
         return plan_kv(
             spec,
-            free_bytes=free_bytes(self.kernels, self.threads, Home.from_environment().kernels),
+            free_bytes=free if settings.bound.most_bytes is None else min(free, settings.bound.most_bytes),
             weights_bytes=part_bytes(held, layers, edges=edges),
             working=working,
             max_running=settings.max_running,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -128,10 +128,18 @@ class KvPlan:
     """The model's own context, where memory allowed only a shorter one."""
     token_bytes: int
     """What one token takes, over all layers."""
+    weights_bytes: int = field(default=0, compare=False)
+    """Beside it."""
+    working_bytes: int = field(default=0, compare=False)
+    """Of a step's rows."""
 
     @property
     def tokens(self) -> int:
         return self.n_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.tokens * self.token_bytes
 
 
 def plan_kv(
@@ -212,4 +220,4 @@ def plan_kv(
     n_blocks = max(1, -(-tokens // block_size))
     if kv_tokens is None:
         n_blocks = -(-n_blocks // group) * group
-    return KvPlan(n_blocks, block_size, granted, shortened_from, token_bytes)
+    return KvPlan(n_blocks, block_size, granted, shortened_from, token_bytes, weights_bytes, working_bytes)

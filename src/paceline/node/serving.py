@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 
 from prometheus_client.registry import Collector
 
@@ -19,7 +18,9 @@ from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.machine.capability import LOOKUP, SelfPortrait
+from paceline.machine.models import Models
 from paceline.machine.offers import WarmModel, learn_digest, learn_digests
+from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
 from paceline.net.member.metrics import FleetMetrics
 from paceline.net.member.node import FleetNode
@@ -28,7 +29,7 @@ from paceline.net.member.state import Claim
 from paceline.net.server import Service
 from paceline.net.trust.folder import FleetFolder
 from paceline.net.trust.guard import PeerGuard
-from paceline.node.build import BuiltNode
+from paceline.node.build import BuiltNode, build_node
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.ways.draft.service import DraftService, LoadedProposer, lookup
@@ -51,26 +52,21 @@ class Portrait:
     def __init__(
         self,
         portrait: SelfPortrait,
-        warm: tuple[WarmModel, ...],
+        warm: tuple[WarmModel, ...] = (),
         drafts: tuple[ModelOffer, ...] = (LOOKUP,),
         beside: Sequence[ModelLocation] = (),
     ) -> None:
         self._portrait, self._warm, self._drafts, self._beside = portrait, warm, drafts, beside
-        self._offers_warm = True
         self.load: Callable[[], int] = lambda: 0
         """Sequences that run and wait."""
 
-    def add(self, warm: WarmModel) -> None:
-        """A model was loaded; the next look says so."""
-        self._warm = (*self._warm, warm)
-
-    def offer(self, *, warm: bool) -> None:
-        """Whether what is loaded can be had; the next look says so."""
-        self._offers_warm = warm
+    def show(self, warm: tuple[WarmModel, ...]) -> None:
+        """What is loaded and can be had changed; the next look says so."""
+        self._warm = warm
 
     def look(self) -> bool:
         """Measure."""
-        return self._portrait.look(self._warm if self._offers_warm else (), self._drafts, tuple(self._beside))
+        return self._portrait.look(self._warm, self._drafts, tuple(self._beside))
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool:
         """Say from now on which layers are loaded for others."""
@@ -99,7 +95,7 @@ class FleetServing:
 
     def __init__(
         self,
-        node: BuiltNode | None,
+        models: Models[BuiltNode] | None,
         settings: FleetSettings,
         home: Home,
         clock: Clock,
@@ -110,7 +106,7 @@ class FleetServing:
         """Put together; nothing runs yet. On the event loop.
 
         Args:
-            node: this machine's engine; None for a node that serves no model.
+            models: this machine's; None for a node that loads none.
             hosting: how layers are run for other members; None: they are not.
             proposers: models to draft with, for others and for this node itself; closed with it.
             beside: models that lie elsewhere than in the home, for others to fetch and for layers that run here.
@@ -119,15 +115,15 @@ class FleetServing:
             MembershipError, IdentityError: this machine is in no fleet, or not any more.
         """
         folder = FleetFolder(home.fleet)
-        warm = () if node is None or node.warm is None else (node.warm,)
+        self.models = models or Models(build_node, NodeSettings(), home, clock)
         drafters = (lookup(clock), *proposers)
         offers = tuple(one.offer for one in drafters)
-        self._beside = [*beside, *([] if node is None or node.location is None else [node.location])]
-        portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), warm, offers, self._beside)
+        self._beside = list(beside)
+        portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), (), offers, self._beside)
         self.fleet = FleetNode(settings, folder, portrait, clock)
         self.drafting = DraftService(self.fleet, drafters)
-        loaded = () if node is None else tuple(_loaded(node, model) for model in warm)
-        self._local = LocalModels(None if node is None else node.host, loaded, self.fleet.meter)
+        self._local = LocalModels(None, (), self.fleet.meter)
+        self._show_models()
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)
         portrait.load = self.inference.own_load
         self.metrics = FleetMetrics(self.fleet)
@@ -135,7 +131,7 @@ class FleetServing:
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self._pipeline_metrics = PipelineMetrics(self.pipelines, None if self.shards is None else self.shards.meter)
-        self.home, self._node = home, node
+        self.home = home
         self._ending = threading.Event()
         self._learning: asyncio.Task[None] | None = None
         self._showing: asyncio.Task[None] | None = None
@@ -165,9 +161,9 @@ class FleetServing:
         await self.fleet.start(*services, claim=claim)
         if self.shards is not None:
             self.shards.start()
-        if self._node is not None:
-            self._attach_drafts(self._node)
-            self._node.host.listen(partial(self._engine_changed, self._node))
+        for node in self.models.nodes:
+            self._attach_drafts(node)
+        self.models.listen(self._models_changed)
         self._learning = asyncio.create_task(self._learn())
 
     async def offer(self, location: ModelLocation, progress: LoadProgress) -> None:
@@ -195,23 +191,29 @@ class FleetServing:
 
     async def attach(self, node: BuiltNode) -> None:
         """Serve a model that was built while this node ran already: a pipeline's."""
-        assert node.warm is not None, "who is in a fleet says what it has loaded"
-        self._portrait.add(node.warm)
-        await asyncio.to_thread(self._portrait.look)
-        self._local.attach(node.host, _loaded(node, node.warm))
-        self.inference.look_again()
-        self.fleet.look_again()
-        self._attach_drafts(node)
-        node.host.listen(partial(self._engine_changed, node))
+        self.models.add(node)
+        if self._showing is not None:
+            await asyncio.wait([self._showing])
 
     def _attach_drafts(self, node: BuiltNode) -> None:
-        self.drafting.attach(node.drafts, node.warm, node.model.tokenizer, node.host.stats)
+        self.drafting.attach(node.drafts, node.warm, node.model.tokenizer, self.models.stats)
 
-    def _engine_changed(self, node: BuiltNode) -> None:
+    def _show_models(self) -> None:
         """What an engine that failed had loaded is offered to no one until there is another."""
-        is_up = node.host.is_up
-        self._local.is_up = is_up
-        self._portrait.offer(warm=is_up)
+        nodes = self.models.nodes
+        warm = [(node, node.warm) for node in nodes if node.warm is not None]
+        up = [model for node, model in warm if node.host.is_up]
+        serves = self.models if nodes or self.models.on_demand else None
+        self._local.show(serves, [_loaded(node, model) for node, model in warm], {model.name for model in up})
+        self._portrait.show(tuple(up))
+        known = {location.path for location in self._beside}
+        self._beside += [node.location for node in nodes if node.location is not None and node.location.path not in known]
+
+    def _models_changed(self) -> None:
+        self._show_models()
+        self.drafting.keep({node.drafts for node in self.models.nodes if node.drafts is not None})
+        for node in self.models.nodes:
+            self._attach_drafts(node)
         self.inference.look_again()
         self._showing = in_background(self._show_offers(self._showing), "engine-offer")
 
@@ -250,7 +252,7 @@ def _loaded(node: BuiltNode, model: WarmModel) -> LoadedModel:
 
 @asynccontextmanager
 async def serving(
-    node: BuiltNode | None,
+    models: Models[BuiltNode] | None,
     settings: FleetSettings,
     home: Home,
     clock: Clock,
@@ -265,7 +267,7 @@ async def serving(
     Raises:
         UserError: it can't be one.
     """
-    whole = FleetServing(node, settings, home, clock, hosting, proposers, beside)
+    whole = FleetServing(models, settings, home, clock, hosting, proposers, beside)
     await whole.start(claim)
 
     async def leave() -> None:

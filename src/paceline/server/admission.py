@@ -18,7 +18,7 @@ from starlette.types import Scope
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.server.faults import BAD_KEY, Fault, overloaded
-from paceline.server.settings import ServerSettings
+from paceline.server.settings import OWNER_HEADER, ServerSettings
 
 Headers = dict[bytes, bytes]
 WRONG_KEYS, REFILL_S = 10, 1.0
@@ -179,6 +179,11 @@ class Keys:
         if len(self._spent) > REMEMBERED:
             self._spent.popitem(last=False)
         return BAD_KEY
+
+
+def is_owner(headers: Headers, key: str | None) -> bool:
+    """Whether a request comes from who can read this process's note in the home: its owner."""
+    return key is not None and hmac.compare_digest(headers.get(OWNER_HEADER.encode(), b""), key.encode("ascii"))
 
 
 def _sent(headers: Headers) -> bytes:

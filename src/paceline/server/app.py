@@ -20,9 +20,10 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from paceline.core.clock import Clock, SystemClock
-from paceline.core.errors import PacelineError, UnknownModel
+from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ServedModel
-from paceline.server import replies, tokenizing
+from paceline.machine.models import Models
+from paceline.server import owner, replies, tokenizing
 from paceline.server.admission import headers_of, is_json, is_undeclared
 from paceline.server.answer import Answer, until_gone
 from paceline.server.anthropic import routes as anthropic
@@ -45,6 +46,7 @@ from paceline.server.responses.kept import KeptBounds, KeptResponses
 from paceline.server.responses.requests import ResponsesRequest
 from paceline.server.responses.routes import Responses, add_routes
 from paceline.server.settings import ServerSettings
+from paceline.store.catalog import LocalModel, changed
 
 Asked = TypeVar("Asked")
 
@@ -125,8 +127,10 @@ _FAULTS: Documented = {status: {"model": replies.ErrorReply, "description": reas
 class ApiService:
     """What the routes share. One an application, on one event loop."""
 
-    def __init__(self, inference: Inference, settings: ServerSettings, clock: Clock, encoder: TextEncoder | None) -> None:
-        self.inference = inference
+    def __init__(
+        self, inference: Inference, settings: ServerSettings, clock: Clock, encoder: TextEncoder | None, models: Models[Any] | None
+    ) -> None:
+        self.inference, self.models = inference, models
         self.settings = settings
         self.clock = clock
         self.meter = Meter()
@@ -141,6 +145,7 @@ class ApiService:
             uses_model_sampling=settings.uses_model_sampling,
             keep_client_headers=settings.keep_client_headers,
             is_encoder=self.embedder.is_meant,
+            open_model=None if models is None else models.open,
         )
         self._bodies = BodyReader(settings)
         self._tokenizing = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="paceline-intake")
@@ -224,6 +229,10 @@ class ApiService:
                 task.cancel()
             await asyncio.gather(doing, gone, return_exceptions=True)
 
+    async def loadable(self) -> Sequence[LocalModel]:
+        """Models that a request could name beside those served."""
+        return () if self.models is None else await asyncio.to_thread(self.models.loadable)
+
     def health(self) -> tuple[int, dict[str, object]]:
         """Status and body of /health: whether work advances."""
         progress = self.inference.progress()
@@ -246,14 +255,17 @@ def service_of(app: FastAPI) -> ApiService:
     return cast("ApiService", app.state.service)
 
 
-def create_app(inference: Inference, settings: ServerSettings | None = None, encoder: TextEncoder | None = None) -> FastAPI:
+def create_app(
+    inference: Inference, settings: ServerSettings | None = None, encoder: TextEncoder | None = None, models: Models[Any] | None = None
+) -> FastAPI:
     """The OpenAI API over `inference`.
 
     Args:
         settings: bounds and the key; the defaults where missing.
         encoder: what makes embeddings; None: nothing does.
+        models: this machine's own, which requests may have loaded, and its owner; None: nobody may.
     """
-    service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder)
+    service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder, models)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -338,6 +350,8 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
     anthropic.add_routes(app, service, {**_FAULTS, **failing}, body_of)
     add_embedding_routes(app, service, {**_FAULTS, **failing}, body_of(EmbeddingRequest.__name__))
     tokenizing.add_routes(app, service)
+    if service.models is not None:
+        owner.add_routes(app, service, service.models)
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
@@ -348,13 +362,17 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
         served = listed(service.inference, service.settings.served_names)
         embeds = [] if encoder is None else [_encoder(encoder)]
-        return json_response({"object": "list", "data": [*(_model(model, service.settings) for model in served), *embeds]})
+        data = [*(_model(model, service.settings) for model in served), *map(_on_disk, await service.loadable()), *embeds]
+        return json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.ListedModel}, 404: _FAULTS[404], **failing})
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         try:
             return json_response(_model(find_model(model_id, service.inference, service.settings.served_names), service.settings))
-        except UnknownModel:
+        except (UnknownModel, ModelAway):
+            opened = None if service.models is None else await asyncio.to_thread(service.models.open, model_id)
+            if opened is not None:
+                return json_response(_model(opened, service.settings))
             if encoder is None or not service.embedder.is_meant(model_id):
                 raise
             return json_response(_encoder(encoder))
@@ -374,6 +392,12 @@ def _model(model: ServedModel, settings: ServerSettings) -> dict[str, object]:
     drawn = dict(model.tokenizer.sampling_defaults) if settings.uses_model_sampling else {}
     shown: dict[str, object] = {"id": model.name, "object": "model", "created": model.created, "owned_by": "paceline"}
     return shown | {"max_model_len": model.max_context, "sampling_defaults": drawn}
+
+
+def _on_disk(model: LocalModel) -> dict[str, object]:
+    """How tokens are drawn is known once it was asked for."""
+    shown: dict[str, object] = {"id": model.name, "object": "model", "created": changed(model), "owned_by": "paceline"}
+    return shown | {"max_model_len": model.context, "sampling_defaults": {}}
 
 
 def _encoder(encoder: TextEncoder) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The outermost layer, plain ASGI: who may ask, how many at once, and what was answered.
 
 /health needs no key: it says whether work advances and nothing else, and probes have no key; nor does the page at /, which asks for it.
-All else does, /metrics too (Prometheus can send one). No path answers a web page that was not allowed.
+All else does, /metrics too (Prometheus can send one); what only the machine's owner may do asks for the owner's. No path answers a web page that was not allowed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.clock import Clock
-from paceline.server.admission import Headers, Keys, Pages, headers_of
+from paceline.server.admission import Headers, Keys, Pages, headers_of, is_owner
 from paceline.server.anthropic import routes as anthropic_routes
-from paceline.server.faults import Fault, Refusal, api_of, overloaded
+from paceline.server.faults import BAD_KEY, Fault, Refusal, api_of, overloaded
 from paceline.server.metrics import Meter
 from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
 from paceline.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/", "/health"})
+OWNER_PATHS = "/owner/"
+"""Beginning of those that ask for the owner's key, whatever other key a client has."""
 KNOWN_PATHS = (
     frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/health", "/metrics"})
     | OLLAMA_PATHS
@@ -39,6 +41,7 @@ class Guard:
         self._meter = meter
         self._max_requests = settings.max_requests
         self._pages, self._keys = Pages(settings), Keys(settings, clock)
+        self._owner_key = settings.owner_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it here."""
@@ -80,7 +83,9 @@ class Guard:
             answer = Response(status_code=204)
             answer.raw_headers += told
             return answer
-        if fault is None and path not in OPEN_PATHS:
+        if fault is None and path.startswith(OWNER_PATHS):
+            fault = None if is_owner(headers, self._owner_key) else BAD_KEY
+        elif fault is None and path not in OPEN_PATHS:
             fault = self._keys.refusal(scope, headers)
             if fault is None and self._meter.in_flight > self._max_requests:
                 fault = overloaded(f"More than {self._max_requests} requests are in flight. Try again in a moment.", BUSY_RETRY_S)

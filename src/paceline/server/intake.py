@@ -62,8 +62,9 @@ class Intake:
         uses_model_sampling: bool = True,
         keep_client_headers: bool = False,
         is_encoder: Callable[[str], bool] | None = None,
+        open_model: Callable[[str], ServedModel | None] | None = None,
     ) -> None:
-        self._inference, self._is_encoder = inference, is_encoder
+        self._inference, self._is_encoder, self._open_model = inference, is_encoder, open_model
         self._clock, self._aliases = clock, aliases
         self._uses_model_sampling, self._keep_client_headers = uses_model_sampling, keep_client_headers
         self.formats = ModelFormats()
@@ -202,7 +203,9 @@ class Intake:
         name = name or ""
         try:
             return find_model(name, self._inference, self._aliases)
-        except UnknownModel as error:
+        except (UnknownModel, ModelAway) as error:
+            if self._open_model is not None and (opened := self._open_model(name)) is not None:
+                return opened
             if self._is_encoder is None or not self._is_encoder(name):
                 raise
             raise InvalidRequest(

@@ -13,6 +13,8 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 
 MIB = 1 << 20
+OWNER_HEADER = "x-paceline-owner"
+"""Of what only this machine's owner may do: the key in the note that lies in the home."""
 LEAST_KEY = 16
 """Letters of a key. Lowering it: keys that can be guessed."""
 
@@ -23,6 +25,8 @@ class ServerSettings:
 
     api_key: str | None = field(default=None, repr=False)
     """Asked of every path but /health when set (as `Authorization: Bearer`, or as `x-api-key`)."""
+    owner_key: str | None = field(default=None, repr=False)
+    """Asked of what only this machine's owner may do, in a header of its own; None: nobody may."""
     allow_hosts: tuple[str, ...] = ()
     """Names of this machine beside localhost, in lower case. Asked where there is no key: an evil page may have its own name looked up here."""
     allow_origins: tuple[str, ...] = ()

@@ -154,6 +154,14 @@ def describe(location: ModelLocation, home: Home) -> LocalModel:
         return LocalModel(location.name, location.path, 0, "", "", 0, None, problem=error.message)
 
 
+def changed(model: LocalModel) -> int:
+    """When its files did: Unix seconds; 0 where they are gone."""
+    try:
+        return int(model.path.stat().st_mtime)
+    except OSError:
+        return 0
+
+
 def _described(location: ModelLocation, digests: DigestCache) -> LocalModel:
     weights = open_weights(location.path, digests)
     nbytes = sum(file.stat().st_size for file in weights.files)

@@ -119,6 +119,11 @@ def remember_sums(path: Path, sums: FileSums, home: Home) -> None:
     DigestCache(home).remember(path, sums.sha256)
 
 
+def cached_sums(path: Path, home: Home) -> tuple[Path, Path]:
+    """Where what is remembered of a file lies."""
+    return _entry(path, home), home.digests / f"{identity_key(path, 'digest')}.json"
+
+
 def _entry(path: Path, home: Home) -> Path:
     return home.digests / f"{identity_key(path, 'pieces')}.sums"
 

@@ -68,7 +68,7 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
     """
     if header.text("tokenizer.ggml.model") is None:
         raise ModelFileError(f"{header.path} has no tokenizer", "Use a GGUF file with its vocabulary in it")
-    kept = home.tokenizers / f"{identity_key(header.path, _BUILD)}.json"
+    kept = cached_tokenizer(header.path, home)
     encoder = _load_kept(kept)
     if encoder is None:
         encoder = build_encoder(header)
@@ -82,6 +82,11 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
     drawn = {**usual, **{name: value for name, value in said.items() if value is not None}}
     marks = [next((i for key in keys if (i := header.integer(f"tokenizer.ggml.{key}_token_id")) is not None), None) for keys in _INFILL]
     return ModelTokenizer(header.path, encoder, frozenset(i for i in ends if i is not None), template, rows, drawn, marks)
+
+
+def cached_tokenizer(path: Path, home: Home) -> Path:
+    """Where the tokenizer that was built of a file lies."""
+    return home.tokenizers / f"{identity_key(path, _BUILD)}.json"
 
 
 def build_encoder(header: GgufHeader) -> Encoder:

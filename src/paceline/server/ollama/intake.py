@@ -29,17 +29,22 @@ FORM = "answer"
 
 @dataclass(frozen=True, slots=True)
 class LoadOnly:
-    """Asked without a prompt: whether the model is loaded."""
+    """Asked without a prompt: to load the model, or not to keep it."""
 
     model: ServedModel
     shape: type[OllamaShape]
+    keep: bool = True
+
+    @classmethod
+    def of(cls, intake: Intake, asked: OllamaRequest, shape: type[OllamaShape]) -> LoadOnly:
+        return cls(intake.model(asked.model), shape, asked.keep_alive not in (0, "0", "0s", "0m", "0h"))
 
 
 def chat(intake: Intake, body: bytes) -> Call | LoadOnly:
     """A chat; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaChatRequest, body)
     if not asked.messages:
-        return LoadOnly(intake.model(asked.model), OllamaChatShape)
+        return LoadOnly.of(intake, asked, OllamaChatShape)
     fields = {**_shared(asked), **_thinking(asked), "messages": _messages(asked.messages), "logprobs": asked.logprobs}
     fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
     if asked.tools:
@@ -51,7 +56,7 @@ def generate(intake: Intake, body: bytes) -> Call | LoadOnly:
     """A text for a prompt: as the only message of a chat, or as it is; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaGenerateRequest, body)
     if not asked.prompt:
-        return LoadOnly(intake.model(asked.model), OllamaTextShape)
+        return LoadOnly.of(intake, asked, OllamaTextShape)
     fields = _shared(asked)
     if asked.raw:
         if asked.system:

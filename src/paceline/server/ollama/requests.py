@@ -69,7 +69,7 @@ class OllamaRequest(Strict):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=int(LOGPROBS.most), description="Only with `logprobs`.")
 
-    keep_alive: Any = Field(default=None, description="Ignored: models stay loaded.")
+    keep_alive: Any = Field(default=None, description="0, without a prompt, unloads. Otherwise ignored: models stay loaded.")
 
 
 class OllamaFunctionCall(Strict):

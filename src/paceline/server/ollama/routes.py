@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI, Request, Response
 
 from paceline import __version__
-from paceline.core.inference import ServedModel
+from paceline.core.inference import ModelFacts, ServedModel
 from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import json_response
 from paceline.server.formats.format import Format
@@ -22,6 +22,7 @@ from paceline.server.ollama import embed, intake
 from paceline.server.ollama import shape as replies
 from paceline.server.ollama.intake import LoadOnly
 from paceline.server.ollama.shape import Fields, head, stamp
+from paceline.store.catalog import LocalModel, changed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from paceline.server.intake import Intake
 
 
+UNLOAD_S: Final = 30.0
+"""How long an unload waits for answers to end. Raising it: a model is refused to others for longer, and stays after all."""
 FOREVER: Final = "2300-01-01T00:00:00Z"
 """When a model that stays loaded is unloaded."""
 _BILLION, _MILLION = 1e9, 1e6
@@ -45,9 +48,8 @@ def capabilities(form: Format) -> list[str]:
     return ["completion", *(["tools"] if form.knows_tools else []), *(["thinking"] if form.thinking is not None else [])]
 
 
-def details(model: ServedModel) -> Fields:
+def details(facts: ModelFacts) -> Fields:
     """Family and size, in words."""
-    facts = model.facts
     return {
         "parent_model": "",
         "format": facts.file_format,
@@ -58,17 +60,23 @@ def details(model: ServedModel) -> Fields:
     }
 
 
-def tag(model: ServedModel) -> Fields:
+def tag(name: str, created: int, facts: ModelFacts) -> Fields:
     """An entry of `/api/tags`."""
-    name = tagged(model.name)
+    name = tagged(name)
     return {
         "name": name,
         "model": name,
-        "modified_at": stamp(model.created),
-        "size": model.facts.size_bytes,
-        "digest": model.facts.digest,
-        "details": details(model),
+        "modified_at": stamp(created),
+        "size": facts.size_bytes,
+        "digest": facts.digest,
+        "details": details(facts),
     }
+
+
+def on_disk(model: LocalModel) -> Fields:
+    """The same of a model that nobody asked for yet."""
+    form, _, stored_as = model.format.partition(" ")
+    return tag(model.name, changed(model), ModelFacts(model.digest or "", model.nbytes, model.family, 0, stored_as, form.lower()))
 
 
 def process(model: ServedModel) -> Fields:
@@ -79,7 +87,7 @@ def process(model: ServedModel) -> Fields:
         "model": name,
         "size": facts.size_bytes,
         "digest": facts.digest,
-        "details": details(model),
+        "details": details(facts),
         "expires_at": FOREVER,
         "size_vram": facts.size_bytes if facts.on_gpu else 0,
         "context_length": model.max_context,
@@ -103,7 +111,7 @@ def shown(model: ServedModel, can: Sequence[str]) -> Fields:
         "modelfile": f"# Served by Paceline.\nFROM {model.name}\n",
         "parameters": "",
         "template": model.tokenizer.chat_template or "",
-        "details": details(model),
+        "details": details(facts),
         "model_info": info,
         "capabilities": list(can),
         "modified_at": stamp(model.created),
@@ -146,11 +154,23 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
         model = checked.model(name)
         return shown(model, capabilities(checked.formats.of(model).described))
 
+    async def settle(asked: LoadOnly) -> str:
+        """Load or unload one of this machine's models, where any client may have it loaded again."""
+        own, name = service.models, asked.model.name
+        if own is None or not own.on_demand or name not in {model.name for model in own.models()}:
+            return "load"
+        if asked.keep:
+            await own.host_of(name)
+        elif own.is_loaded(name):
+            await own.unload(name, UNLOAD_S)
+        return "load" if asked.keep else "unload"
+
     async def answer(request: Request, parse: Callable[[Intake, bytes], Call | LoadOnly]) -> Response:
         arrived_s = service.clock.monotonic()
         asked = await service.read(request, parse, declared=False)
         if isinstance(asked, LoadOnly):
-            return json_response({**head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": "load"})
+            reason = await service.while_wanted(settle(asked), request)
+            return json_response({**head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": reason})
         return service.answer_to(asked, arrived_s)
 
     @app.post(
@@ -175,11 +195,20 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
 
     @app.get("/api/tags", responses={200: {"model": replies.OllamaModels}, **guarded})
     async def tags() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return json_response({"models": [tag(model) for model in models()]})
+        return json_response(
+            {
+                "models": [
+                    *(tag(model.name, model.created, model.facts) for model in models()),
+                    *map(on_disk, await service.loadable()),
+                ]
+            }
+        )
 
     @app.get("/api/ps", responses={200: {"model": replies.OllamaLoadedModels}, **guarded})
     async def ps() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return json_response({"models": [process(model) for model in models()]})
+        own = service.models
+        away = set[str]() if own is None else {model.name for model in own.models() if not own.is_loaded(model.name)}
+        return json_response({"models": [process(model) for model in models() if model.name not in away]})
 
     @app.get("/api/version", responses={200: {"model": replies.OllamaVersion}, **guarded})
     async def version() -> Response:  # pyright: ignore[reportUnusedFunction]

@@ -130,10 +130,12 @@ class DraftService:
     def __init__(self, fleet: FleetNode, proposers: Sequence[LoadedProposer]) -> None:
         self._fleet, self._proposers = fleet, proposers
         self._desk = ProposerDesk({NGRAM: NGramProposer()})
-        self._drafts: NodeDrafts | None = None
+        self._drafts: list[NodeDrafts] = []
+        """Of each engine; figures are of the first one's."""
+        self._detaching: set[asyncio.Task[None]] = set()
         self._stats: Callable[[], EngineStats] | None = None
         self._stale = False
-        self.metrics = DraftMetrics(self._desk, self._meter, lambda: _drafting(self._drafts))
+        self.metrics = DraftMetrics(self._desk, self._meter, lambda: _drafting(self._first))
         for one in proposers:
             if one.model_id not in self._desk.model_ids:
                 self._desk.add(one.model_id, one.proposer)
@@ -154,37 +156,48 @@ class DraftService:
             stats: of the engine.
         """
         self._stats = stats
-        if drafts is None or warm is None:
+        if drafts is None or warm is None or drafts in self._drafts:
             return
-        self._drafts = drafts
+        self._drafts.append(drafts)
         verifier = Verifier(self._fleet.node_id, warm.digest, str(warm.weights), warm.speed.vocabulary)
         lines = FleetLines(self._fleet, self._desk)
         drafts.attach(verifier, tokenizer.size, lambda: self._fleet.eligible(Use.DRAFT), lines.open)
 
+    def keep(self, living: Collection[NodeDrafts]) -> None:
+        """End those of engines that are gone."""
+        for drafts in [one for one in self._drafts if one not in living]:
+            self._drafts.remove(drafts)
+            task = asyncio.create_task(drafts.detach())
+            self._detaching.add(task)
+            task.add_done_callback(self._detaching.discard)
+
     async def stop(self) -> None:
         """End. Bounded; idempotent."""
-        if self._drafts is not None:
-            await self._drafts.detach()
+        await asyncio.gather(*(drafts.detach() for drafts in self._drafts), *self._detaching)
         self._desk.close()
         await close_proposers(self._desk, self._proposers)
 
     def _on_news(self, effect: Effect) -> None:
         del effect
-        if self._drafts is not None and not self._stale:
+        if self._drafts and not self._stale:
             self._stale = True
             # Soon, so that all that one message brought is looked at once.
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
         self._stale = False
-        if self._drafts is not None:
-            self._drafts.look()
+        for drafts in self._drafts:
+            drafts.look()
+
+    @property
+    def _first(self) -> NodeDrafts | None:
+        return self._drafts[0] if self._drafts else None
 
     def _use(self) -> tuple[DraftUse, ...]:
-        return () if self._stats is None else draft_use(self._stats(), self._drafts)
+        return () if self._stats is None else draft_use(self._stats(), self._first)
 
     def _meter(self) -> DraftMeter | None:
-        return None if self._drafts is None else self._drafts.meter
+        return None if self._first is None else self._first.meter
 
 
 @asynccontextmanager

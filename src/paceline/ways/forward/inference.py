@@ -93,7 +93,9 @@ class FleetInference:
 
     def models(self) -> Sequence[ServedModel]:
         """This node's own first, then those of others by name, as soon as their tokenizers are here. As the view was read last."""
-        own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
+        local = () if self._local.inference is None else self._local.inference.models()
+        # What would be loaded here on demand is asked of those that have it loaded.
+        own = [self._shown(model) for model in local if self._local.find(model.name) is not None or model.name not in self._routes]
         names = {model.name for model in own}
         others = [
             described.served(route.stops[0].numerics_id, route.size_bytes)

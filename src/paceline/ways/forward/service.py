@@ -8,7 +8,7 @@ What this node has loaded, as it offers it to the fleet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -213,19 +213,23 @@ class LocalModels:
         self.inference = inference
         self._loaded = {model.name: model for model in loaded}
         self._meter = meter
-        self.is_up = True
-        """The engine takes requests: what it has loaded is offered."""
+        self._up = frozenset(self._loaded)
+        """Those whose engine takes requests: they are offered."""
         self._packed: dict[str, asyncio.Task[tuple[str, bytes]]] = {}
 
-    def attach(self, inference: Inference, loaded: LoadedModel) -> None:
-        """Serve a model from now on, on a node that served none."""
-        self.inference = inference
-        self._loaded = {loaded.name: loaded}
+    def show(self, inference: Inference | None, loaded: Sequence[LoadedModel], up: Collection[str]) -> None:
+        """What is loaded changed.
+
+        Args:
+            up: those whose engine takes requests.
+        """
+        self.inference, self._loaded, self._up = inference, {model.name: model for model in loaded}, frozenset(up)
+        self._packed = {name: task for name, task in self._packed.items() if name in self._loaded}
 
     @property
     def all(self) -> tuple[LoadedModel, ...]:
         """What is offered now."""
-        return tuple(self._loaded.values()) if self.is_up else ()
+        return tuple(model for model in self._loaded.values() if model.name in self._up)
 
     def find(self, name: str) -> LoadedModel | None:
         """What is loaded under a name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -14,15 +15,19 @@ from tests.unit.machine.weights.conftest import new_home  # noqa: F401
 from tests.unit.net.member.nodes import in_loop, until, until_seen
 from tests.unit.ways.pipeline.host.test_serving import card_of, nodes
 
+from paceline.core.clock import SystemClock
 from paceline.core.errors import ExecutorUnavailable, PacelineError
 from paceline.core.inference import ServedModel
 from paceline.core.model import WeightsFormat
 from paceline.core.text import Tokenizer
-from paceline.fleet.card import ModelShape
+from paceline.engine.config import EngineConfig
+from paceline.fleet.card import ModelShape, Role
+from paceline.machine.host import EngineHost
 from paceline.machine.offers import WarmModel
 from paceline.machine.speed import Speed
 from paceline.node.build import BuiltNode
 from paceline.node.serving import FleetServing
+from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
 
@@ -73,6 +78,37 @@ async def test_a_request_moves_on_to_a_node_whose_engine_lives(new_home: Callabl
                 chunks = await drain(a.inference.generate("echo", request(name)))
                 assert [chunk.token_ids for chunk in chunks if chunk.token_ids] == [(0,), (1,), (2,)]
                 assert not broken.host.is_up
+
+
+@in_loop
+async def test_every_model_that_is_loaded_is_on_the_card_for_as_long_as_it_is(new_home: Callable[[str], Home]) -> None:  # noqa: F811
+    config, speed = EngineConfig(max_context=100, max_running=2, max_waiting=2), Speed(10.0, 100.0, "n" * 16, True, "v" * 32)
+
+    def named(name: str, engine: EchoEngine) -> BuiltNode:
+        model = ServedModel(name, 0, 100, cast("Tokenizer", None), "fp")
+        host = EngineHost(engine, engine.close, model, config, SystemClock())
+        warm = WarmModel(name, name * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
+        return BuiltNode(host, model, (), name, warm, ModelLocation(name, Path(f"/nowhere/{name}")))
+
+    def offered(viewer: FleetServing) -> set[str]:
+        return {offer.model_id for offer in card_of(viewer, "a").models if offer.warm and offer.role is Role.VERIFIER}
+
+    first, second, third = EchoEngine(), EchoEngine(crash_at=1), EchoEngine()
+    async with nodes(TestFleet(), ("a", new_home("a"), None), ("b", new_home("b"), None)) as (a, b):
+        with closing(a.models):
+            await until_seen(a.fleet, "a", "b")
+            for name, engine in (("x", first), ("y", second), ("z", third)):
+                await a.attach(named(name, engine))
+            await until(lambda: offered(b) == {"x", "y", "z"})
+            await until(lambda: "x" in b.inference._routes and "z" in b.inference._routes)
+            for name in "xz":
+                assert [chunk.token_ids for chunk in await drain(b.inference.generate(name, request(name)))] == [(0,), (1,), (2,)]
+            # An engine that failed takes its own model off the card, and no other.
+            await drain(a.inference.generate("y", request("y")))
+            await until(lambda: offered(b) == {"x", "z"})
+            await a.models.unload("x", 1.0)
+            await until(lambda: offered(b) == {"z"})
+            assert [chunk.token_ids for chunk in await drain(b.inference.generate("z", request("again")))] == [(0,), (1,), (2,)]
 
 
 @in_loop

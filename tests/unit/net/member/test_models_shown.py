@@ -62,7 +62,8 @@ async def test_a_node_whose_engine_is_down_asks_itself_for_no_tokenizer(tmp_path
             return reach(node_id, *args)
 
         monkeypatch.setattr(desk.node, "channel", channel)
-        desk.inference._local.is_up = False
+        local = desk.inference._local
+        local.show(local.inference, local.all, ())
         desk.portrait.offers = (offer(100),)
         desk.node.look_again()
         await until(lambda: bool(desk.inference._fetching))

@@ -1,0 +1,438 @@
+"""The models of this machine: an engine each, behind one `core.inference.Inference`, by name.
+
+Law: a model that answers, or that requests wait for, is never taken away. Models are loaded one after the other, in threads; a request for one that
+is being loaded waits for as long as that advances. Where models are loaded on demand, idle ones make way, the one that is idle for longest first, and
+only as far as the one asked for needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Generic, TypeVar
+
+from paceline.backends.memory import free_what_failed, give_memory_back
+from paceline.backends.options import LoadProgress
+from paceline.core.clock import Clock
+from paceline.core.errors import (
+    ConfigError,
+    ExecutorUnavailable,
+    ModelAway,
+    NodeStopping,
+    OutOfMemory,
+    Overloaded,
+    UnknownModel,
+    UserError,
+)
+from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.inference import ChunkStream, ModelFacts, Progress, ServedModel, fingerprint_of
+from paceline.core.stats import EngineStats
+from paceline.machine.host import EngineHost
+from paceline.machine.room import HostedModel, ModelUse, bound_beside, make_room
+from paceline.machine.settings import MemoryBound, NodeSettings
+from paceline.machine.setup import set_up
+from paceline.store.bounded_tokenizer import BoundedTokenizer
+from paceline.store.catalog import LocalModel, ModelLocation, describe, locations, resolve
+from paceline.store.home import Home, identity_key
+
+PATIENCE_S = 120.0
+"""Without a sign of a load until who waits for it is told so. Raising it: clients wait longer for one that hangs; kernels are compiled without a sign."""
+LOOK_S = 0.05
+"""Between two looks whether a model's answers have ended."""
+TOKENIZER_IDLE_S = 60
+"""Until the process of a tokenizer ends whose model is not loaded."""
+LOAD_FAILED = "load_failed"
+"""What clients are told of a model that can't be loaded."""
+
+
+Hosted = TypeVar("Hosted", bound=HostedModel)
+
+
+class Models(Generic[Hosted]):
+    """Implements `core.inference.Inference`. `open`, `loadable` and `models` are for any thread; all else for the event loop, once there is one.
+
+    Args:
+        build: loads a model; called in threads, one after the other. What its progress raises ends it.
+        settings: of every model that is loaded later, but for its name.
+        on_demand: whether a request loads what it names, and what is idle makes way.
+        budget_bytes: that all models may take together; None: what is free.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[NodeSettings, LoadProgress], Hosted],
+        settings: NodeSettings,
+        home: Home,
+        clock: Clock,
+        *,
+        on_demand: bool = False,
+        budget_bytes: int | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._build, self._settings, self._home, self._clock = build, settings, home, clock
+        self.on_demand = on_demand
+        self._budget_bytes, self._patience_s = budget_bytes, patience_s
+        self._loaded: dict[str, Hosted] = {}
+        self._served: dict[str, ServedModel] = {}
+        """What is loaded, and what was or was asked for and is loaded again on demand; the first of all stays the first."""
+        self._places: dict[str, ModelLocation] = {}
+        self._described: dict[str, LocalModel] = {}
+        """By what the files are, so that a list opens each once."""
+        self._waiting = Counter[str]()
+        """Requests that wait for a model."""
+        self._leaving: set[str] = set()
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._read: dict[str, tuple[int, int]] = {}
+        """Of a model that is being loaded: bytes, and of how many."""
+        self._turn, self._stopped = asyncio.Lock(), asyncio.Event()
+        self._opening = threading.Lock()
+        self._sign_s = clock.monotonic()
+        self._past = EngineStats()
+        """Counters of engines that are gone."""
+        self._on_change: Callable[[], None] | None = None
+
+    # ------------------------------------------------------------------------------------------------------ for the server
+
+    def models(self) -> Sequence[ServedModel]:
+        """The first one first. With on demand, what makes way stays in the list, as long as it is on the disk."""
+        loaded, served = dict(self._loaded), tuple(self._served.items())
+        there = [(name, model) for name, model in served if name in loaded or self._places[name].path.exists()]
+        return tuple(loaded[name].host.models()[0] if name in loaded else model for name, model in there)
+
+    def expects(self, model: str) -> bool:
+        """See `Inference.expects`."""
+        return model in self._loading or model in self._leaving
+
+    def generate(self, model: str, request: GenerationRequest) -> ChunkStream:
+        """See `Inference.generate`. A model that is not loaded is, once the first item is asked for.
+
+        Raises:
+            NoRoom, ExecutorUnavailable, ModelAway: it can't be loaded, before the first item.
+        """
+        return _Asked(self, model, request)
+
+    def stats(self) -> EngineStats:
+        """Of all engines together, and the counters of those that are gone."""
+        each = [node.host.stats() for node in self._loaded.values()]
+        return each[0] if len(each) == 1 and not self._past.steps else reduce(EngineStats.plus, each, self._past)
+
+    def progress(self) -> Progress:
+        """Of the engine that is furthest behind; `error` is of any that failed for good."""
+        each = [node.host.progress() for node in self._loaded.values()]
+        if not each:
+            return Progress(busy=False, seconds_since_step=0.0)
+        worst = max(each, key=lambda one: one.seconds_since_step - one.step_expected_s)
+        return replace(worst, busy=any(one.busy for one in each), error=next((one.error for one in each if one.error is not None), None))
+
+    def open(self, name: str) -> ServedModel | None:
+        """A model on this disk that a request names and that would be loaded for it: all that it takes to read the request. Blocks. None: there is
+        none, or nothing is loaded on demand.
+
+        Raises:
+            UserError: its files can't be opened.
+        """
+        place = self._find(name) if self.on_demand else None
+        if place is None:
+            return None
+        with self._opening:
+            served = self._served.get(place.name)
+            if served is None:
+                served = self._opened(place)
+                self._places[place.name] = place
+                self._served[place.name] = served
+        return served
+
+    def loadable(self) -> Sequence[LocalModel]:
+        """Models on this disk that a request could name, beside `models`. Blocks."""
+        if not self.on_demand:
+            return ()
+        described = [self._describe(place) for place in locations(self._home) if place.name not in self._served]
+        return [model for model in described if model.problem is None]
+
+    # ------------------------------------------------------------------------------------------------------- for its owner
+
+    @property
+    def nodes(self) -> tuple[Hosted, ...]:
+        """What is loaded, in the order in which it was."""
+        return tuple(self._loaded.values())
+
+    def is_loaded(self, name: str) -> bool:
+        return name in self._loaded
+
+    @property
+    def bound(self) -> MemoryBound:
+        """What may be loaded beside what is."""
+        return bound_beside([node.use() for node in self.nodes], self._budget_bytes)
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended, or wait for a model."""
+        return sum(node.host.live for node in self._loaded.values()) + self._waiting.total()
+
+    def add(self, node: Hosted) -> None:
+        """Serve a model that is loaded; closed with this.
+
+        Raises:
+            ConfigError: one of that name is served.
+        """
+        name = node.model.name
+        if name in self._loaded:
+            raise ConfigError(f"Two models are both called {name}", "Clients could not tell them apart: leave one out.")
+        self._loaded[name], self._served[name] = node, node.model
+        if node.location is not None:
+            self._places[name] = node.location
+        if self._on_change is not None:
+            node.host.listen(self._on_change)
+            self._on_change()
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called on this event loop whenever a model comes or goes, or its engine does."""
+        self._on_change = changed
+        for node in self._loaded.values():
+            node.host.listen(changed)
+
+    def in_use(self) -> list[ModelUse]:
+        """What is loaded, and what is being loaded."""
+        uses = [replace(node.use(), state="unloading") if name in self._leaving else node.use() for name, node in self._loaded.items()]
+        for name in self._loading:
+            done, total = self._read.get(name, (0, 0))
+            uses.append(ModelUse(name, state="loading", percent=100 * done // total if total else 0))
+        return uses
+
+    async def load(self, ref: str) -> str:
+        """Load a model that this machine's owner names, as for `paceline up`; returns its name.
+
+        Raises:
+            UserError, NoRoom, ModelAway: it can't be had.
+        """
+        place = await asyncio.to_thread(resolve, ref, self._home)
+        known = self._loaded.get(place.name)
+        if known is None:
+            self._places[place.name] = place
+            await self._bring(place.name)
+        elif known.location is None or known.location.path != place.path:
+            raise ConfigError(f"Another {place.name} is loaded", f"Unload it first: paceline unload {place.name}")
+        return place.name
+
+    async def unload(self, name: str, wait_s: float) -> None:
+        """Take a model away. Requests that come meanwhile are refused; those that are live may end.
+
+        Raises:
+            UnknownModel: it is not loaded.
+            ConfigError: it is a pipeline.
+            Overloaded: its answers did not end in time.
+        """
+        named = {name, name.removesuffix(":latest")}
+        found = next((one for one in self._loaded if one in named), None)
+        if found is None or found in self._leaving:
+            raise UnknownModel(f"{name[:200]!r} is not loaded here", f"Loaded: {', '.join(self._loaded) or 'none'}.")
+        node = self._loaded[found]
+        if node.location is None:
+            raise ConfigError(f"{found} runs over several machines", "It ends with `paceline up`.")
+        self._leaving.add(found)
+        try:
+            try:
+                async with asyncio.timeout(wait_s):
+                    while node.host.live or self._waiting[found]:  # noqa: ASYNC110 - answers end in the engine's thread
+                        await asyncio.sleep(LOOK_S)
+            except TimeoutError:
+                raise Overloaded(f"{found} is in the middle of {node.host.live} answers", "It stays loaded.", retry_after_s=5) from None
+            del node
+            async with self._turn:  # a load counts on memory that is free, or taken
+                if found in self._loaded:
+                    await asyncio.shield(asyncio.create_task(self._take_out(found)))  # whole, whether or not who asked waits for it
+        finally:
+            self._leaving.discard(found)
+
+    def drain(self) -> None:
+        """Take no more requests and load nothing; what is live goes on. On the event loop."""
+        self._stopped.set()
+        for node in self._loaded.values():
+            node.host.drain()
+
+    def close(self) -> bool:
+        """Stop every engine. Idempotent. False if a step outlasted the wait."""
+        self._stopped.set()
+        closed = [node.close() for node in self._loaded.values()]
+        return all(closed)
+
+    # ----------------------------------------------------------------------------------------------------------- for streams
+
+    async def host_of(self, name: str) -> EngineHost:
+        """The host of a model, which is loaded first where it is not. Who asks for it admits its request before anything else runs on the loop.
+
+        Raises:
+            UnknownModel, NoRoom, ModelAway, ExecutorUnavailable, NodeStopping: see `generate`.
+        """
+        self._waiting[name] += 1
+        try:
+            while (node := self._loaded.get(name)) is None:
+                if not self.on_demand or name not in self._places:
+                    raise UnknownModel(f"The model {name!r} is not served here", f"Served here: {', '.join(self._loaded) or 'none'}.")
+                await self._bring(name)
+        except UserError as error:
+            raise ExecutorUnavailable(f"{name} can't be loaded: {error.message}", error.hint, code=LOAD_FAILED) from error
+        finally:
+            self._waiting[name] -= 1
+        if name in self._leaving:
+            raise ModelAway(f"{name} is being unloaded", "Try again in a few seconds.")
+        return node.host
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    async def _bring(self, name: str) -> None:
+        """Wait for a model, which is loaded once for all who do."""
+        task = self._loading.get(name)
+        if task is None:
+            self._sign_s = self._clock.monotonic()
+            task = self._loading[name] = asyncio.create_task(self._load(name), name=f"load of {name}")
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits raises it, if anybody still does
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            while not task.done() and not stopped.done():
+                left_s = self._sign_s + self._patience_s - self._clock.monotonic()
+                if left_s <= 0:
+                    raise ModelAway(f"{name} is being loaded, and nothing of it came for {self._patience_s:g} s", "Try again later.")
+                await asyncio.wait({task, stopped}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        if not task.done():
+            raise NodeStopping("This machine is being stopped", "Try again in a moment.")
+        task.result()
+
+    async def _load(self, name: str) -> None:
+        try:
+            async with self._turn:
+                self._sign_s = self._clock.monotonic()
+                node = await self._built(name)
+                if self._stopped.is_set():
+                    await asyncio.to_thread(node.close)
+                    raise NodeStopping("This machine is being stopped", "Try again in a moment.")
+                self.add(node)
+        except UserError as error:
+            if not isinstance(error, OutOfMemory):
+                self._served.pop(name, None)  # looked for anew when it is asked for again
+            raise
+        finally:
+            self._loading.pop(name)
+            self._read.pop(name, None)
+
+    async def _built(self, name: str) -> Hosted:
+        settings = await asyncio.to_thread(self._settings_of, self._places[name])
+        while True:
+            idle = sorted(filter(self._may_go, self._loaded), key=lambda one: -self._loaded[one].host.idle_s) if self.on_demand else []
+            taken = [self._loaded[one].use() for one in idle], [node.use() for one, node in self._loaded.items() if one not in idle]
+            makes_way, bound = await asyncio.to_thread(make_room, settings, *taken, self._budget_bytes)
+            if makes_way is None:
+                return await asyncio.to_thread(self._build_here, name, replace(settings, bound=bound))
+            if self._may_go(makes_way):  # still
+                await self._take_out(makes_way)
+
+    def _build_here(self, name: str, settings: NodeSettings) -> Hosted:
+        """In a thread."""
+        try:
+            return self._build(settings, partial(self._told, name))
+        except BaseException as error:
+            free_what_failed(error)
+            raise
+
+    def _may_go(self, name: str) -> bool:
+        node = self._loaded.get(name)
+        return node is not None and node.location is not None and not (node.host.live or self._waiting[name] or name in self._leaving)
+
+    async def _take_out(self, name: str) -> None:
+        """Stop a model that nothing waits for, and have its memory back."""
+        node = self._loaded.pop(name)
+        self._past = self._past.plus(node.host.stats().ended)
+        tokenizer = node.model.tokenizer
+        if not self.on_demand:
+            self._served.pop(name)
+        elif isinstance(tokenizer, BoundedTokenizer):
+            kept = BoundedTokenizer(tokenizer.model, TOKENIZER_IDLE_S)
+            self._served[name] = replace(node.host.models()[0], tokenizer=kept)
+        if self._on_change is not None:
+            self._on_change()
+        await asyncio.to_thread(node.close)
+        if isinstance(tokenizer, BoundedTokenizer):
+            await asyncio.to_thread(tokenizer.close)
+        del node  # the last that holds it
+        await asyncio.to_thread(_give_back)
+
+    def _told(self, name: str, done: int, total: int) -> None:
+        """In the thread of a load."""
+        if self._stopped.is_set():
+            raise NodeStopping("This machine is being stopped", "Try again in a moment.")
+        self._read[name], self._sign_s = (done, total), self._clock.monotonic()
+
+    def _find(self, name: str) -> ModelLocation | None:
+        """By its name here, as `server.intake.find_model` reads names. Never a path that a client sent."""
+        plain, known = name.removesuffix(":latest"), [*self._places.values(), *locations(self._home)]
+        exact = next((place for place in known if place.name in {name, plain}), None)
+        return exact or next((place for place in known if place.name.lower() == plain.lower()), None)
+
+    def _describe(self, place: ModelLocation) -> LocalModel:
+        key = f"{place.name} {identity_key(place.path, 'list')}" if place.path.exists() else place.name
+        if key not in self._described:
+            self._described[key] = describe(place, self._home)
+        return self._described[key]
+
+    def _settings_of(self, place: ModelLocation) -> NodeSettings:
+        """A context that was asked for is one of the model given then: another has its own where that is shorter."""
+        ref = place.name if place in locations(self._home) else str(place.path)
+        asked, own = self._settings.context, self._describe(place).context
+        return replace(self._settings, model=ref, context=min(asked, own) if asked and own else asked)
+
+    def _opened(self, place: ModelLocation) -> ServedModel:
+        settings = self._settings_of(place)
+        setup, known = set_up(settings), self._describe(place)
+        digest = known.digest or identity_key(place.path, "fingerprint")
+        facts = ModelFacts(known.digest or "", known.nbytes, known.family, stored_as=known.format.rpartition(" ")[2])
+        return ServedModel(
+            place.name,
+            int(self._clock.wall()),
+            settings.context or setup.opened.spec.max_context,
+            BoundedTokenizer(setup.opened.tokenizer, TOKENIZER_IDLE_S),
+            fingerprint_of(digest, setup.weights, ""),  # what its kernels compute is known once it is loaded
+            facts,
+        )
+
+
+class _Asked:
+    """One request, for a model that may have to be loaded first. Costs its items a call."""
+
+    def __init__(self, models: Models[Hosted], name: str, request: GenerationRequest) -> None:
+        self._models, self._name, self._request = models, name, request
+        self._stream: ChunkStream | None = None
+        self._closed = False
+
+    def __aiter__(self) -> _Asked:
+        return self
+
+    def __anext__(self) -> Awaitable[Sequence[GenerationChunk]]:
+        return self._begin() if self._stream is None else self._stream.__anext__()
+
+    async def _begin(self) -> Sequence[GenerationChunk]:
+        if self._closed:
+            raise StopAsyncIteration
+        host = await self._models.host_of(self._name)
+        self._stream = host.generate(self._name, self._request)
+        return await self._stream.__anext__()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._stream is not None:
+            await self._stream.aclose()
+
+
+def _give_back() -> None:
+    """Free an engine that is gone, and what loads had kept out of the collector's sight with it."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    give_memory_back()
+    if frozen:
+        gc.freeze()
