@@ -14,6 +14,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from openai.types import EmbeddingCreateParams
 from tests.fakes.scripted_inference import ScriptedInference
+from tests.fakes.seeded_encoders import SPEC, write_encoder
 from tests.fakes.served import BOUND_S, Served
 
 from paceline.core.clock import SystemClock
@@ -27,7 +28,6 @@ from paceline.server.embedding_routes import EmbeddingRequest
 from paceline.server.embeddings import Embedder, parts
 from paceline.server.metrics import Meter
 from paceline.store.home import Home
-from paceline.testing.seeded_encoders import SPEC, write_encoder
 
 TEXTS = ["hello world", "the cat sat on the mat.", "cats"]
 Live = Served[ScriptedInference]

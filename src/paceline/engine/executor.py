@@ -112,7 +112,7 @@ class Executor(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Whether a batch may be submitted. Where machines are being looked for in place of lost ones, waits a moment and says False.
+        """Whether a batch may be submitted. Where it may not yet, as while machines are looked for in place of lost ones, waits a moment and says False.
 
         Raises:
             ExecutorUnavailable: none were found, and none are looked for until this is asked again.

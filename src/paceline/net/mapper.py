@@ -98,7 +98,7 @@ class Codec(Generic[V, M]):
             raise ValueError(f"{kind.__name__} and {message.DESCRIPTOR.name} don't fit together: {sorted(wrong)}")
         plain: dict[str, str] = {}
         self._writes: list[tuple[str, str | tuple[str, ...], Callable[[Any], Any]]] = []
-        self._reads: list[tuple[str, tuple[str, ...], bool, Callable[..., Any]]] = []
+        self._reads: list[tuple[str, str | tuple[str, ...], bool, Callable[..., Any]]] = []
         checks: dict[str, tuple[str, Bound | None, Codec[Any, Any] | None, bool]] = {}
         for attr, mapped in table.items():
             first, several, codec = there[names[attr][0]], isinstance(mapped.name, tuple), mapped.codec
@@ -113,23 +113,21 @@ class Codec(Generic[V, M]):
             if write is None and read is None and not presence and attr not in given:
                 plain[attr] = names[attr][0]
                 continue
-            self._writes.append(
-                (attr, names[attr], write if several and write else lambda got, write=write: (write(got) if write else got,))
-            )
+            self._writes.append((attr, mapped.name or attr, write or _same))
             if attr not in given:
-                self._reads.append((attr, names[attr], presence, read or _same))
+                self._reads.append((attr, mapped.name or attr, presence, read or _same))
         self._attrs, self._names, self._checks = tuple(plain), tuple(plain.values()), tuple(checks.values())
         self._get_attrs, self._get_names, self._get_checked = _getter(plain), _getter(plain.values()), _getter(checks)
 
     def write(self, value: V, /, **beside: Any) -> M:
         """As it travels."""
         said: dict[str, Any] = dict(zip(self._names, self._get_attrs(value), strict=True))
-        for attr, names, write in self._writes:
+        for attr, name, write in self._writes:
             got = getattr(value, attr)
-            if got is not None and isinstance(names, str):
-                said[names] = write(got)
+            if got is not None and isinstance(name, str):
+                said[name] = write(got)
             elif got is not None:
-                said.update(zip(names, write(got), strict=True))
+                said.update(zip(name, write(got), strict=True))
         return self._message(**said, **beside)
 
     def read(self, message: M, /, **given: Any) -> V:
@@ -139,9 +137,11 @@ class Codec(Generic[V, M]):
             ValueError: it has a value that nothing here has.
         """
         values: dict[str, Any] = dict(zip(self._attrs, self._get_names(message), strict=True))
-        for attr, names, presence, read in self._reads:
-            absent = presence and not message.HasField(names[0])
-            values[attr] = None if absent else read(*[getattr(message, name) for name in names])
+        for attr, name, presence, read in self._reads:
+            if isinstance(name, str):
+                values[attr] = None if presence and not message.HasField(name) else read(getattr(message, name))
+            else:
+                values[attr] = read(*[getattr(message, one) for one in name])
         return self._kind(**values, **given)
 
     def write_all(self, values: Iterable[V]) -> list[M]:

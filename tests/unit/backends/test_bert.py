@@ -14,13 +14,13 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.fakes.seeded_encoders import SPEC, TOKENS, write_encoder
 
 from paceline.backends.bert import Bert, gelu
 from paceline.core.encoder import Pooling
 from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.store.catalog import open_model
 from paceline.store.encoder_files import OpenedEncoder, open_encoder
-from paceline.testing.seeded_encoders import SPEC, TOKENS, write_encoder
 
 TEXTS = ("hello world", "", "The cat sat on the mat, sats hellos.", "cat " * 60)
 Ids = Any
