@@ -231,7 +231,9 @@ class ApiService:
 
     async def loadable(self) -> Sequence[LocalModel]:
         """Models that a request could name beside those served."""
-        return () if self.models is None else await asyncio.to_thread(self.models.loadable)
+        found = () if self.models is None else await asyncio.to_thread(self.models.loadable)
+        served = {model.name for model in self.inference.models()}
+        return [model for model in found if model.name not in served]
 
     def health(self) -> tuple[int, dict[str, object]]:
         """Status and body of /health: whether work advances."""

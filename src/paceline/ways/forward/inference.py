@@ -93,9 +93,7 @@ class FleetInference:
 
     def models(self) -> Sequence[ServedModel]:
         """This node's own first, then those of others by name, as soon as their tokenizers are here. As the view was read last."""
-        local = () if self._local.inference is None else self._local.inference.models()
-        # What would be loaded here on demand is asked of those that have it loaded.
-        own = [self._shown(model) for model in local if self._local.find(model.name) is not None or model.name not in self._routes]
+        own = [] if self._local.inference is None else [self._shown(model) for model in self._local.inference.models()]
         names = {model.name for model in own}
         others = [
             described.served(route.stops[0].numerics_id, route.size_bytes)
@@ -210,6 +208,10 @@ class FleetInference:
     def _shown(self, model: ServedModel) -> ServedModel:
         """This node's model, with the fingerprint of the kernels that would answer."""
         route, loaded = self._routes.get(model.name), self._local.find(model.name)
+        # What would be loaded here on demand is asked of those that have it loaded.
+        described = None if route is None or loaded is not None else self._described.get((model.name, route.weights))
+        if route is not None and described is not None:
+            return described.served(route.stops[0].numerics_id, route.size_bytes)
         if route is None or loaded is None or route.stops[0].numerics_id == loaded.numerics_id:
             return model
         return replace(model, fingerprint=fingerprint_of(loaded.digest, loaded.weights, route.stops[0].numerics_id))
