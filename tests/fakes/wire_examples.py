@@ -238,7 +238,9 @@ def control_examples() -> Iterator[Example]:
         revoked=(NodeId("node-9"),),
     )
     drafts = (DraftUse("ngram", 10, 40, 25, "node-2", "small", 12, 0.0035, 1, "it is slow"),)
-    rich = Sight(view, (Failure("10.0.0.9:7500", "refused", -3.5),), 77, drafts, 1_760_000_000, 1_790_000_000)
+    rich = Sight(
+        view, (Failure("10.0.0.9:7500", "refused", -3.5),), 77, drafts, 1_760_000_000, 1_790_000_000, (("m", "node-1 alone: 20 tokens/s"),)
+    )
     for name, sight in (("rich", rich), ("minimal", Sight(FleetView(NodeId(""), ()), (), 0))):
         yield coded(name, control_pb2.GetFleetViewResponse, sight, partial(write_sight, "fleet" * (name == "rich")), sight_of)
     yield plain("minimal", control_pb2.GetFleetViewRequest())

@@ -1,8 +1,9 @@
 """A fleet as text, for scenario files.
 
     model NAME layers N hidden H layer BYTES edges BYTES kv BYTES context TOKENS [vocabulary V] [digest D] [weights W]
-    node NAME memory FREE/TOTAL rate BYTES [leaving]
+    node NAME memory FREE/TOTAL rate BYTES [shards BYTES] [leaving] [guest]
       has MODEL [warm] [shard] [decode RATE] [prefill RATE] [numerics ID]
+      loaded MODEL FIRST-LAST
       drafts MODEL|lookup [decode RATE]
       link NODE RTTms BYTES
 
@@ -15,7 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.core.model import LayerRange
+from paceline.core.trust import Trust
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -26,6 +29,7 @@ class FleetText:
 
     models: dict[str, ModelOffer] = field(default_factory=dict)
     cards: dict[str, NodeCard] = field(default_factory=dict)
+    trust: dict[NodeId, Trust] = field(default_factory=dict)
 
     def read(self, line: str) -> None:
         kind, *words = line.split()
@@ -36,6 +40,8 @@ class FleetText:
                 self._node(words[0], words[1:])
             case "has" | "drafts":
                 self._offer(kind, words)
+            case "loaded":
+                self._loaded(*words)
             case "link":
                 rtt_s = float(words[1].removesuffix("ms")) / 1000
                 self._change(links=(*self._last.links, Link(NodeId(words[0]), f"{words[0]}:1", rtt_s, number(words[2]))))
@@ -65,14 +71,24 @@ class FleetText:
         )
 
     def _node(self, name: str, words: list[str]) -> None:
-        said = _pairs([word for word in words if word != "leaving"])
+        said = _pairs([word for word in words if word not in {"leaving", "guest"}])
         free, total = (int(number(size)) for size in said["memory"].split("/"))
         self.cards.pop(name, None)
+        self.trust[NodeId(name)] = Trust.GUEST if "guest" in words else Trust.MEMBER
         self.cards[name] = NodeCard(
             node_id=NodeId(name), version=1, addresses=(f"{name}:1",), instance=name.encode(), ttl_s=120, announced_at=0, backend="cpu",
             memory_total_bytes=total, memory_free_bytes=free, memory_bytes_per_s=int(number(said.get("rate", "0"))), leaving="leaving" in words,
             serves_shards="shards" in said, shard_memory_bytes=int(number(said.get("shards", "0"))),
         )  # fmt: skip
+
+    def _loaded(self, name: str, span: str) -> None:
+        """Layers of a model that the node has, in the memory that it gives to that."""
+        first, _, last = span.partition("-")
+        own = next(offer for offer in self._last.models if offer.model_id == name)
+        layers = LayerRange(int(first), int(last) + 1)
+        held = len(layers) * (own.shape.layer_bytes if own.shape is not None else 0)
+        shard = ShardState(layers, 4, memory_bytes=held)
+        self._change(models=(*self._last.models, replace(own, role=Role.SHARD, warm=True, shard=shard)))
 
     def _offer(self, kind: str, words: list[str]) -> None:
         name, *rest = words

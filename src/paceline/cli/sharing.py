@@ -8,11 +8,15 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from paceline.cli.api_options import ApiOptions
 from paceline.core.errors import ConfigError
 from paceline.machine.settings import NodeSettings
+
+if TYPE_CHECKING:
+    from paceline.fleet.plan import Way
+    from paceline.machine.config_file import PipelineSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
 
         fleet = replace(fleet, max_revocation_age_s=seconds(sharing.max_revocation_age))
     from paceline.fleet.plan import Objective
+    from paceline.node.pipelines import Constraints
     from paceline.node.planning import parse_pin
     from paceline.store.catalog import resolve
     from paceline.ways.pipeline.host.serving import hosting_of
@@ -127,13 +132,33 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     )
     objective = Objective.THROUGHPUT if sharing.throughput else Objective.LATENCY
     order = PipelineOrder(pipelines, tuple(parse_pin(pin) for pin in sharing.pins), sharing.own_layers, objective)
-    in_need = order if pipelines.enabled and not sharing.more else None
-    order = order if asked else None
+    draft = "off" if settings is None else settings.draft
+    wanted = None if settings is None else Constraints(_ways(sharing, pipelines, draft, spread=bool(asked)), order, _draft_model(draft))
     hosting = hosting_of(pipelines, None if settings is None else settings.threads)
     home = Home.from_environment()
     beside = tuple(resolve(path, home) for path in sharing.beside)
-    shared = partial(several, fleet=fleet, order=order, in_need=in_need, hosting=hosting, propose=sharing.propose, beside=beside)
+    shared = partial(several, fleet=fleet, asked=wanted, hosting=hosting, propose=sharing.propose, beside=beside)
     shared(settings, api, greet=greet, drain_s=sharing.drain_s, embeddings=sharing.embeddings)
+
+
+def _ways(sharing: SharingOptions, pipelines: PipelineSettings, draft: str, *, spread: bool) -> frozenset[Way]:
+    """What a person allows."""
+    from paceline.fleet.plan import ALONE
+    from paceline.ways.draft.price import DRAFT
+    from paceline.ways.pipeline.splits import PIPELINE
+
+    if spread:
+        return frozenset({PIPELINE})
+    drafted = () if draft in ("off", "ngram") else (DRAFT,)
+    return frozenset({ALONE, *drafted, *((PIPELINE,) if pipelines.enabled and not sharing.more else ())})
+
+
+def _draft_model(draft: str) -> str:
+    """The id of the model that a person wants drafts of; empty: any."""
+    from paceline.engine.drafts import DRAFTS
+    from paceline.ways.draft.sources import FLEET
+
+    return "" if draft in (*DRAFTS, FLEET) else draft
 
 
 def _check_names(settings: NodeSettings | None, propose: tuple[str, ...]) -> None:

@@ -101,6 +101,7 @@ def _said(looked: Looked, endpoints: list[EndpointLoad]) -> dict[str, Any]:
             }
             for live in view.nodes
         ],
+        "running": [{"model": name, "plan": line} for name, line in looked.sight.plans],
         "plans": [{"model": name, "plan": line} for name, line in _plans(looked)],
         "drafts": [asdict(use) for use in looked.sight.drafts],
         "clashes": [asdict(clash) for clash in view.clashes],
@@ -157,6 +158,8 @@ def _show(looked: Looked, console: Console) -> None:
             console.print(Text(f"{card.node_id}: {line}"), soft_wrap=True)
     for line in _links(view):
         console.print(line, markup=False)
+    for name, line in looked.sight.plans:
+        console.print(Text.assemble((name, "bold"), f" runs here as planned: {line}"), soft_wrap=True)
     for name, line in _plans(looked):
         console.print(Text.assemble("plan for ", (name, "bold"), f", were it begun anew: {line}"))
     proposers = any(offer.role is Role.PROPOSER and offer.warm for card in view.cards for offer in card.models)
@@ -248,10 +251,11 @@ def _plans(looked: Looked) -> list[tuple[str, str]]:
     eligible = read_trust_policy(Home.from_environment()).eligible(looked.sight.view, Use.ANSWER)
     cards = [card for card in eligible.cards if card.node_id not in lost]
     names = sorted({offer.model_id for card in cards for offer in card.models if offer.warm and offer.role is Role.VERIFIER})
+    own, running = looked.sight.view.own, {name for name, _ in looked.sight.plans}
     lines: list[tuple[str, str]] = []
     for name in names:
         try:
-            lines.append((name, headline(plan(cards, PlanRequest(name)).chosen)))
+            lines.append((name, headline(plan(cards, PlanRequest(name, orchestrator=own if name in running else None)).chosen)))
         except PlacementError as error:
             lines.append((name, error.message))
     return lines

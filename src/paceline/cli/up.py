@@ -27,7 +27,7 @@ from paceline.cli.ending import Ending
 from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.status_here import announced
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
-from paceline.core.errors import ConfigError, OutOfMemory
+from paceline.core.errors import ConfigError
 from paceline.core.shown import shown
 from paceline.machine.settings import NodeSettings
 from paceline.net.member.settings import FleetSettings
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from paceline.machine.models import Models
     from paceline.net.member.state import Claim
     from paceline.node.build import BuiltNode
+    from paceline.node.pipelines import Constraints
     from paceline.node.serving import FleetServing
     from paceline.server.settings import TlsFiles
     from paceline.store.catalog import ModelLocation
     from paceline.ways.draft.service import LoadedProposer
     from paceline.ways.pipeline.host.serving import Hosting
-    from paceline.ways.pipeline.routes.order import PipelineOrder
 
 QUESTION = "In one sentence: why is teamwork good?"
 """One that the bundled model, which is very small, answers well."""
@@ -60,8 +60,7 @@ def run_up(
     greet: bool,
     drain_s: float,
     fleet: FleetSettings | None = None,
-    order: PipelineOrder | None = None,
-    in_need: PipelineOrder | None = None,
+    asked: Constraints | None = None,
     hosting: Hosting | None = None,
     propose: Sequence[str] = (),
     beside: Sequence[ModelLocation] = (),
@@ -78,8 +77,7 @@ def run_up(
         greet: ask one question once it is up.
         drain_s: how long live answers may go on at an orderly stop.
         fleet: this node's part in its fleet; None where it is in none.
-        order: how the model is spread over the fleet; None: this machine runs it alone.
-        in_need: the same, where this machine can't run it alone; None: it is an error then.
+        asked: what the plan for the model must keep to; None outside a fleet.
         hosting: how layers are run for others; None: they are not.
         propose: models to draft with.
         beside: models that lie elsewhere than in this home, for others to fetch and for layers that run here.
@@ -107,16 +105,13 @@ def run_up(
     api.say_what_is_open(console)
     # Before the model, which may take minutes, and whose KV takes what memory is left.
     encoder = None if embeddings is None else load_embeddings(embeddings, console)
-    if settings is not None and order is not None:
+    if settings is not None and asked is not None:
         ensure(settings.model, console)
     on_demand = fleet is None and settings is not None if on_demand is None else on_demand
     base = settings or NodeSettings()
     models = Models(build_node, base, Home.from_environment(), SystemClock(), on_demand=on_demand, budget_bytes=memory_bytes)
-    if settings is not None and order is None:
-        node = load_alone(replace(settings, bound=models.bound), console, or_spread=in_need is not None)
-        order = in_need if node is None else None
-        for loaded in () if node is None else (node,):
-            models.add(loaded)
+    if settings is not None and asked is None:
+        models.add(load(replace(settings, bound=models.bound), console))
     for name in more:
         models.add(load(replace(base, model=name, bound=models.bound), console))
     if encoder is not None and any(encoder.name.lower() == each.model.name.lower() for each in models.nodes):
@@ -135,7 +130,7 @@ def run_up(
                         service_of(app).metrics.add(await stack.enter_async_context(_alone(models.nodes[0], proposers)))
                 else:
                     whole = await stack.enter_async_context(_in_fleet(models, fleet, claim, stop, console, hosting, proposers, beside))
-                    if order is not None and settings is not None and await _spread(whole, settings, order, stop, console) is None:
+                    if asked is not None and settings is not None and not await _plan_and_load(whole, settings, asked, stop, console):
                         return
                     app = create_app(whole.inference, served, encoder, models)
                     for collector in whole.collectors:
@@ -206,19 +201,22 @@ async def _alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncG
         yield metrics
 
 
-async def _spread(
-    whole: FleetServing, settings: NodeSettings, order: PipelineOrder, stop: asyncio.Event, console: Console
+async def _plan_and_load(
+    whole: FleetServing, settings: NodeSettings, asked: Constraints, stop: asyncio.Event, console: Console
 ) -> BuiltNode | None:
-    """Open a pipeline over the fleet. None where it was interrupted meanwhile."""
+    """Serve the model as this node's plan says. None where it was interrupted meanwhile."""
     from paceline.core.clock import SystemClock
-    from paceline.node.pipelines import orchestrate
+    from paceline.node.pipelines import LoadTold, serve_planned
 
     began_s = time.perf_counter()
-    console.print(f"Looking for machines to share {settings.model} with", markup=False, soft_wrap=True)
+    await whole.settle(stop)
     note_compiling(console)
     with opening_bar(console, settings.model) as (reading, own, others):
-        asked = orchestrate(whole, settings, order, SystemClock(), reading=reading, progress=own, on_opening=others)
-        opening = asyncio.create_task(asked)
+
+        def say(words: str) -> None:
+            console.print(words, markup=False, soft_wrap=True)
+
+        opening = asyncio.create_task(serve_planned(whole, settings, asked, SystemClock(), LoadTold(reading, own, others, say)))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not opening.done():
@@ -226,19 +224,13 @@ async def _spread(
         return None
     stopping.cancel()
     node = opening.result()
+    for note in node.notes:
+        console.print(f"[yellow]note:[/] {note}")
+    # Nothing that was loaded dies before the process does: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
     console.print(f"Loaded in {time.perf_counter() - began_s:.1f} s: {node.summary}", markup=False, soft_wrap=True)
     return node
-
-
-def load_alone(settings: NodeSettings, console: Console, *, or_spread: bool) -> BuiltNode | None:
-    """`load`. None where this machine has not the memory, and the model may be spread over several."""
-    try:
-        return load(settings, console)
-    except OutOfMemory as error:
-        if not or_spread:
-            raise
-        console.print(f"{settings.model} does not fit this machine alone: {error.message}", markup=False, soft_wrap=True)
-        return None
 
 
 def load(settings: NodeSettings, console: Console) -> BuiltNode:

@@ -57,7 +57,7 @@ def plan(view: Iterable[NodeCard], request: PlanRequest, ways: Sequence[PricesWa
     else:
         found, excluded = _all(fleet, having, allowed)
         free = None
-    best, *others = choices.ranked(found, cards)
+    best, *others = choices.ranked(found, cards, request)
     constraint, because = _binding(best, having, excluded, cards, request)
     return Plan(
         request=request,
@@ -129,6 +129,7 @@ def _all(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence
     request = fleet.request
     found: list[Choice] = []
     excluded: list[Excluded] = []
+    reasons: list[ImpossiblePin] = []
     for fetching in (False, True):
         for group in having:
             more = fetchers(group, fleet.cards, fleet.links, request) if fetching else []
@@ -137,10 +138,14 @@ def _all(fleet: PricedFleet, having: Sequence[Sequence[Machine]], ways: Sequence
             machines = [*group, *more]
             unfit = [reason for machine in machines if (reason := choices.unfit(machine, request)) is not None]
             excluded += [each for each in unfit if each not in excluded]
-            found += [choice for each in ways for choice in each.price(fleet, machines)]
+            for each in ways:
+                try:
+                    found += each.price(fleet, machines)
+                except ImpossiblePin as reason:
+                    reasons.append(reason)
         if found:
             return found, excluded
-    raise _nothing(fleet, excluded, having, ways)
+    raise reasons[0] if reasons else _nothing(fleet, excluded, having, ways)
 
 
 def _unpinned(
@@ -193,7 +198,7 @@ def _binding(
     short = {each.node_id for each in excluded if each.constraint is Constraint.MEMORY}
     dreams = [choices.alone(machine, request) for group in having for machine in group if machine.node_id in short]
     if dreams:
-        dream = choices.ranked(dreams, cards)[0]
+        dream = choices.ranked(dreams, cards, request)[0]
         if dream.estimate.total_s < best.estimate.total_s:
             node_id = dream.stages[0].node_id
             why = next(each.why for each in excluded if each.node_id == node_id)

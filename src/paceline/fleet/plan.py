@@ -90,6 +90,10 @@ class PlanRequest:
     """What it takes to hold layers of a pipeline that another machine orchestrates."""
     numerics_id: str = ""
     """Machines that are known to compute other bytes hold no layers of a pipeline; empty: any may."""
+    max_shards: int = 16
+    """Machines that may run layers of a pipeline for its orchestrator."""
+    requests: int = 10
+    """Among which the time to load is shared: 1 while an answer waits for it. Raising it: what is loaded counts for less."""
     called: str = ""
     """What people call the model, for messages; empty: as `model` does."""
 
@@ -132,6 +136,8 @@ class PlannedStage:
     fetch_from: NodeId | None = None
     """Who has the weights, where this machine does not."""
     fetch_bytes: int = 0
+    load_bytes: int = 0
+    """What must be read before it can run them."""
 
 
 @dataclass(frozen=True, slots=True)

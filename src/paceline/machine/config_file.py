@@ -56,7 +56,8 @@ class HostSettings(_Table):
 class PipelineSettings(_Table):
     """`[pipeline]`: models that this machine runs together with others."""
 
-    enabled: bool = False
+    enabled: bool = True
+    """Whether the plan may spread models over other machines."""
     max_shards_per_request: Annotated[int, Field(ge=1, le=256)] = 16
     shard_health_timeout_seconds: Annotated[float, Field(ge=1, le=3600)] = 30
     """A quarter of how old what a shard says of itself may be (seed 004, 5.1). Raising it: shards that are gone are tried for longer."""

@@ -45,6 +45,8 @@ class Sight:
     revocations_as_of: int = 0
     """Unix seconds: revocations from before then are known here; 0 where that was not told."""
     certificate_ends: int = 0
+    plans: tuple[tuple[str, str], ...] = ()
+    """By model: what runs it, in words."""
 
 
 Look = Callable[[], Sight]
@@ -105,6 +107,7 @@ def write_sight(fleet: str, sight: Sight) -> wire.GetFleetViewResponse:
         revocations_as_of_unix=sight.revocations_as_of,
         certificate_ends_unix=sight.certificate_ends,
         drafts=_DRAFTS.write_all(sight.drafts),
+        plans=[wire.RunningPlan(model=model, words=words[:2000]) for model, words in sight.plans],
     )
 
 
@@ -122,6 +125,7 @@ def sight_of(message: wire.GetFleetViewResponse) -> Sight:
         _DRAFTS.read_all(message.drafts),
         message.revocations_as_of_unix,
         message.certificate_ends_unix,
+        tuple((plan.model, plan.words) for plan in message.plans),
     )
 
 

@@ -1,58 +1,181 @@
-"""A pipeline on a node that runs: built in a thread, then served like a model of its own."""
+"""Serves a model as the plan says: the first choice of this node's plan is what is built.
+
+Law: what a person asks for is a constraint of the plan, and no second planner. What memory does not allow after all is planned again without it,
+and said.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
-from paceline.core.errors import ExecutorUnavailable, PacelineError, PipelineError, PlacementError, UserError
+from paceline.core.errors import (
+    ExecutorUnavailable,
+    ImpossiblePin,
+    OutOfMemory,
+    PacelineError,
+    PipelineDisabled,
+    PipelineError,
+    PlacementError,
+    UserError,
+)
+from paceline.fleet.placement import figures, headline
+from paceline.fleet.plan import Choice, Plan, PlanRequest, Way
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
-from paceline.node.build import BuiltNode
+from paceline.node.build import BuiltNode, build_node
 from paceline.node.serving import FleetServing
+from paceline.node.ways import plan
 from paceline.store.catalog import resolve
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.routes.build import BuiltPipeline, build_engine_over
+from paceline.ways.pipeline.routes.choosing import typical_request
 from paceline.ways.pipeline.routes.eyes import FleetEyes
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
-from paceline.ways.pipeline.routes.order import PipelineOrder
+from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers
+from paceline.ways.pipeline.splits import PIPELINE
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Between two looks at a view in which no node can take part yet."""
 
 
-async def orchestrate(
-    whole: FleetServing,
-    settings: NodeSettings,
-    order: PipelineOrder,
-    clock: Clock,
-    *,
-    reading: LoadProgress | None = None,
-    progress: LoadProgress | None = None,
-    on_opening: Callable[[Opening], None] | None = None,
-) -> BuiltNode:
-    """Open a pipeline that begins on this node, and serve it. Close what it returns before the node stops.
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What a person asked of the plan for one model."""
 
-    Args:
-        reading: of computing the model's digest, where it is not known, from a thread.
-        progress: of loading this machine's part, from a thread.
-        on_opening: of the others', from a thread.
+    ways: frozenset[Way]
+    order: PipelineOrder
+    """Of a pipeline, where the plan chooses one."""
+    draft_model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTold:
+    """Who is told how far loads are, from threads."""
+
+    reading: LoadProgress
+    """Of computing the model's digest, where it is not known."""
+    loading: LoadProgress
+    """Of this machine's part."""
+    opening: Callable[[Opening], None]
+    """Of the others'."""
+    say: Callable[[str], None]
+    """What is built now, and what is waited for; from any thread."""
+
+
+async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Constraints, clock: Clock, told: LoadTold) -> BuiltNode:
+    """Plan a model on this node, and serve it so. Close what it returns before the node stops.
 
     Raises:
         UserError: it can't be had, and why.
     """
+    eyes = FleetEyes(whole.fleet, asked.order.settings.shard_age_s, asked.order.settings.min_host_trust)
+    location = await asyncio.to_thread(resolve, settings.model, whole.home)
+    await whole.offer(location, None)
+    made: Plan | None = None
+    if asked.ways - {PIPELINE}:
+        try:
+            made = await asyncio.to_thread(_plan_now, eyes, location.name, settings, asked)
+        except ImpossiblePin:
+            raise
+        except PlacementError as error:
+            logger.info("no plan yet for %s: %s", location.name, error.message)
+        if made is None or made.chosen.way != PIPELINE:
+            try:
+                return await _serve_here(whole, settings, made, told)
+            except OutOfMemory as error:
+                if PIPELINE not in asked.ways:
+                    raise
+                told.say(f"{settings.model} does not fit this machine alone: {error.message}. Looking for machines to share it with")
+                asked, made = replace(asked, ways=frozenset({PIPELINE})), None
+    if not asked.order.settings.enabled:
+        raise PipelineDisabled(
+            "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
+        )
+    if made is None:
+        # What others are to run layers of, they must be able to see, and to fetch.
+        await whole.offer(location, told.reading)
+        made = await asyncio.to_thread(_plan_soon, eyes, location.name, settings, asked, clock, told.say)
+    return await _serve_spread(whole, settings, asked, eyes, made, clock, told)
+
+
+def _plan_soon(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constraints, clock: Clock, say: Callable[[str], None]) -> Plan:
+    """The same, waiting for machines that could take part.
+
+    Raises:
+        PlacementError: none came in time.
+    """
+    search_s = asked.order.settings.search_seconds
+    until, said = clock.monotonic() + search_s, ""
+    while True:
+        try:
+            return _plan_now(eyes, name, settings, asked)
+        except PlacementError as error:
+            if clock.monotonic() >= until:
+                raise
+            if error.message != said:
+                said = error.message
+                say(f"Waiting for machines that {name} could run on, for up to {search_s:g} s: {said}")
+        eyes.wait_for_news(LOOK_S)
+
+
+def _plan_now(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constraints) -> Plan:
+    """This node's plan, as its view is now. Not on the event loop."""
+    cards = eyes.cards()
+    own = next((card for card in cards if card.node_id == eyes.node_id), None)
+    shapes = [offer.shape for offer in (own.models if own is not None else ()) if offer.model_id == name and offer.shape is not None]
+    for shape in shapes:
+        check_layers(asked.order, name, shape.n_layers)
+    prompt, answer = typical_request(settings.context or min((shape.max_context for shape in shapes), default=1 << 31))
+    order = asked.order
+    request = PlanRequest(
+        name,
+        settings.weights or "",
+        prompt,
+        answer,
+        ways=asked.ways,
+        pins=order.pins,
+        draft_model=asked.draft_model,
+        objective=order.objective,
+        kv_tokens=settings.context or 0,
+        orchestrator=eyes.node_id,
+        orchestrator_layers=order.own_layers,
+        min_host_trust=order.settings.min_host_trust,
+        max_shards=order.settings.max_shards_per_request,
+    )
+    return plan(cards, request, eyes.trust())
+
+
+async def _serve_here(whole: FleetServing, settings: NodeSettings, made: Plan | None, told: LoadTold) -> BuiltNode:
+    """All of the model on this machine. Without a plan it is tried all the same: a load knows best what fits."""
+    if made is not None:
+        told.say(f"Plan for {settings.model}: {in_words(made)}")
+    node = await asyncio.to_thread(build_node, replace(settings, bound=whole.models.bound), told.loading)
+    return await _attached(whole, node, made)
+
+
+async def _serve_spread(
+    whole: FleetServing, settings: NodeSettings, asked: Constraints, eyes: FleetEyes, made: Plan, clock: Clock, told: LoadTold
+) -> BuiltNode:
+    """A pipeline that begins on this node."""
+    order = replace(asked.order, planned=made.chosen)
+    told.say(f"Plan for {settings.model}: {in_words(made)}")
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
-            # What others are to run layers of, they must be able to see, and to fetch.
-            location = await asyncio.to_thread(resolve, settings.model, whole.home)
-            await whole.offer(location, reading or _count_unseen)
-            eyes, loop = FleetEyes(whole.fleet, order.settings.shard_age_s, order.settings.min_host_trust), asyncio.get_running_loop()
             drafts = NodeDrafts(settings.draft, clock, in_fleet=True)
-            build = partial(build_engine_over, meter=whole.pipelines, progress=progress, on_opening=on_opening, drafts=drafts)
-            built = await asyncio.to_thread(build, settings, order, eyes, tensor_ends(whole.fleet), loop, clock)
+            build = partial(build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts)
+            loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
+            built = await asyncio.to_thread(build, settings, order, eyes, ends, loop, clock)
             node = _hosted(built, whole.pipelines, drafts, clock, give_back)
         except BaseException:
             give_back()
@@ -61,12 +184,29 @@ async def orchestrate(
         raise
     except (ExecutorUnavailable, PipelineError) as error:
         raise PlacementError(error.message, error.hint) from error
+    return await _attached(whole, node, made)
+
+
+async def _attached(whole: FleetServing, node: BuiltNode, made: Plan | None) -> BuiltNode:
     try:
         await whole.attach(node)
     except PacelineError:
         node.close()
         raise
+    if made is not None:
+        whole.plans[node.model.name] = made
+        whole.fleet.plans[node.model.name] = in_words(made)
     return node
+
+
+def in_words(made: Plan) -> str:
+    """A plan in a line or two: what runs, and what came next."""
+    best = f"{headline(made.chosen)}: {figures(made.chosen)}"
+    return best if not made.runners_up else f"{best}; otherwise {_brief(made.runners_up[0])}"
+
+
+def _brief(choice: Choice) -> str:
+    return f"{headline(choice)}: {figures(choice)}"
 
 
 def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, clock: Clock, on_end: Callable[[], None]) -> BuiltNode:
@@ -83,7 +223,3 @@ def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, cloc
 
     host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild, built.grammars)
     return BuiltNode(host, built.model, (), built.summary, built.warm, drafts=drafts if built.drafts is drafts else None)
-
-
-def _count_unseen(done: int, total: int) -> None:
-    del done, total

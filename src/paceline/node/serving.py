@@ -17,6 +17,7 @@ from paceline.backends.options import LoadProgress
 from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
+from paceline.fleet.plan import Plan
 from paceline.machine.capability import LOOKUP, SelfPortrait
 from paceline.machine.models import Models
 from paceline.machine.offers import WarmModel, learn_digest, learn_digests
@@ -130,6 +131,8 @@ class FleetServing:
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
+        self.plans: dict[str, Plan] = {}
+        """What runs, by model."""
         self._pipeline_metrics = PipelineMetrics(self.pipelines, None if self.shards is None else self.shards.meter)
         self.home = home
         self._ending = threading.Event()
@@ -166,17 +169,19 @@ class FleetServing:
         self.models.listen(self._models_changed)
         self._learning = asyncio.create_task(self._learn())
 
-    async def offer(self, location: ModelLocation, progress: LoadProgress) -> None:
+    async def offer(self, location: ModelLocation, progress: LoadProgress | None) -> None:
         """Have other nodes see, and fetch, a model that is about to be served, wherever it lies. Its digest is computed if it is not known.
 
         Args:
-            progress: of computing it, told from a thread.
+            progress: of computing it, told from a thread; None: it is not computed, and what has no digest is not fetched.
 
         Raises:
             UserError: it can't be read, or run.
         """
-        await asyncio.to_thread(learn_digest, location, self.home, progress)
-        self._beside.append(location)
+        if progress is not None:
+            await asyncio.to_thread(learn_digest, location, self.home, progress)
+        if location.path not in {known.path for known in self._beside}:
+            self._beside.append(location)
         await asyncio.to_thread(self._portrait.look)
         self.fleet.look_again()
 

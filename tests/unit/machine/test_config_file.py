@@ -27,7 +27,7 @@ def test_no_file_means_the_defaults(tmp_path: Path) -> None:
     found = read_pipeline_settings(Home(tmp_path))
     assert found == PipelineSettings() == read(tmp_path, "")
     assert found.model_dump() == {
-        "enabled": False,
+        "enabled": True,
         "tensor_port": 0,
         "max_shards_per_request": 16,
         "shard_health_timeout_seconds": 30,

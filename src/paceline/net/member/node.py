@@ -113,6 +113,8 @@ class FleetNode:
         self._claim: Claim | None = None
         self._listeners: list[Callable[[Effect], None]] = []
         self._draft_use: Callable[[], tuple[DraftUse, ...]] = tuple
+        self.plans: dict[str, str] = {}
+        """What runs here, by model, in words for `sight`."""
 
     # --------------------------------------------------------------------------------------------------------------- its owner
 
@@ -225,7 +227,7 @@ class FleetNode:
         self.book.keep_to(self.gossip.addresses)
         failures = tuple(replace(failure, since=failure.since - now) for failure in self.book.failures)
         trust = self.trust_keeper.revocations_as_of, self.identity.member.expires_at
-        return Sight(self.view(), failures, self.meter.rounds, self._draft_use(), *trust)
+        return Sight(self.view(), failures, self.meter.rounds, self._draft_use(), *trust, tuple(sorted(self.plans.items())))
 
     def listen(self, listener: Callable[[Effect], None]) -> None:
         """Tell `listener` of the fleet's news from now on. It must not wait."""

@@ -172,6 +172,31 @@ class SeenDrafts(_message.Message):
 Global___SeenDrafts: _TypeAlias = SeenDrafts  # noqa: Y015
 
 @_typing.final
+class RunningPlan(_message.Message):
+    """What runs a model that this node serves, as its plan chose it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    words: _builtins.str
+    """For a person: who does what, how fast, and what came next."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        words: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "words", b"words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunningPlan: _TypeAlias = RunningPlan  # noqa: Y015
+
+@_typing.final
 class GetFleetViewResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -185,6 +210,7 @@ class GetFleetViewResponse(_message.Message):
     DRAFTS_FIELD_NUMBER: _builtins.int
     REVOCATIONS_AS_OF_UNIX_FIELD_NUMBER: _builtins.int
     CERTIFICATE_ENDS_UNIX_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
     own_node_id: _builtins.str
     fleet_id: _builtins.str
     rounds: _builtins.int
@@ -203,6 +229,8 @@ class GetFleetViewResponse(_message.Message):
     def failing_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailingPeer]: ...
     @_builtins.property
     def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SeenDrafts]: ...
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningPlan]: ...
     def __init__(
         self,
         *,
@@ -216,10 +244,11 @@ class GetFleetViewResponse(_message.Message):
         drafts: _abc.Iterable[Global___SeenDrafts] | None = ...,
         revocations_as_of_unix: _builtins.int = ...,
         certificate_ends_unix: _builtins.int = ...,
+        plans: _abc.Iterable[Global___RunningPlan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_ends_unix", b"certificate_ends_unix", "clashes", b"clashes", "drafts", b"drafts", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "revocations_as_of_unix", b"revocations_as_of_unix", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_ends_unix", b"certificate_ends_unix", "clashes", b"clashes", "drafts", b"drafts", "failing_peers", b"failing_peers", "fleet_id", b"fleet_id", "nodes", b"nodes", "own_node_id", b"own_node_id", "plans", b"plans", "revocations_as_of_unix", b"revocations_as_of_unix", "revoked_node_ids", b"revoked_node_ids", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

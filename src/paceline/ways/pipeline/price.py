@@ -9,17 +9,42 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, permutations
 
-from paceline.core.errors import ImpossiblePin
+from paceline.core.errors import ImpossiblePin, PipelineError
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.fleet.machines import Machine, stage_machines
 from paceline.fleet.plan import Choice, Constraint, Pin, PlanRequest, Spare
 from paceline.fleet.ways import PricedFleet, PricesWay, check_range, pinned_machine
-from paceline.ways.pipeline.cover import spares_for
-from paceline.ways.pipeline.splits import PIPELINE, arranged, as_choice, pipelines
+from paceline.ways.pipeline.cover import CoverRequest, pick, spares_for, warm_shards
+from paceline.ways.pipeline.splits import PIPELINE, Pipeline, arranged, as_choice, pipelines
 
 _MOST_ORDERS = 720
 """Orders of pinned machines that are priced: all of six."""
+
+
+def _loaded(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]:
+    """Pipelines over layers that are loaded already, behind as many of the orchestrator's own as may be."""
+    request = fleet.request
+    if request.orchestrator is None or not stages:
+        return
+    first, by_id = stages[0], {machine.node_id: machine for machine in stages}
+    shards = [shard for shard in warm_shards(fleet.cards.values()) if shard.node_id in by_id and shard.node_id != first.node_id]
+    n_layers, most = first.shape.n_layers, first.holds(edges=True)
+    starts = {shard.state.layers.start for shard in shards}
+    for own in sorted(starts if request.orchestrator_layers is None else {request.orchestrator_layers}):
+        if own > most and request.orchestrator_layers is None:
+            break
+        offer, span = first.offer, LayerRange(own, n_layers)
+        wanted = CoverRequest(offer.model_id, offer.digest, offer.weights, span, request.numerics_id, max_shards=request.max_shards)
+        try:
+            parts = pick(shards, wanted)
+        except PipelineError:
+            continue
+        if len({part.shard.node_id for part in parts}) < len(parts):
+            continue
+        order = [first, *(by_id[part.shard.node_id] for part in parts)]
+        if (pipeline := arranged(order, fleet.links.between, request, [own, *(len(part.layers) for part in parts)])) is not None:
+            yield pipeline
 
 
 def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
@@ -29,6 +54,9 @@ def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
         ImpossiblePin: there are none.
     """
     request, barred = fleet.request, fleet.barred
+    others = [pin for pin in request.pins if pin.node_id != request.orchestrator]
+    if request.orchestrator is not None and len(others) > request.max_shards:
+        raise _too_many(len(others), request)
     request = replace(request, pins=(*_own_layers(request), *request.pins))
     stages = {machine.node_id: machine for machine in stage_machines(able, request, barred)}
     for pin in request.pins:
@@ -58,6 +86,12 @@ def pinned(fleet: PricedFleet, able: Sequence[Machine]) -> list[Choice]:
     if not found:
         raise _too_little_memory(machines, request, shape.n_layers)
     return found
+
+
+def _too_many(shards: int, request: PlanRequest) -> ImpossiblePin:
+    return ImpossiblePin(
+        f"{request.title} takes {shards} shards as planned, and a request may use {request.max_shards}", "Raise max_shards_per_request."
+    )
 
 
 def _own_layers(request: PlanRequest) -> tuple[Pin, ...]:
@@ -150,7 +184,14 @@ class Pipelined(PricesWay):
             return pinned(fleet, machines)
         if machines[0].shape.max_context < request.prompt_tokens + request.answer_tokens:
             return []
-        return [as_choice(pipeline) for pipeline in pipelines(stage_machines(machines, request, fleet.barred), fleet.links, request)]
+        stages = stage_machines(machines, request, fleet.barred)
+        found = [as_choice(pipeline) for pipeline in [*pipelines(stages, fleet.links, request), *_loaded(fleet, stages)]]
+        allowed = [
+            choice for choice in dict.fromkeys(found) if request.orchestrator is None or len(choice.stages) <= 1 + request.max_shards
+        ]
+        if found and not allowed:
+            raise _too_many(min(len(choice.stages) for choice in found) - 1, request)
+        return allowed
 
     def spares(self, fleet: PricedFleet, chosen: Choice) -> tuple[Spare, ...]:
         if fleet.request.orchestrator is None:

@@ -30,7 +30,9 @@ from paceline.ways.pipeline.routes.opening import SeesFleet
 logger = logging.getLogger(__name__)
 
 
-def begin_loads(fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> tuple[StagePart, ...]:
+def begin_loads(
+    fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, planned: tuple[StagePart, ...] = ()
+) -> tuple[StagePart, ...]:
     """Ask the machines that will run a pipeline, as things are now, to load their layers. For any thread.
 
     Args:
@@ -38,12 +40,13 @@ def begin_loads(fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: a
         request: what every stage is asked for, but for its layers.
         wanted: what the pipeline is for.
         loop: the node's.
+        planned: which these are; none: it is planned now.
 
     Returns:
         What they were asked for; nothing where no machine can take part now.
     """
     try:
-        parts = tuple(choose(fleet.cards(), fleet.trust(), fleet.node_id, wanted, frozenset()))
+        parts = planned or tuple(choose(fleet.cards(), fleet.trust(), fleet.node_id, wanted, frozenset()))
     except PipelineError as error:
         logger.info("no machine loads ahead: %s", error.message)
         return ()

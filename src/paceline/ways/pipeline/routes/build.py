@@ -34,7 +34,7 @@ from paceline.ways.pipeline.executor.search import Fallback, LocalRoute
 from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds
 from paceline.ways.pipeline.routes.ahead import SpareKeeper, begin_loads
-from paceline.ways.pipeline.routes.choosing import Wanted, typical_request
+from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, typical_request
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import RouteOpener, SeesFleet
 from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers, fitting, longest_context
@@ -164,7 +164,8 @@ def build_engine_over(
         report_s=asked.report_ms / 1000,
     )
     # Others fetch and load theirs meanwhile.
-    ahead = begin_loads(fleet, request, wanted, loop)
+    as_planned = tuple(StagePart(stage.node_id, stage.layers) for stage in planned.stages[1:]) if planned is order.planned else ()
+    ahead = begin_loads(fleet, request, wanted, loop, as_planned)
     head = setup.load(own, n_blocks, max_rows, progress)
     wanted = replace(wanted, numerics_id=head.numerics_id)
     opener = RouteOpener(fleet, ends, request, spec.hidden, head.block_size, loop)

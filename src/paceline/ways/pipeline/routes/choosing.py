@@ -80,29 +80,21 @@ def choose(
     allowed = allowed_hosts(cards, trust, own, wanted)
     there = frozenset(card.node_id for card in allowed) - exclude
     pins = wanted.pins if there.issuperset(pin.node_id for pin in wanted.pins) else ()
-    mismatch: WeightsMismatch | None = None
     if not pins and (kept := _kept_with_warm(allowed, own, wanted, last, there)):
         return kept
-    try:
-        if not pins and (warm := warm_cover(allowed, own, wanted, exclude)):
-            return warm
-    except WeightsMismatch as error:  # which others, who load the right ones, are not to be kept from
-        mismatch = error
-    request = plan_request(own, wanted, exclude, pins)
+    request = replace(plan_request(own, wanted, exclude, pins), requests=1 if last else 10)
     if last and not pins and (mended := _mended(allowed, trust, request, last, there)):
         return mended
     try:
         stages = plan(allowed, request, (Pipelined(),), trust).chosen.stages
     except PlacementError as error:
+        # What this node itself has loaded for others, or a machine that came just now.
+        if not pins and (warm := warm_cover(allowed, own, wanted, exclude)):
+            return warm
         stages = _with_one(allowed, request, trust)
         if not stages:
-            raise mismatch or ShardUnavailable(error.message, error.hint) from error
-    parts = [StagePart(stage.node_id, stage.layers) for stage in stages[1:]]
-    if len(parts) > wanted.max_shards:
-        raise ShardUnavailable(
-            f"The plan takes {len(parts)} shards, and a request may use {wanted.max_shards}", "Raise max_shards_per_request."
-        )
-    return parts
+            raise ShardUnavailable(error.message, error.hint) from error
+    return [StagePart(stage.node_id, stage.layers) for stage in stages[1:]]
 
 
 def typical_request(context: int) -> tuple[int, int]:
@@ -129,6 +121,7 @@ def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: 
         exclude=exclude,
         min_host_trust=wanted.min_host_trust,
         numerics_id=wanted.numerics_id,
+        max_shards=wanted.max_shards,
         called=wanted.model_id,
     )
 

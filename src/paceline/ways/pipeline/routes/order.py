@@ -67,6 +67,8 @@ class PipelineOrder:
     own_layers: int | None = None
     """How many layers this machine runs itself; None: as the plan says."""
     objective: Objective = Objective.LATENCY
+    planned: Choice | None = None
+    """What the node's plan chose, which is what is built; None: it is planned here."""
 
 
 def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
@@ -98,7 +100,7 @@ def fitting(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) 
     asked, short = order, None
     while True:
         try:
-            planned = _planned(fleet, asked, setup, clock)
+            planned = asked.planned or _planned(fleet, asked, setup, clock)
         except PlacementError as error:
             if short is None:
                 raise
@@ -110,7 +112,7 @@ def fitting(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) 
             if order.own_layers is not None or not own:
                 raise
             short = error
-            asked = replace(asked, own_layers=len(own) - 1)
+            asked = replace(asked, own_layers=len(own) - 1, planned=None)
 
 
 def longest_context(setup: Setup) -> int:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from rich.console import Console
 from tests.unit.ways.pipeline.routes.test_choosing import CARDS, OWN, PINNED
 
-from paceline.cli import up
 from paceline.core.clock import SystemClock
-from paceline.core.errors import OutOfMemory, PipelineDisabled, ShardUnavailable
+from paceline.core.errors import PipelineDisabled, ShardUnavailable
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.ways.pipeline.routes.build import build_engine_over
@@ -42,7 +39,7 @@ def test_no_more_shards_are_taken_than_a_request_may_use() -> None:
 def test_where_pipelines_are_switched_off_none_is_built() -> None:
     nobody = cast("Any", None)
     with pytest.raises(PipelineDisabled) as refused:
-        build_engine_over(NodeSettings("m"), PipelineOrder(PipelineSettings()), nobody, nobody, nobody, SystemClock())
+        build_engine_over(NodeSettings("m"), PipelineOrder(PipelineSettings(enabled=False)), nobody, nobody, nobody, SystemClock())
     assert refused.value.code == "pipeline_disabled"
 
 
@@ -52,15 +49,3 @@ def test_the_command_line_comes_before_the_file() -> None:
     said = file.overridden(enabled=False, fallback_to_local=False)
     assert (said.enabled, said.fallback_to_local) == (False, False)
     assert PipelineSettings().overridden(fallback_to_local=True).fallback_to_local
-
-
-def test_what_does_not_fit_here_is_spread_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(settings: NodeSettings, console: Console) -> None:
-        raise OutOfMemory(f"The weights of {settings.model} need 90.0 GiB")
-
-    monkeypatch.setattr(up, "load", too_large)
-    said = io.StringIO()
-    assert up.load_alone(NodeSettings("m"), Console(file=said), or_spread=True) is None
-    assert "does not fit this machine alone: The weights of m need 90.0 GiB" in said.getvalue()
-    with pytest.raises(OutOfMemory):
-        up.load_alone(NodeSettings("m"), Console(file=said), or_spread=False)
