@@ -143,8 +143,6 @@ class Up:
         """Until it printed where it serves."""
         while True:
             line = self._line()
-            if node := re.search(r"^Node \S+ at (\S+?),?( |$)", line):
-                self.address = node[1]
             if found := re.search(r"Ready at (http://\S+)/v1", line):
                 self.url = found[1]
                 return
@@ -153,6 +151,8 @@ class Up:
         line = self._lines.get(timeout=3 * BOUND_S)
         if line is None:
             pytest.fail(f"ended before its time: {''.join(self.said)}")
+        if node := re.search(r"^Node \S+ at (\S+?),?( |$)", line):
+            self.address = node[1]
         return line
 
     def stop(self) -> None:
