@@ -105,17 +105,16 @@ def run_up(
     api.say_what_is_open(console)
     # Before the model, which may take minutes, and whose KV takes what memory is left.
     encoder = None if embeddings is None else load_embeddings(embeddings, console)
-    if settings is not None and asked is not None:
-        ensure(settings.model, console)
+    named = () if settings is None else (settings.model, *more)
+    if asked is not None:
+        for name in named:
+            ensure(name, console)
     on_demand = fleet is None and settings is not None if on_demand is None else on_demand
     base = settings or NodeSettings()
     models = Models(build_node, base, Home.from_environment(), SystemClock(), on_demand=on_demand, budget_bytes=memory_bytes)
-    if settings is not None and asked is None:
-        models.add(load(replace(settings, bound=models.bound), console))
-    for name in more:
+    for name in named if asked is None else ():
         models.add(load(replace(base, model=name, bound=models.bound), console))
-    if encoder is not None and any(encoder.name.lower() == each.model.name.lower() for each in models.nodes):
-        raise ConfigError(f"--embeddings and --model are both called {encoder.name}", "Clients could not tell them apart: rename a folder.")
+        _check_apart(encoder, models)
     served = replace(api.settings, owner_key=secrets.token_urlsafe(32))
     proposers = [load_to_propose(name, None if settings is None else settings.threads, console) for name in propose]
     try:
@@ -130,8 +129,10 @@ def run_up(
                         service_of(app).metrics.add(await stack.enter_async_context(_alone(models.nodes[0], proposers)))
                 else:
                     whole = await stack.enter_async_context(_in_fleet(models, fleet, claim, stop, console, hosting, proposers, beside))
-                    if asked is not None and settings is not None and not await _plan_and_load(whole, settings, asked, stop, console):
-                        return
+                    for name in named:
+                        if asked is not None and not await _plan_and_load(whole, replace(base, model=name), asked, stop, console):
+                            return
+                        _check_apart(encoder, models)
                     app = create_app(whole.inference, served, encoder, models)
                     for collector in whole.collectors:
                         service_of(app).metrics.add(collector)
@@ -199,6 +200,11 @@ async def _alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncG
 
     async with drafting_alone(node.drafts, node.model.tokenizer, proposers) as metrics:
         yield metrics
+
+
+def _check_apart(encoder: LoadedEncoder | None, models: Models[BuiltNode]) -> None:
+    if encoder is not None and any(encoder.name.lower() == each.model.name.lower() for each in models.nodes):
+        raise ConfigError(f"--embeddings and --model are both called {encoder.name}", "Clients could not tell them apart: rename a folder.")
 
 
 async def _plan_and_load(

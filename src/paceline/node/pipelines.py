@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from paceline.backends.memory import free_what_failed
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import (
@@ -44,6 +45,8 @@ from paceline.ways.pipeline.splits import PIPELINE
 
 logger = logging.getLogger(__name__)
 
+SHOWN_S = 5.0
+"""Within which a node's card shows what lies on its disk. Raising it: a start waits longer where the card can't be made."""
 LOOK_S = 0.5
 """Between two looks at a view in which no node can take part yet."""
 
@@ -84,7 +87,7 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     made: Plan | None = None
     if asked.ways - {PIPELINE}:
         try:
-            made = await asyncio.to_thread(_plan_now, eyes, location.name, settings, asked)
+            made = await asyncio.to_thread(_plan_once_shown, eyes, location.name, settings, asked, clock)
         except ImpossiblePin:
             raise
         except PlacementError as error:
@@ -95,6 +98,7 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
             except OutOfMemory as error:
                 if PIPELINE not in asked.ways:
                     raise
+                free_what_failed(error)
                 told.say(f"{settings.model} does not fit this machine alone: {error.message}. Looking for machines to share it with")
                 asked, made = replace(asked, ways=frozenset({PIPELINE})), None
     if not asked.order.settings.enabled:
@@ -108,8 +112,18 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     return await _serve_spread(whole, settings, asked, eyes, made, clock, told)
 
 
+def _plan_once_shown(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constraints, clock: Clock) -> Plan:
+    """This node's plan, once its own card shows the model."""
+    until = clock.monotonic() + SHOWN_S
+    while clock.monotonic() < until:
+        if any(card.node_id == eyes.node_id and any(offer.model_id == name for offer in card.models) for card in eyes.cards()):
+            break
+        eyes.wait_for_news(LOOK_S)
+    return _plan_now(eyes, name, settings, asked)
+
+
 def _plan_soon(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constraints, clock: Clock, say: Callable[[str], None]) -> Plan:
-    """The same, waiting for machines that could take part.
+    """This node's plan, waiting for machines that could take part.
 
     Raises:
         PlacementError: none came in time.
