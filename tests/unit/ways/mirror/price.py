@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Final
 
+from paceline.core.errors import ImpossiblePin
 from paceline.fleet import choices
 from paceline.fleet.machines import Machine
 from paceline.fleet.plan import Choice, Way
@@ -19,16 +20,21 @@ class Mirrored(PricesWay):
     """The slower of two nodes sets the pace, and the way to it and back comes on top."""
 
     way = MIRROR
+    spreads = True
 
     def price(self, fleet: PricedFleet, machines: Sequence[Machine]) -> list[Choice]:
         found: list[Choice] = []
-        for one, other in combinations(whole_machines(fleet, machines), 2):
+        if fleet.request.pins:
+            raise ImpossiblePin("Mirrors are not pinned", "Leave pins out.")
+        able = [machine for machine in whole_machines(fleet, machines) if machine.node_id not in fleet.barred]
+        for one, other in combinations(able, 2):
             if (link := fleet.link(one.node_id, other.node_id)) is None:
                 continue
             each = [choices.alone(machine, fleet.request).estimate for machine in (one, other)]
             slower = max(each, key=lambda estimate: estimate.total_s)
             rounds_s = link.rtt_s * fleet.request.answer_tokens
-            estimate = replace(slower, total_s=slower.total_s + rounds_s, latency_s=slower.latency_s + rounds_s)
+            measured = one.measured and other.measured
+            estimate = replace(slower, measured=measured, total_s=slower.total_s + rounds_s, latency_s=slower.latency_s + rounds_s)
             first = choices.choice(MIRROR, [one], [one.shape.n_layers], None, estimate)
             second = choices.choice(MIRROR, [other], [other.shape.n_layers], None, estimate)
             found.append(replace(first, stages=(*first.stages, *second.stages)))
