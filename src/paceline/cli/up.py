@@ -126,7 +126,7 @@ def run_up(
                 if fleet is None:
                     app = create_app(models, served, encoder, models)
                     if proposers and models.nodes:
-                        service_of(app).metrics.add(await stack.enter_async_context(_alone(models.nodes[0], proposers)))
+                        service_of(app).metrics.add(*await stack.enter_async_context(_alone(models.nodes[0], proposers)))
                 else:
                     whole = await stack.enter_async_context(_in_fleet(models, fleet, claim, stop, console, hosting, proposers, beside))
                     for name in named:
@@ -134,8 +134,7 @@ def run_up(
                             return
                         _check_apart(encoder, models)
                     app = create_app(whole.inference, served, encoder, models)
-                    for collector in whole.collectors:
-                        service_of(app).metrics.add(collector)
+                    service_of(app).metrics.add(*whole.collectors)
                     await whole.settle(stop)
                 ending.wait_for(service_of(app), models)
                 await answer(app, stop)
@@ -195,7 +194,7 @@ async def _in_fleet(
 
 
 @asynccontextmanager
-async def _alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[Collector]:
+async def _alone(node: BuiltNode, proposers: Sequence[LoadedProposer]) -> AsyncGenerator[Sequence[Collector]]:
     from paceline.ways.draft.service import drafting_alone
 
     async with drafting_alone(node.drafts, node.model.tokenizer, proposers) as metrics:

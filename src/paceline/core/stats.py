@@ -8,10 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from prometheus_client.core import HistogramMetricFamily
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +90,19 @@ class Histogram:
     def __init__(self, bounds_s: Sequence[float]) -> None:
         self._bounds_s = tuple(bounds_s)
         self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
+        self.sum = 0.0
+        """Of all observations."""
 
     def observe(self, seconds: float, times: int = 1) -> None:
         """Count `times` observations of `seconds` each."""
         self._counts[bisect_left(self._bounds_s, seconds)] += times
-        self._sum_s += seconds * times
+        self.sum += seconds * times
 
     @property
     def mean_s(self) -> float:
         """Of all observations; 0 where there is none."""
         times = sum(self._counts)
-        return self._sum_s / times if times else 0.0
-
-    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """As Prometheus wants it."""
-        from prometheus_client.core import HistogramMetricFamily
-
-        return HistogramMetricFamily(name, documentation, buckets=self.buckets(), sum_value=self._sum_s)
-
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """As one of several of a family that differ in their labels."""
-        family.add_metric(labels, self.buckets(), self._sum_s)
+        return self.sum / times if times else 0.0
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, with +Inf last."""

@@ -23,7 +23,7 @@ from paceline.machine.models import Models
 from paceline.machine.offers import WarmModel, learn_digest, learn_digests
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
-from paceline.net.member.metrics import FleetMetrics
+from paceline.net.member.metrics import fleet_metrics
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings
 from paceline.net.member.state import Claim
@@ -38,7 +38,7 @@ from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.forward.tokenizers import TokenizerStore
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
-from paceline.ways.pipeline.routes.meter import PipelineMeter, PipelineMetrics
+from paceline.ways.pipeline.routes.meter import PipelineMeter, pipeline_metrics
 from paceline.ways.pipeline.routes.order import PipelineSlots
 
 
@@ -127,13 +127,13 @@ class FleetServing:
         self._show_models()
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)
         portrait.load = self.inference.own_load
-        self.metrics = FleetMetrics(self.fleet)
+        self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
         self.plans: dict[str, Plan] = {}
         """What runs, by model."""
-        self._pipeline_metrics = PipelineMetrics(self.pipelines, None if self.shards is None else self.shards.meter)
+        self._pipeline_metrics = pipeline_metrics(self.pipelines, None if self.shards is None else self.shards.meter)
         self.home = home
         self._ending = threading.Event()
         self._learning: asyncio.Task[None] | None = None
@@ -142,7 +142,7 @@ class FleetServing:
     @property
     def collectors(self) -> tuple[Collector, ...]:
         """What it counts, for the metrics' page."""
-        always = (self.metrics, self._pipeline_metrics, self.drafting.metrics)
+        always = (self.metrics, self._pipeline_metrics, *self.drafting.metrics)
         return always if self.shards is None else (*always, self.shards.metrics)
 
     async def start(self, claim: Claim | None = None) -> None:

@@ -13,17 +13,17 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.clock import Clock
 from paceline.core.inference import Inference
+from paceline.core.metrics import Metrics, Row, counter, gauge, histogram
 from paceline.core.shown import printable
-from paceline.core.stats import Histogram
+from paceline.core.stats import EngineStats, Histogram
 
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -45,64 +45,52 @@ class Meter:
         """HTTP requests being answered."""
 
 
-class MetricsPage(Collector):
-    """Collects the meter and the engine's stats; `render` writes them in Prometheus' text format."""
+# fmt: off
+METER_ROWS: tuple[Row[Meter], ...] = (
+    histogram("paceline_ttft_seconds", "From a call's arrival to its first token.", lambda meter: meter.ttft),
+    histogram("paceline_inter_token_seconds", "Between two tokens of one sequence.", lambda meter: meter.inter_token),
+    counter("paceline_embedded_tokens", "Tokens of texts turned to vectors.", lambda meter: meter.embedded_tokens),
+    counter("paceline_http_responses", "HTTP answers begun.", lambda meter: meter.answers, "path", "status"),
+    counter("paceline_client_disconnects", "Calls whose client went away.", lambda meter: meter.disconnects),
+    gauge("paceline_http_in_flight", "HTTP requests being answered.", lambda meter: meter.in_flight),
+)
+ENGINE_ROWS: tuple[Row[EngineStats], ...] = (
+    gauge("paceline_requests_waiting", "Sequences waiting for their turn.", lambda stats: stats.waiting),
+    gauge("paceline_requests_running", "Sequences being run.", lambda stats: stats.running),
+    gauge("paceline_kv_blocks_total", "KV blocks of the pool.", lambda stats: stats.blocks_total),
+    gauge("paceline_kv_blocks_used", "KV blocks held by live sequences.", lambda stats: stats.blocks_in_use),
+    gauge("paceline_kv_blocks_cached", "KV blocks the prefix cache keeps.", lambda stats: stats.blocks_cached),
+    counter("paceline_prefix_cache_queries", "Prompt tokens looked up.", lambda stats: stats.prefix_queries_tokens),
+    counter("paceline_prefix_cache_hits", "Prompt tokens found.", lambda stats: stats.prefix_hits_tokens),
+    counter("paceline_prompt_tokens", "Prompt tokens of all calls.", lambda stats: stats.prompt_tokens),
+    counter("paceline_generated_tokens", "Tokens generated.", lambda stats: stats.generated_tokens),
+    counter("paceline_preemptions", "Sequences preempted for memory.", lambda stats: stats.preemptions),
+    counter("paceline_steps", "Engine steps.", lambda stats: stats.steps),
+    counter("paceline_drafted_tokens", "Guessed tokens that were verified, by what guessed them.", lambda stats: stats.drafted_tokens, "by"),
+    counter("paceline_accepted_draft_tokens", "Those that were right: each is a step saved.", lambda stats: stats.accepted_tokens, "by"),
+    counter("paceline_draft_blocks", "Drafts that were verified: accepted tokens a draft are its accepted length.",
+            lambda stats: stats.draft_blocks, "by"),
+    counter("paceline_sequences_finished", "Sequences ended.", lambda stats: stats.finished, "reason"),
+)
+# fmt: on
+
+
+class MetricsPage:
+    """Writes the meter, the engine's stats and what was added in Prometheus' text format."""
 
     def __init__(self, inference: Inference, meter: Meter) -> None:
-        self._inference = inference
-        self._meter = meter
         self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self.add(Metrics(METER_ROWS, lambda: meter), Metrics(ENGINE_ROWS, inference.stats))
         ProcessCollector(registry=self._registry)  # memory and processor time, where the system tells
 
-    def add(self, collector: Collector) -> None:
-        """Show another collector's metrics too."""
-        self._registry.register(collector)
+    def add(self, *collectors: Collector) -> None:
+        """Show other collectors' metrics too."""
+        for collector in collectors:
+            self._registry.register(collector)
 
     def render(self) -> bytes:
         """The page."""
         return generate_latest(self._registry)
-
-    def describe(self) -> list[Metric]:
-        """Nothing ahead of time: the registry then takes the collector as it is."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """One family a metric."""
-        meter, stats = self._meter, self._inference.stats()
-        yield meter.ttft.family("paceline_ttft_seconds", "From a call's arrival to its first token.")
-        yield meter.inter_token.family("paceline_inter_token_seconds", "Between two tokens of one sequence.")
-        yield GaugeMetricFamily("paceline_requests_waiting", "Sequences waiting for their turn.", value=stats.waiting)
-        yield GaugeMetricFamily("paceline_requests_running", "Sequences being run.", value=stats.running)
-        yield GaugeMetricFamily("paceline_kv_blocks_total", "KV blocks of the pool.", value=stats.blocks_total)
-        yield GaugeMetricFamily("paceline_kv_blocks_used", "KV blocks held by live sequences.", value=stats.blocks_in_use)
-        yield GaugeMetricFamily("paceline_kv_blocks_cached", "KV blocks the prefix cache keeps.", value=stats.blocks_cached)
-        yield CounterMetricFamily("paceline_prefix_cache_queries", "Prompt tokens looked up.", value=stats.prefix_queries_tokens)
-        yield CounterMetricFamily("paceline_prefix_cache_hits", "Prompt tokens found.", value=stats.prefix_hits_tokens)
-        yield CounterMetricFamily("paceline_prompt_tokens", "Prompt tokens of all calls.", value=stats.prompt_tokens)
-        yield CounterMetricFamily("paceline_generated_tokens", "Tokens generated.", value=stats.generated_tokens)
-        yield CounterMetricFamily("paceline_embedded_tokens", "Tokens of texts turned to vectors.", value=meter.embedded_tokens)
-        yield CounterMetricFamily("paceline_preemptions", "Sequences preempted for memory.", value=stats.preemptions)
-        yield CounterMetricFamily("paceline_steps", "Engine steps.", value=stats.steps)
-        for name, documentation, counts in (
-            ("paceline_drafted_tokens", "Guessed tokens that were verified, by what guessed them.", stats.drafted_tokens),
-            ("paceline_accepted_draft_tokens", "Those that were right: each is a step saved.", stats.accepted_tokens),
-            ("paceline_draft_blocks", "Drafts that were verified: accepted tokens a draft are its accepted length.", stats.draft_blocks),
-        ):
-            family = CounterMetricFamily(name, documentation, labels=["by"])
-            for by, count in counts.items():
-                family.add_metric([by], count)
-            yield family
-        finished = CounterMetricFamily("paceline_sequences_finished", "Sequences ended.", labels=["reason"])
-        for reason, count in stats.finished.items():
-            finished.add_metric([str(reason)], count)
-        yield finished
-        answers = CounterMetricFamily("paceline_http_responses", "HTTP answers begun.", labels=["path", "status"])
-        for (path, status), count in meter.answers.items():
-            answers.add_metric([path, str(status)], count)
-        yield answers
-        yield CounterMetricFamily("paceline_client_disconnects", "Calls whose client went away.", value=meter.disconnects)
-        yield GaugeMetricFamily("paceline_http_in_flight", "HTTP requests being answered.", value=meter.in_flight)
 
 
 logger = logging.getLogger("paceline.requests")

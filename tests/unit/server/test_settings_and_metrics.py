@@ -7,6 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.scripted_inference import ScriptedInference
 
 from paceline.core.errors import ConfigError
+from paceline.core.metrics import Metrics
+from paceline.core.metrics import histogram as row
 from paceline.core.stats import Histogram
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.server.settings import check_bind
@@ -37,7 +39,10 @@ def test_histogram_counts_as_prometheus_defines_it(observed: list[tuple[float, i
     histogram = Histogram(bounds)
     for seconds, times in observed:
         histogram.observe(seconds, times)
-    samples = {sample.labels.get("le", sample.name): sample.value for sample in histogram.family("h", "").samples}
+    samples = {
+        sample.labels.get("le", sample.name): sample.value
+        for sample in next(Metrics([row("h", "", lambda counts: counts)], lambda: histogram).collect()).samples
+    }
     for bound in bounds:
         assert samples[str(bound)] == sum(times for seconds, times in observed if seconds <= bound)
     assert samples["+Inf"] == samples["h_count"] == sum(times for _, times in observed)

@@ -9,17 +9,20 @@ that this node itself is giving.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from prometheus_client.registry import Collector
+
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
 from paceline.core.errors import VocabularyMismatch
+from paceline.core.metrics import Metrics, Row, counter, gauge, histogram
 from paceline.core.stats import DraftUse, EngineStats
 from paceline.core.text import Tokenizer
-from paceline.engine.drafts import NGRAM, Proposer
+from paceline.engine.drafts import NGRAM, Proposer, ProposerStats
 from paceline.engine.local import LayerRunner
 from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer
 from paceline.engine.proposers.ngram import NGramProposer
@@ -39,7 +42,6 @@ from paceline.net.trust.guard import PeerGuard
 from paceline.store.home import Home
 from paceline.ways.draft.desk import ProposerDesk, proposer_service
 from paceline.ways.draft.finding import FleetLines, Verifier
-from paceline.ways.draft.meter import DraftMeter, DraftMetrics
 from paceline.ways.draft.sources import NodeDrafts
 
 JACOBI = "jacobi:"
@@ -120,6 +122,44 @@ def measure(proposer: Proposer, text: Sequence[int], clock: Clock) -> float:
     return two_digits(drafted / took_s) if drafted and took_s > 0 else 0.0
 
 
+def _each(stats: Mapping[str, ProposerStats], count: str) -> dict[str, int]:
+    return {name: getattr(one, count) for name, one in stats.items()}
+
+
+# fmt: off
+DESK_ROWS: tuple[Row[ProposerDesk], ...] = (
+    counter("paceline_proposer_blocks", "Blocks drafted for whoever asked.", lambda desk: _each(desk.stats, "blocks"), "model"),
+    counter("paceline_proposer_tokens", "Tokens of these blocks.", lambda desk: _each(desk.stats, "tokens"), "model"),
+    counter("paceline_proposer_forward_passes", "Forward passes that they took.", lambda desk: _each(desk.stats, "forward_passes"), "model"),
+    counter("paceline_proposer_failures", "Blocks asked for and not had.", lambda desk: _each(desk.stats, "failures"), "model"),
+    gauge("paceline_proposer_sessions", "Texts that proposers here remember.", lambda desk: desk.sessions),
+    gauge("paceline_proposer_session_tokens", "Tokens of these texts.", lambda desk: desk.tokens),
+)
+SOURCE_ROWS: tuple[Row[NodeDrafts], ...] = (
+    counter("paceline_draft_source_blocks", "Blocks drafted for this node's model by proposers of the fleet.",
+            lambda drafts: _each(drafts.meter.stats, "blocks"), "source"),
+    counter("paceline_draft_source_tokens", "Tokens of these blocks.", lambda drafts: _each(drafts.meter.stats, "tokens"), "source"),
+    counter("paceline_draft_source_forward_passes", "Forward passes that they took.",
+            lambda drafts: _each(drafts.meter.stats, "forward_passes"), "source"),
+    counter("paceline_draft_source_failures", "Blocks asked for and not had.", lambda drafts: _each(drafts.meter.stats, "failures"), "source"),
+    histogram("paceline_draft_hop_seconds", "From asking for a draft until it is there: wire, queues and drafting.", lambda drafts: drafts.meter.hop),
+    counter("paceline_draft_failures", "Drafts asked for and not had.", lambda drafts: drafts.meter.failures, "node", "status"),
+    counter("paceline_draft_proposer_changes", "Times that a proposer took over.", lambda drafts: drafts.meter.changes),
+    gauge("paceline_draft_source_available", "1 where a proposer drafts at present.",
+            lambda drafts: {name: source.drafter is not None for name, source in drafts.sources.items()}, "source"),
+)
+# fmt: on
+
+
+def draft_metrics(desk: ProposerDesk, drafts: Callable[[], NodeDrafts | None]) -> tuple[Collector, Collector]:
+    """Of one node.
+
+    Args:
+        drafts: what its engine has from others; None where it runs no model.
+    """
+    return Metrics(DESK_ROWS, lambda: desk), Metrics(SOURCE_ROWS, drafts)
+
+
 DRAIN_S = 0.5
 """How long a block being made is waited for at the end."""
 
@@ -135,7 +175,7 @@ class DraftService:
         self._detaching: set[asyncio.Task[None]] = set()
         self._stats: Callable[[], EngineStats] | None = None
         self._stale = False
-        self.metrics = DraftMetrics(self._desk, self._meter, lambda: _drafting(self._first))
+        self.metrics = draft_metrics(self._desk, lambda: self._first)
         for one in proposers:
             if one.model_id not in self._desk.model_ids:
                 self._desk.add(one.model_id, one.proposer)
@@ -196,14 +236,11 @@ class DraftService:
     def _use(self) -> tuple[DraftUse, ...]:
         return () if self._stats is None else draft_use(self._stats(), self._first)
 
-    def _meter(self) -> DraftMeter | None:
-        return None if self._first is None else self._first.meter
-
 
 @asynccontextmanager
 async def drafting_alone(
     drafts: NodeDrafts | None, tokenizer: Tokenizer, proposers: Sequence[LoadedProposer]
-) -> AsyncGenerator[DraftMetrics]:
+) -> AsyncGenerator[tuple[Collector, Collector]]:
     """Drafts of this process for its own engine, on a machine in no fleet, for as long as the block runs.
 
     Raises:
@@ -216,7 +253,7 @@ async def drafting_alone(
         fitting = {one.asked: one.offer for one in proposers if one.offer.vocabulary == vocabulary}
         drafts.attach_alone(desk, fitting, tokenizer.size)
     try:
-        yield DraftMetrics(desk, lambda: None if drafts is None else drafts.meter, lambda: _drafting(drafts))
+        yield draft_metrics(desk, lambda: drafts)
     finally:
         if drafts is not None:
             await drafts.detach()
@@ -247,11 +284,6 @@ async def close_proposers(desk: ProposerDesk, proposers: Sequence[LoadedProposer
         for one in proposers:
             if one.runner is not None:
                 one.runner.close()
-
-
-def _drafting(drafts: NodeDrafts | None) -> dict[str, bool]:
-    """By source, whether a proposer drafts."""
-    return {} if drafts is None else {name: source.drafter is not None for name, source in drafts.sources.items()}
 
 
 OFF_HERE = "a machine that runs some of the layers gives other bytes for other batches, and a draft would change the answer"

@@ -66,7 +66,8 @@ async def test_it_drafts_for_the_engine_beside_it(proposer: LoadedProposer, monk
         assert had.blocks > 0
         assert 0 < had.diffusion_steps <= had.forward_passes
         registry = CollectorRegistry()
-        registry.register(metrics)
+        for collector in metrics:
+            registry.register(collector)
         page = generate_latest(registry).decode()
         for line in (
             f'paceline_draft_source_blocks_total{{source="{DRAFT}"}} {had.blocks}.0',

@@ -81,7 +81,7 @@ class NodeShardHost:
         check_caller: Callable[[Member], None],
     ) -> None:
         self.warm = warm
-        self._ends, self._limits, self._meter, self._clock, self._check = ends, limits, meter, clock, check_caller
+        self._ends, self._limits, self.meter, self._clock, self._check = ends, limits, meter, clock, check_caller
         self._open: dict[Key, _Open] = {}
         self._live: set[Session] = set()
         """Sessions of which something may still run."""
@@ -144,7 +144,7 @@ class NodeShardHost:
                 async for event in events:
                     yield event
         except ShardUnavailable:
-            self._meter.sessions_refused += 1
+            self.meter.sessions_refused += 1
             raise
         finally:
             del self._open[key]
@@ -166,7 +166,7 @@ class NodeShardHost:
             self.warm.release(shard, claim)
             raise
         try:
-            self._meter.sessions_opened += 1
+            self.meter.sessions_opened += 1
             yield self._opened(shard, session, resumed=resumed is not None)
             while session.fault is None:
                 with suppress(TimeoutError):
@@ -258,7 +258,7 @@ class NodeShardHost:
             self.warm.release(shard, claim)
             self._ended.set()
 
-        around = Surroundings(self._limits, self._meter, self._clock, partial(_tell, loop, mine.news.set), partial(_tell, loop, ended))
+        around = Surroundings(self._limits, self.meter, self._clock, partial(_tell, loop, mine.news.set), partial(_tell, loop, ended))
         session = Session(request, place, ticket, expected, around)
         claim.session = mine.session = session
         self._live.add(session)

@@ -2,26 +2,22 @@
 
 What a card says of a host's shards: a function of the host's state.
 
-A node's shards as Prometheus metrics, collected when the page is scraped.
-
 What a person's settings mean for the shards this node serves.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from paceline.backends.memory import total_bytes
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
 from paceline.core.ids import NodeId
+from paceline.core.metrics import Metrics, Row, counter, gauge, histogram
 from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.eligibility import TrustPolicy, Use
@@ -81,36 +77,27 @@ class ShardOffers:
         return shard_offer(model, state)
 
 
-class ShardMetrics(Collector):
-    """For `server.metrics.MetricsPage.add`."""
+# fmt: off
+ROWS: tuple[Row[NodeShardHost], ...] = (
+    histogram("paceline_shard_latency_ms", "Milliseconds from a batch's arrival at this machine's layers to its departure.",
+            lambda host: host.meter.latency(), "shard_id"),
+    gauge("paceline_shards_loaded", "Ranges of layers in memory for other machines.",
+            lambda host: sum(shard.loaded is not None for shard in host.warm.shards)),
+    gauge("paceline_shard_memory_bytes", "What they take, weights and KV.", lambda host: host.warm.used_bytes),
+    gauge("paceline_shard_sessions", "Sessions of other machines on them.", lambda host: host.sessions),
+    gauge("paceline_shard_queue_depth", "Batches that wait.",
+            lambda host: sum(shard.queue_depth for shard in host.warm.shards if shard.loaded is not None)),
+    counter("paceline_shard_sessions_opened", "Sessions that began.", lambda host: host.meter.sessions_opened),
+    counter("paceline_shard_sessions_refused", "Sessions refused for want of room.", lambda host: host.meter.sessions_refused),
+    counter("paceline_shard_loads", "Times that layers were loaded.", lambda host: host.meter.loads),
+    counter("paceline_shard_evictions", "Times that layers were freed.", lambda host: host.meter.evictions),
+)
+# fmt: on
 
-    def __init__(self, host: NodeShardHost, meter: ShardMeter) -> None:
-        self._host, self._meter = host, meter
 
-    def describe(self) -> list[Metric]:
-        """Nothing ahead of time."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """One family a metric."""
-        warm, meter = self._host.warm, self._meter
-        latency = HistogramMetricFamily(
-            "paceline_shard_latency_ms",
-            "Milliseconds from a batch's arrival at this machine's layers to its departure.",
-            labels=["shard_id"],
-        )
-        for shard_id, histogram in meter.latency().items():
-            histogram.add_to(latency, [shard_id])
-        yield latency
-        loaded = [shard for shard in warm.shards if shard.loaded is not None]
-        yield GaugeMetricFamily("paceline_shards_loaded", "Ranges of layers in memory for other machines.", value=len(loaded))
-        yield GaugeMetricFamily("paceline_shard_memory_bytes", "What they take, weights and KV.", value=warm.used_bytes)
-        yield GaugeMetricFamily("paceline_shard_sessions", "Sessions of other machines on them.", value=self._host.sessions)
-        yield GaugeMetricFamily("paceline_shard_queue_depth", "Batches that wait.", value=sum(shard.queue_depth for shard in loaded))
-        yield CounterMetricFamily("paceline_shard_sessions_opened", "Sessions that began.", value=meter.sessions_opened)
-        yield CounterMetricFamily("paceline_shard_sessions_refused", "Sessions refused for want of room.", value=meter.sessions_refused)
-        yield CounterMetricFamily("paceline_shard_loads", "Times that layers were loaded.", value=meter.loads)
-        yield CounterMetricFamily("paceline_shard_evictions", "Times that layers were freed.", value=meter.evictions)
+def shard_metrics(host: NodeShardHost) -> Metrics[NodeShardHost]:
+    """Of the layers that one node runs for others."""
+    return Metrics(ROWS, lambda: host)
 
 
 LOW_BYTES, LOW_PART = 128 << 20, 50
@@ -186,7 +173,7 @@ class ShardServing:
             on_change=self._changed.set,
         )
         self.host = NodeShardHost(warm, tensor_ends(fleet), hosting.limits, self.meter, clock, hosting.check_caller)
-        self.metrics = ShardMetrics(self.host, self.meter)
+        self.metrics = shard_metrics(self.host)
         self._showing: asyncio.Task[None] | None = None
         fleet.listen(self._on_news)
 

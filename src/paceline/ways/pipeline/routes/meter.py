@@ -5,14 +5,12 @@ others come.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
-
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Collection
 
 from paceline.core.clock import Clock
 from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.ids import RequestId
+from paceline.core.metrics import Metrics, Row, counter, histogram
 from paceline.core.stats import EngineStats, Histogram
 from paceline.machine.engine_thread import StepEngine
 from paceline.ways.pipeline.executor.route import Opening
@@ -80,37 +78,30 @@ class PipelineMeter:
         self.tokens_per_second.observe(tokens_per_s)
 
 
-class PipelineMetrics(Collector):
-    """For `server.metrics.MetricsPage.add`.
+# fmt: off
+ROWS: tuple[Row[PipelineMeter], ...] = (
+    histogram("paceline_pipeline_construct_ms", "Milliseconds until machines for all layers were found and ready.", lambda meter: meter.construct_ms),
+    histogram("paceline_first_token_ms", "Milliseconds from a request to its first token, over a pipeline.", lambda meter: meter.first_token_ms),
+    histogram("paceline_tokens_per_second", "Of a request over a pipeline, after its first token.", lambda meter: meter.tokens_per_second),
+    counter("paceline_pipelines_lost", "Times that a pipeline in use broke.", lambda meter: meter.losses),
+    counter("paceline_failovers", "Times that other machines took over.", lambda meter: meter.failovers),
+    counter("paceline_fallback_to_local", "Times that this machine took over alone.", lambda meter: meter.fallbacks),
+)
+# fmt: on
+
+
+def pipeline_metrics(pipelines: PipelineMeter, shards: ShardMeter | None) -> Metrics[PipelineMeter]:
+    """Of one node's pipelines.
 
     Args:
         shards: of the layers it runs for others, where it does.
     """
-
-    def __init__(self, pipelines: PipelineMeter, shards: ShardMeter | None) -> None:
-        self._pipelines, self._shards = pipelines, shards
-
-    def describe(self) -> list[Metric]:
-        """Nothing ahead of time."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """One family a metric."""
-        meter = self._pipelines
-        yield meter.construct_ms.family(
-            "paceline_pipeline_construct_ms", "Milliseconds until machines for all layers were found and ready."
-        )
-        yield meter.first_token_ms.family("paceline_first_token_ms", "Milliseconds from a request to its first token, over a pipeline.")
-        yield meter.tokens_per_second.family("paceline_tokens_per_second", "Of a request over a pipeline, after its first token.")
-        yield CounterMetricFamily("paceline_pipelines_lost", "Times that a pipeline in use broke.", value=meter.losses)
-        yield CounterMetricFamily("paceline_failovers", "Times that other machines took over.", value=meter.failovers)
-        yield CounterMetricFamily("paceline_fallback_to_local", "Times that this machine took over alone.", value=meter.fallbacks)
-        corruption = self._pipelines.corruption + (0 if self._shards is None else self._shards.corruption)
-        yield CounterMetricFamily(
-            "paceline_shard_corruption_detected",
-            "Times that another machine sent what is no activations, or was found to compute wrong numbers.",
-            value=corruption,
-        )
+    corruption: Row[PipelineMeter] = counter(
+        "paceline_shard_corruption_detected",
+        "Times that another machine sent what is no activations, or was found to compute wrong numbers.",
+        lambda meter: meter.corruption + (0 if shards is None else shards.corruption),
+    )
+    return Metrics((*ROWS, corruption), lambda: pipelines)
 
 
 class _Timed:

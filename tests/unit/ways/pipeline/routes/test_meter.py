@@ -9,12 +9,12 @@ from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
 from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.sessions import PipelineFault
-from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter, PipelineMetrics
+from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter, pipeline_metrics
 
 
 def page(meter: PipelineMeter) -> list[str]:
     registry = CollectorRegistry()
-    registry.register(PipelineMetrics(meter, None))
+    registry.register(pipeline_metrics(meter, None))
     return generate_latest(registry).decode().splitlines()
 
 
