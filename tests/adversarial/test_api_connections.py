@@ -16,7 +16,7 @@ from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import BOUND_S, Served
 
 from paceline.node.api_certificate import own_certificate
-from paceline.server.admission import WRONG_KEYS
+from paceline.server.guard import WRONG_KEYS
 from paceline.server.settings import ServerSettings, TlsFiles
 from paceline.store.home import Home
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
-from paceline.server.admission import REFILL_S, WRONG_KEYS, Keys, headers_of
+from paceline.server.guard import REFILL_S, WRONG_KEYS, Keys, headers_of
 from paceline.server.settings import ServerSettings
 from paceline.testing.clock import FakeClock
 

@@ -24,8 +24,7 @@ from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
 from paceline.server import embeddings
-from paceline.server.embedding_routes import EmbeddingRequest
-from paceline.server.embeddings import Embedder, parts
+from paceline.server.embeddings import Embedder, EmbeddingRequest, parts
 from paceline.server.metrics import Meter
 from paceline.store.home import Home
 

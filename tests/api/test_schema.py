@@ -13,7 +13,8 @@ from tests.fakes.scripted_encoder import ScriptedEncoder
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
-from paceline.server import embedding_routes, replies
+from paceline.server import embeddings as embedding_routes
+from paceline.server import replies
 from paceline.server.anthropic.shape import AnsweredMessage
 from paceline.server.app import create_app
 from paceline.server.ollama import shape as ollama

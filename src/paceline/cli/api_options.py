@@ -85,7 +85,7 @@ def server_settings(
     Raises:
         ConfigError: one can't be used.
     """
-    from paceline.server.admission import check_host, check_origin
+    from paceline.server.guard import check_host, check_origin
 
     return ServerSettings(
         api_key=read_key(api_key, api_key_file),

@@ -3,28 +3,111 @@
 Law: one task pumps, one waits for the client to go away, and neither costs the other anything per token. Whichever ends
 first (or the server's stop) ends the other, and the generation is closed before the answer is over. A status is sent only
 when the first tokens are there, so that a refusal at admission is a real 4xx; or after a silence that lasts, in which a comment
-keeps the connection alive for all that is on the way.
+keeps the connection alive for all that is on the way. The prompts of a call run side by side, as one stream of chunks; however it is left,
+every request in it is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.clock import Clock
 from paceline.core.errors import PacelineError
-from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
-from paceline.core.inference import Inference
+from paceline.core.generation import FinishReason, GenerationChunk, Notice, TokenLogprob
+from paceline.core.ids import RequestId
+from paceline.core.inference import ChunkStream, Inference
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines, of_error, server_fault
 from paceline.server.fields import ignored_header
 from paceline.server.metrics import Meter
 from paceline.server.shapes import shape_of
-from paceline.server.streams import Events, open_call
+
+OBJECT = "paceline.event"
+
+
+class Events:
+    """What happened to a call's answers and is no part of them, as named SSE events, for clients that ask with `stream_options.include_events`.
+
+    Law: a client that does not ask sees nothing of it: no byte, no status sent early. One that asks hears of each happening once, however many
+    prompts its call has, and every event is one that OpenAI's clients can read past: it has `choices: []`, as the event with the usage.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._sent: Counter[bytes] = Counter()
+        self._heard: Counter[tuple[RequestId, bytes]] = Counter()
+
+    def take(self, chunks: Sequence[GenerationChunk]) -> tuple[bytes, Sequence[GenerationChunk]]:
+        """What an item says of happenings, as events, and the item without them."""
+        if not any(chunk.notices for chunk in chunks):
+            return b"", chunks
+        told = b""
+        if self._call.include_events:
+            told = b"".join([self._once(chunk.request_id, notice) for chunk in chunks for notice in chunk.notices])
+        return told, [chunk for chunk in chunks if not chunk.notices]
+
+    def _once(self, request_id: RequestId, notice: Notice) -> bytes:
+        """The event, unless another of the call's prompts was told the same."""
+        call = self._call
+        said = {"object": OBJECT, "event": notice.kind, "detail": dict(notice.detail)}
+        base = {"id": call.id, "created": call.created, "model": call.model.name, "choices": []}
+        event = b"event: " + notice.kind.encode() + b"\ndata: " + orjson.dumps(base | said) + b"\n\n"
+        self._heard[request_id, event] += 1
+        if self._heard[request_id, event] <= self._sent[event]:
+            return b""
+        self._sent[event] += 1
+        return event
+
+
+def open_call(inference: Inference, call: Call) -> ChunkStream:
+    """The call's chunks; those of one prompt come straight from the inference.
+
+    Raises:
+        RequestError: as `Inference.generate` does, before the first item.
+    """
+    if len(call.requests) == 1:
+        return inference.generate(call.model.name, call.requests[0])
+    return _side_by_side([inference.generate(call.model.name, request) for request in call.requests])
+
+
+async def _side_by_side(streams: list[ChunkStream]) -> AsyncGenerator[Sequence[GenerationChunk], None]:
+    items: asyncio.Queue[Sequence[GenerationChunk] | BaseException | None] = asyncio.Queue()
+
+    async def drain(stream: ChunkStream) -> None:
+        try:
+            async for item in stream:
+                items.put_nowait(item)
+            items.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
+            items.put_nowait(error)
+        finally:
+            await stream.aclose()
+
+    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            match await items.get():
+                case None:
+                    open_streams -= 1
+                case BaseException() as error:
+                    raise error
+                case item:
+                    yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:  # a task cancelled before its first step never reached its own `finally`
+            await stream.aclose()
+
 
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 

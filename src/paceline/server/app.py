@@ -24,25 +24,23 @@ from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ServedModel
 from paceline.machine.models import Models
 from paceline.server import owner, replies, tokenizing
-from paceline.server.admission import headers_of, is_json, is_undeclared
 from paceline.server.answer import Answer, until_gone
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.call import Call
-from paceline.server.embedding_routes import EmbeddingRequest
-from paceline.server.embedding_routes import add_routes as add_embedding_routes
-from paceline.server.embeddings import Embedder, TextEncoder
+from paceline.server.embeddings import Embedder, EmbeddingRequest, TextEncoder
+from paceline.server.embeddings import add_routes as add_embedding_routes
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
 from paceline.server.fields import json_response
-from paceline.server.guard import BodyReader, Guard
+from paceline.server.guard import BodyReader, Guard, headers_of, is_json, is_undeclared
 from paceline.server.intake import Intake, find_model, listed
 from paceline.server.metrics import Meter, MetricsPage, RequestLog
 from paceline.server.ollama import requests as ollama_requests
 from paceline.server.ollama import routes as ollama
-from paceline.server.ollama.embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from paceline.server.ollama.routes import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.page import front
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
-from paceline.server.responses.kept import KeptBounds, KeptResponses
+from paceline.server.responses.conversation import KeptBounds, KeptResponses
 from paceline.server.responses.requests import ResponsesRequest
 from paceline.server.responses.routes import Responses, add_routes
 from paceline.server.settings import ServerSettings

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
 from paceline.core.inference import ServedModel
 from paceline.core.text import Vocabulary
-from paceline.server.formats.format import Format
-from paceline.server.formats.parts import CallArguments, Content, Part, Reasoning
+from paceline.server.formats.format import CallArguments, Content, Format, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Texts to vectors, for whichever API asks: `Embedder.embed`.
+"""Texts to vectors, for whichever API asks (`Embedder.embed`), and POST /v1/embeddings, as OpenAI's.
 
 Law: the event loop computes nothing. Texts are tokenized and run in threads, a few at a time, so that short requests come through between the parts
 of long ones, and what a client that left had asked for ends with the part it is at. Nothing is cut: a text that is too long is refused by its place.
@@ -7,17 +7,30 @@ of long ones, and what a client that left had asked for ends with the part it is
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.text import Tokenizer
+from paceline.server.fields import Body, ignored_fields, json_response, read_body
+from paceline.server.intake import COMMAS_PER_TOKEN, SMALL_BODY_BYTES, Intake, find_model
+from paceline.server.messages import Strict
 from paceline.server.metrics import Meter
+from paceline.server.requests import check_texts, texts_schema
+
+if TYPE_CHECKING:
+    from paceline.server.app import ApiService
+
 
 Ids = npt.NDArray[np.int32]
 Vectors = npt.NDArray[np.float32]
@@ -188,3 +201,119 @@ def parts(texts: Sequence[Ids]) -> Iterator[slice]:
             first, tokens = place, 0
         tokens += len(ids)
     yield slice(first, len(texts))
+
+
+MOST_INPUTS: Final = 2048
+"""Of one request, as at OpenAI."""
+Input = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(partial(check_texts, most=MOST_INPUTS)),
+    WithJsonSchema(texts_schema(MOST_INPUTS, shortest=1)),
+]
+
+
+class EmbeddingRequest(Strict):
+    """Body of POST /v1/embeddings."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    input: Input
+    encoding_format: Literal["float", "base64"] | None = Field(default=None, description="base64: of little-endian float32; default float.")
+    dimensions: int | None = Field(default=None, ge=1, lt=1 << 31, description="Only as many as the model's vectors have.")
+    user: str | None = Field(default=None, description="Ignored.")
+    add_special_tokens: None = Field(default=None, description="Texts are as the model wants them, ids as they are.")
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(BaseModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+def add_routes(app: FastAPI, service: ApiService, faults: dict[int | str, dict[str, Any]], body: dict[str, Any]) -> None:
+    """Add the path.
+
+    Args:
+        faults: what else it may answer.
+        body: how the document names its body.
+    """
+
+    @app.post("/v1/embeddings", responses={200: {"model": Embeddings}, **faults}, openapi_extra=body)
+    async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        asked = await service.read(request, partial(parse, service.embedder, EmbeddingRequest))
+        encoder = encoder_of(asked, service)
+        embedded = await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked)), request)
+        written = await asyncio.to_thread(write, asked, encoder, embedded)
+        return json_response(written, ignored_fields(asked))
+
+
+def parse(embedder: Embedder, kind: type[Body], _: Intake, body: bytes) -> Body:
+    """Check a body against its model, unless it has more parts than any that fits.
+
+    Raises:
+        Refusal: it is malformed.
+        ContextOverflow: it has too many parts.
+    """
+    longest = 0 if embedder.encoder is None else embedder.encoder.max_tokens
+    commas = body.count(b",") if len(body) > SMALL_BODY_BYTES else 0
+    if commas > max(MOST_INPUTS * (longest + 1), COMMAS_PER_TOKEN * longest) + SMALL_BODY_BYTES:
+        raise ContextOverflow(f"The body has {commas} commas, more than {MOST_INPUTS} texts of {longest} tokens can need", "Send less.")
+    return read_body(kind, body)
+
+
+def encoder_of(asked: EmbeddingRequest, service: ApiService) -> TextEncoder:
+    """The encoder that is asked for.
+
+    Raises:
+        InvalidRequest: the model answers chats, or its vectors have another length.
+        UnknownModel, ModelAway: there is none of that name.
+    """
+    encoder = service.embedder.encoder
+    if encoder is None or not service.embedder.is_meant(asked.model):
+        found = find_model(asked.model, service.inference, service.settings.served_names)
+        hint = "Start `paceline up` with --embeddings and an encoder." if encoder is None else f"Ask for {encoder.name}."
+        raise InvalidRequest(f"model: {found.name} writes text and makes no embeddings", hint, field="model")
+    if asked.dimensions not in {None, encoder.dimensions}:
+        raise InvalidRequest(
+            f"dimensions: vectors of {encoder.name} have {encoder.dimensions} numbers, of which the first alone mean little",
+            "Leave it out.",
+            field="dimensions",
+        )
+    return encoder
+
+
+def inputs_of(asked: EmbeddingRequest) -> list[str | list[int]]:
+    """One a text."""
+    given = asked.input
+    if isinstance(given, str):
+        return [given]
+    ids = [item for item in given if isinstance(item, int)]
+    return [ids] if ids else [item for item in given if not isinstance(item, int)]
+
+
+def write(asked: EmbeddingRequest, encoder: TextEncoder, embedded: Embedded) -> bytes:
+    """The answer. Vector by vector: one call for all would hold the interpreter."""
+    is_text = asked.encoding_format == "base64"
+    parts: list[bytes] = []
+    for index, vector in enumerate(embedded.vectors):
+        written = b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes()) if is_text else numbers(vector)
+        parts.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (index, written))
+    tokens = sum(embedded.tokens)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return b'{"object":"list","data":[%s],"model":%s,"usage":%s}' % (b",".join(parts), orjson.dumps(encoder.name), orjson.dumps(usage))
+
+
+def numbers(vector: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+    """The shortest decimals that are read as the same float32."""
+    return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from paceline.server.faults import Fault, Refusal, of_validation
-from paceline.server.json_bytes import json_bytes
+from paceline.server.messages import json_bytes
 
 HEADER: Final = "x-paceline-ignored"
 MAX_NAMES: Final = 40

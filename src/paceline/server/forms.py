@@ -8,9 +8,9 @@ from typing import Any
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.server.call import Reading
-from paceline.server.formats.dialect import as_followed
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
-from paceline.server.json_bytes import json_bytes, json_object
+from paceline.server.formats.lax_grammar import as_followed
+from paceline.server.messages import json_bytes, json_object
 from paceline.server.requests import ChatCompletionRequest, JsonObjectFormat, JsonSchemaFormat, Sampling
 from paceline.server.tools import Tools
 

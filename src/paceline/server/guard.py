@@ -1,11 +1,19 @@
 """The outermost layer, plain ASGI: who may ask, how many at once, and what was answered.
 
 /health needs no key: it says whether work advances and nothing else, and probes have no key; nor does the page at /, which asks for it.
-All else does, /metrics too (Prometheus can send one); what only the machine's owner may do asks for the owner's. No path answers a web page that was not allowed.
+All else does, /metrics too (Prometheus can send one); what only the machine's owner may do asks for the owner's. No path answers a web page that was
+not allowed: a browser sends requests for any page that is open in it. What tells them apart are headers that a page can't set: Host (the name that
+the browser looked up, which its owner may have pointed at this machine), Origin and Sec-Fetch-Site (whose page it is). A page is let in where its
+origin is named in `ServerSettings.allow_origins`, or is this server's own. A body that a page could send without asking first is no JSON to us.
+Who follows a link to the page at / may come from anywhere: the other page reads nothing of it, and can't put it into a frame.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
+import re
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 
@@ -14,12 +22,197 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.clock import Clock
-from paceline.server.admission import Headers, Keys, Pages, headers_of, is_owner
+from paceline.core.errors import ConfigError
 from paceline.server.anthropic import routes as anthropic_routes
 from paceline.server.faults import BAD_KEY, Fault, Refusal, api_of, overloaded
 from paceline.server.metrics import Meter
 from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
-from paceline.server.settings import ServerSettings
+from paceline.server.settings import OWNER_HEADER, ServerSettings
+
+Headers = dict[bytes, bytes]
+WRONG_KEYS, REFILL_S = 10, 1.0
+"""Wrong keys that an address may send at once, and the time until it may send one more. Raising the first, or lowering the second: keys are
+guessed faster. Until then its right ones are refused too: a guess that is answered is a guess that is checked."""
+REMEMBERED = 4096
+"""Addresses that sent wrong keys. Raising it: more addresses take turns at guessing without being forgotten, for some 100 bytes each."""
+PREFLIGHT_S = 600
+"""How long a browser may remember what it may send."""
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
+_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
+
+
+def headers_of(scope: Scope) -> Headers:
+    """The headers, by name; of several with one name, their values side by side, as HTTP has it."""
+    headers: Headers = {}
+    for name, value in scope["headers"]:
+        headers[name] = headers[name] + b", " + value if name in headers else value
+    return headers
+
+
+def check_origin(text: str) -> str:
+    """An origin that was given, as browsers write it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    origin = text.strip().lower().rstrip("/")
+    if not _ORIGIN.fullmatch(origin):
+        raise ConfigError(f"{text!r} is no origin of a web page", "Write it like https://chat.example.org or http://localhost:3000.")
+    return origin
+
+
+def check_host(text: str) -> str:
+    """A name that was given for this machine.
+
+    Raises:
+        ConfigError: it is no name.
+    """
+    name = text.strip().lower()
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9_.-]*[a-z0-9])?", name):
+        raise ConfigError(f"{text!r} is no host name", "Write it without a scheme and without a port, like nas.local.")
+    return name
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a body is declared as JSON. A page can't declare it so without asking first."""
+    return content_type.partition(";")[0].strip().lower() == "application/json"
+
+
+def is_undeclared(headers: Headers) -> bool:
+    """Whether a body that says of itself nothing, or what curl says where it is told nothing, comes from a program that is no browser.
+
+    A page can send such a body without asking. Then the browser says whose it is by Origin, which `Pages` refuses before, or by Sec-Fetch-Site or
+    Referer; and every browser, an old one too, which may say none of it, begins its name with Mozilla, which no page can change.
+    """
+    declared = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if declared not in {b"", b"application/x-www-form-urlencoded"}:
+        return False
+    tells = {b"origin", b"referer"} & headers.keys() or any(name.startswith(b"sec-fetch-") for name in headers)
+    return not tells and not headers.get(b"user-agent", b"").lower().startswith(b"mozilla/")
+
+
+class Pages:
+    """Tells the pages that may use the API from those that may not."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._origins = frozenset(origin.encode() for origin in settings.allow_origins)
+        self._hosts = frozenset({"localhost", *settings.allow_hosts})
+        self._any_host = settings.api_key is not None  # a page that had its own name looked up here has no key
+
+    def refusal(self, scope: Scope, headers: Headers) -> Fault | None:
+        """Why a request is not let in; None: it is."""
+        host = headers.get(b"host", b"")
+        if not self._any_host and host and not self._is_own(host):
+            return Fault(
+                403,
+                f"This server is not called {host.decode('latin-1')[:200]!r}. If it is, start it with --allow-host and that name.",
+                code="host_not_allowed",
+            )
+        origin = headers.get(b"origin")
+        if origin is not None:
+            foreign = origin not in self._origins and origin.partition(b"://")[2] != host
+        else:
+            foreign = headers.get(b"sec-fetch-site") in {b"cross-site", b"same-site"} and not _follows_link(scope, headers)
+        if foreign:
+            page = "another page" if origin is None else origin.decode("latin-1")[:200]
+            return Fault(
+                403,
+                f"Web pages of {page} may not use this server. To let them, start it with --allow-origin and their origin.",
+                code="origin_not_allowed",
+            )
+        return None
+
+    def sharing(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Headers of an answer that the page it goes to may read; none where no page that was named asks."""
+        origin = headers.get(b"origin")
+        if not self._origins:
+            return []
+        named = [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"retry-after")]
+        return [(b"vary", b"Origin"), *(named if origin in self._origins else [])]  # pyright: ignore[reportReturnType]
+
+    def preflight(self, scope: Scope, headers: Headers) -> list[tuple[bytes, bytes]] | None:
+        """What a named page is told that asks what it may send; None: the request is no such question."""
+        wanted = headers.get(b"access-control-request-method")
+        if scope["method"] != "OPTIONS" or wanted is None or headers.get(b"origin") not in self._origins:
+            return None
+        allowed = headers.get(b"access-control-request-headers", b"")
+        told = [
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"access-control-max-age", str(PREFLIGHT_S).encode()),
+            (b"vary", b"Access-Control-Request-Headers"),
+        ]
+        if _NAMES.fullmatch(allowed):
+            told.append((b"access-control-allow-headers", allowed))
+        if headers.get(b"access-control-request-private-network") == b"true":
+            told.append((b"access-control-allow-private-network", b"true"))
+        return told
+
+    def _is_own(self, host: bytes) -> bool:
+        """Whether a Host header is this machine's: an address, which no page can have looked up, or a name that was given."""
+        text = host.decode("latin-1").lower()
+        name, _, _ = text.rpartition(":") if re.search(r":\d*$", text) and not text.endswith("]") else (text, "", "")
+        try:
+            ipaddress.ip_address(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
+        except ValueError:
+            return name in self._hosts
+        return True
+
+
+def _follows_link(scope: Scope, headers: Headers) -> bool:
+    """Whether a browser opens the page at / in a tab, by a link on whatever page."""
+    opens = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
+    return opens and scope["method"] == "GET" and scope["path"] == "/"
+
+
+class Keys:
+    """Checks keys, and an address that sends wrong ones only so often."""
+
+    def __init__(self, settings: ServerSettings, clock: Clock) -> None:
+        self._expected = None if settings.api_key is None else settings.api_key.encode("ascii")
+        self._clock = clock
+        self._spent: OrderedDict[str, float] = OrderedDict()
+        """When each address will have all its tries again."""
+
+    def refusal(self, scope: Scope, headers: Headers) -> Fault | None:
+        """Why a request is not let in; None: it is."""
+        if self._expected is None:
+            return None
+        address, now = network_of(scope["client"][0] if scope.get("client") else ""), self._clock.monotonic()
+        restored = max(self._spent.get(address, now), now)
+        if restored - now > (WRONG_KEYS - 1) * REFILL_S:
+            return overloaded("Too many wrong API keys came from this address. Try again in a moment.", 1)
+        if hmac.compare_digest(_sent(headers), self._expected):  # in constant time
+            return None
+        self._spent[address] = restored + REFILL_S
+        self._spent.move_to_end(address)
+        if len(self._spent) > REMEMBERED:
+            self._spent.popitem(last=False)
+        return BAD_KEY
+
+
+def is_owner(headers: Headers, key: str | None) -> bool:
+    """Whether a request comes from who can read this process's note in the home: its owner."""
+    return key is not None and hmac.compare_digest(headers.get(OWNER_HEADER.encode(), b""), key.encode("ascii"))
+
+
+def _sent(headers: Headers) -> bytes:
+    """The key in a request: as OpenAI's clients send it, or as Anthropic's and Azure's do."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+
+
+def network_of(host: str) -> str:
+    """Which clients count as one. Of IPv6, the network of a household: it has addresses without end. An IPv4 address that came over a socket for
+    both (as ::ffff:a.b.c.d) is what it is without.
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
+
 
 OPEN_PATHS = frozenset({"/", "/health"})
 OWNER_PATHS = "/owner/"

@@ -19,13 +19,11 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import Inference, ServedModel
 from paceline.server.call import Call, Endpoint, Reading
-from paceline.server.client_headers import without_headers
 from paceline.server.fields import ignored_fields, read_body
 from paceline.server.forms import answer_grammar, grammar_of
-from paceline.server.infill import infill_ids
-from paceline.server.json_bytes import json_bytes
-from paceline.server.messages import check_messages
+from paceline.server.messages import check_messages, json_bytes, without_headers
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
+from paceline.server.tokenizing import infill_ids
 from paceline.server.tools import ModelFormats, Tools, write_chat
 
 Body = TypeVar("Body", bound=BaseModel)

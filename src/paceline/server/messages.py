@@ -1,20 +1,21 @@
 """Messages and tools of a chat, as pydantic models, and as models' templates take them.
 
 Templates take what transformers gives them: contents as one string, a call's arguments as an object. A template that knows no tools is told of
-them in plain text, in the format that most models were shown.
+them in plain text, in the format that most models were shown. Lines at the beginning of a prompt that a client changes from request to request,
+for its vendor's accounts alone, are dropped: no two prompts would have anything in common.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
-
-from paceline.server.json_bytes import json_bytes, json_object
+from pydantic_core import from_json
 
 MAX_TOOLS = 512
 """In one request. Raising it: a template may write more before it is refused for its length."""
@@ -23,6 +24,23 @@ MAX_CALLS = 512
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """The ids of calls that every template takes: Mistral's refuse others."""
 NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
+
+
+def json_bytes(value: object) -> bytes:
+    """A value as JSON, with whole numbers of any size, which orjson does not take."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value).encode()
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object that a text is. None: it is none, or nested too deep."""
+    try:
+        found = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
 
 
 def string_or_list(value: object) -> str:
@@ -237,3 +255,19 @@ def _call_for_template(call: ToolCall, template: str) -> dict[str, Any]:
     # What is no object stays the text that the model wrote.
     function = {"name": call.function.name, "arguments": call.function.arguments if arguments is None else arguments}
     return {"id": short_id(call.id, template), "type": "function", "function": function}
+
+
+_HEADERS = re.compile(r"(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
+"""Claude Code's: versions of itself and a checksum of the conversation."""
+
+
+def without_headers(messages: Sequence[Message]) -> list[Message]:
+    """The messages, the first of them without such lines, if it is a system message; without it, if it had nothing else."""
+    first = messages[0]
+    found = _HEADERS.match(first.text) if first.role in {"system", "developer"} else None
+    if found is None:
+        return list(messages)
+    rest = first.text[found.end() :]
+    if rest:
+        return [first.model_copy(update={"content": rest}), *messages[1:]]
+    return list(messages[1:] or messages)

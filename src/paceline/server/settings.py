@@ -30,13 +30,13 @@ class ServerSettings:
     allow_hosts: tuple[str, ...] = ()
     """Names of this machine beside localhost, in lower case. Asked where there is no key: an evil page may have its own name looked up here."""
     allow_origins: tuple[str, ...] = ()
-    """Web pages that may use the API, as `admission.check_origin` writes them."""
+    """Web pages that may use the API, as `guard.check_origin` writes them."""
     served_names: tuple[str, ...] = ()
     """Names that mean this machine's model too, for clients that ask for one name only."""
     uses_model_sampling: bool = True
     """What a request leaves out of how tokens are drawn is as the model's own files say; otherwise OpenAI's defaults."""
     keep_client_headers: bool = False
-    """Render the lines that clients change from request to request (`client_headers`). Setting it: their prompts have no beginning in common."""
+    """Render the lines that clients change from request to request (`messages.without_headers`). Setting it: their prompts have no beginning in common."""
     max_body_bytes: int = 16 * MIB
     """Longest request body. Raising it lets one request hold the event loop longer (parsing is about 1 ms a megabyte)."""
     max_pending_body_bytes: int = 256 * MIB

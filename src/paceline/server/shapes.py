@@ -17,7 +17,7 @@ from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.text import Vocabulary
 from paceline.server.call import Call, Endpoint, Reader, Usage
 from paceline.server.faults import Fault
-from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 
 LOWEST_LOGPROB = -9999.0
 """How OpenAI writes the logarithm of zero, which JSON can't hold."""

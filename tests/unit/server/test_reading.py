@@ -12,8 +12,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import RequestId
 from paceline.engine.stops import TextStream
 from paceline.server.call import ChoiceReader, Reading
-from paceline.server.formats.format import Format, Thinking
-from paceline.server.formats.parts import Content, Part, Reasoning
+from paceline.server.formats.format import Content, Format, Part, Reasoning, Thinking
 
 OPEN, CLOSE, END = 0, 1, 2
 SPELLED = {OPEN: b"[THINK]", CLOSE: b"[/THINK]"}

@@ -13,7 +13,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import RequestId
 from paceline.server.answer import merged
 from paceline.server.call import Call, Endpoint, Usage
-from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.shapes import DONE, Collected, Shape, shape_of
 
 MODEL = ScriptedInference().models()[0]

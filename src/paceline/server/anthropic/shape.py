@@ -19,8 +19,8 @@ from paceline.core.generation import FinishReason, GenerationChunk, TokenLogprob
 from paceline.engine.stops import TextStream
 from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Api, Fault
-from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.json_bytes import json_bytes
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.messages import json_bytes
 from paceline.server.shapes import Collected, Shape, new_call_id
 
 

@@ -1,4 +1,4 @@
-"""How one family of models writes reasoning and calls of tools: a description, read from data.
+"""How one family of models writes reasoning and calls of tools: a description, read from data; and the parts that an answer is read into by it.
 
 `families/*.toml` has a description for each family, and `find_format` says which one a model follows: by what its chat template spells, or by the
 `response_template` that it brings. No family has code of its own: `reader` and `grammar` read descriptions.
@@ -228,3 +228,37 @@ def _renders_tools(template: str) -> bool:
         elif word in {"{%", "{{", "{#"}:
             inside = word
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote to itself before it answered."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """The model calls a tool. Its arguments follow in `CallArguments` of the same index."""
+
+    index: int
+    """Of the calls of this answer, from 0 on."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of a call's arguments: JSON text, whole once all pieces are joined."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | CallBegun | CallArguments

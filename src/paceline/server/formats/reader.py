@@ -16,8 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from paceline.server.formats.cursor import BLANKS, Cursor, Marks, decoded, json_string, json_value
-from paceline.server.formats.format import Body, Calls, Format, Thinking
-from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.formats.format import Body, CallArguments, CallBegun, Calls, Content, Format, Part, Reasoning, Thinking
 from paceline.server.formats.tagged import head, lax_object, parameters, types_of
 
 Reading = Generator[None, None, None]

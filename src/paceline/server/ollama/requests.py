@@ -1,18 +1,28 @@
-"""The request bodies of Ollama's API, as pydantic models: what is accepted, and the OpenAPI schema, from one source.
+"""The request bodies of Ollama's API, as pydantic models, and the calls they become: each is made a request of `server.requests`, which has the limits.
 
-What they don't have, as how Ollama loads a model (`num_ctx`, `num_gpu`, `truncate`, `shift`), is ignored and named, or refused: see `server.fields`.
+What the models don't have, as how Ollama loads a model (`num_ctx`, `num_gpu`, `truncate`, `shift`), is ignored and named, or refused: see
+`server.fields`.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from paceline.core.errors import InvalidRequest
 from paceline.core.generation import LOGPROBS, MIN_P, PRESENCE_PENALTY, REPETITION_PENALTY, TEMPERATURE, TOP_P
+from paceline.core.inference import ServedModel
+from paceline.server.call import Call
+from paceline.server.fields import check_fields, ignored_fields, inner_request
+from paceline.server.intake import Intake
 from paceline.server.messages import MAX_CALLS, MAX_TOOLS, NAME, Function, Strict
-from paceline.server.requests import StopString
+from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape
+from paceline.server.requests import ChatCompletionRequest, CompletionRequest, StopString, reasoning_fields
 
 _IGNORED = "Ignored."
 
@@ -125,3 +135,134 @@ class OllamaShowRequest(Strict):
 
 
 BODIES = (OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest)
+
+
+FORM = "answer"
+"""The name that the inner request wants of a schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOnly:
+    """Asked without a prompt: to load the model, or not to keep it."""
+
+    model: ServedModel
+    shape: type[OllamaShape]
+    keep: bool = True
+
+    @classmethod
+    def of(cls, intake: Intake, asked: OllamaRequest, shape: type[OllamaShape]) -> LoadOnly:
+        return cls(intake.model(asked.model), shape, asked.keep_alive not in (0, "0", "0s", "0m", "0h"))
+
+
+def chat(intake: Intake, body: bytes) -> Call | LoadOnly:
+    """A chat; raises as `Intake.chat` does."""
+    asked = intake.parse(OllamaChatRequest, body)
+    if not asked.messages:
+        return LoadOnly.of(intake, asked, OllamaChatShape)
+    fields = {**_shared(asked), **_thinking(asked), "messages": _messages(asked.messages), "logprobs": asked.logprobs}
+    fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
+    if asked.tools:
+        fields["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+    return _completed(intake.chat_of(inner_request(ChatCompletionRequest, fields)), asked, OllamaChatShape)
+
+
+def generate(intake: Intake, body: bytes) -> Call | LoadOnly:
+    """A text for a prompt: as the only message of a chat, or as it is; raises as `Intake.chat` does."""
+    asked = intake.parse(OllamaGenerateRequest, body)
+    if not asked.prompt:
+        return LoadOnly.of(intake, asked, OllamaTextShape)
+    fields = _shared(asked)
+    if asked.raw:
+        if asked.system:
+            raise InvalidRequest("system: a raw prompt has no system message", "Write it into the prompt.", field="system")
+        fields["prompt"] = asked.prompt
+        fields["logprobs"] = (asked.top_logprobs or 0) if asked.logprobs else None
+        return _completed(intake.completion_of(inner_request(CompletionRequest, fields)), asked, OllamaTextShape)
+    system = [{"role": "system", "content": asked.system}] if asked.system else []
+    fields |= {**_thinking(asked), "messages": [*system, {"role": "user", "content": asked.prompt}], "logprobs": asked.logprobs}
+    fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
+    return _completed(intake.chat_of(inner_request(ChatCompletionRequest, fields)), asked, OllamaTextShape)
+
+
+def name_to_show(intake: Intake, body: bytes) -> str:
+    """The model that a client wants to know about; raises as `Intake.chat` does."""
+    asked = intake.parse(OllamaShowRequest, body)
+    name = asked.model or asked.name
+    if name is None:
+        raise InvalidRequest("model: missing", "Send the model's name.", field="model")
+    return name
+
+
+def _completed(call: Call, asked: OllamaRequest, shape: type[OllamaShape]) -> Call:
+    """A call, but for what is Ollama's own: `num_predict` is a bound, which may lie beyond the context."""
+    most = None if asked.options is None else asked.options.num_predict
+    requests = call.requests
+    if most is not None and most > 0:
+        requests = tuple(replace(one, max_tokens=min(most, call.model.max_context - len(one.prompt_ids))) for one in requests)
+    return replace(call, requests=requests, shape=shape, ignored=ignored_fields(asked))
+
+
+def _shared(asked: OllamaRequest) -> dict[str, Any]:
+    """What chats and raw prompts have in common. Where an option is missing, it is missing in the inner request."""
+    options = asked.options or Options()
+    check_fields(options, "options.")
+    counts = options.repeat_last_n != 0
+    fields: dict[str, Any] = {
+        "model": asked.model,
+        "stream": asked.stream is not False,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "stop": options.stop or None,
+        "repetition_penalty": options.repeat_penalty if counts else 1.0,
+        "presence_penalty": options.presence_penalty if counts else 0.0,
+        "frequency_penalty": options.frequency_penalty if counts else 0.0,
+    }
+    if asked.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif asked.format:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": FORM, "schema": asked.format}}
+    return fields
+
+
+def _thinking(asked: OllamaRequest) -> dict[str, Any]:
+    think = asked.think
+    if isinstance(think, str):
+        return reasoning_fields(think, None)
+    return reasoning_fields("none" if think is False else None, None, thinks=think)
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages as OpenAI's API has them: calls have ids there, which results name. Ollama's need not: a result without an id is of the first call of
+    its tool that has none yet, or of the first call where it names no tool.
+
+    Raises:
+        InvalidRequest: a result has no call.
+    """
+    written: list[dict[str, Any]] = []
+    waiting: list[tuple[str, str]] = []
+    made = 0
+    for place, message in enumerate(messages):
+        one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking and message.role == "assistant":
+            one["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            one["tool_calls"] = calls = list[dict[str, Any]]()
+            for call in message.tool_calls:
+                made += 1
+                call_id = call.id or f"call{made:05}"
+                waiting.append((call_id, call.function.name))
+                arguments = json.dumps(call.function.arguments)  # whole numbers of any size
+                calls.append({"id": call_id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
+        if message.role == "tool":
+            name, given = message.tool_name, message.tool_call_id
+            found = next((one for one in waiting if one[0] == given), None) if given else None
+            found = found or next((one for one in waiting if name in {None, one[1]}), None)
+            if found is None:
+                raise InvalidRequest(f"messages[{place}]: no message before it calls a tool of which this is the result", field="messages")
+            waiting.remove(found)
+            one["tool_call_id"] = found[0]
+        written.append(one)
+    return written

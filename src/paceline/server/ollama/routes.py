@@ -1,26 +1,31 @@
-"""The paths of Ollama's API. Models are fetched and removed at the machine, not through it.
+"""The paths of Ollama's API, and what its clients are told of the models served: figures that are known here, and nothing where they are not.
 
-What Ollama's clients are told of the models served: figures that are known here, and nothing where they are not.
-
-Every name has a tag, as in Ollama, since some clients look for `NAME:latest` in the list where a person wrote NAME.
+Models are fetched and removed at the machine, not through it. Every name has a tag, as in Ollama, since some clients look for `NAME:latest` in the
+list where a person wrote NAME. Embeddings are as `/v1/embeddings` makes them; no text is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import orjson
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, Field
 
 from paceline import __version__
 from paceline.core.inference import ModelFacts, ServedModel
+from paceline.server.embeddings import EmbeddingRequest, Input, encoder_of, inputs_of, numbers, parse
 from paceline.server.faults import Fault, Refusal
-from paceline.server.fields import json_response
+from paceline.server.fields import ignored_fields, json_response
 from paceline.server.formats.format import Format
 from paceline.server.intake import listed
-from paceline.server.ollama import embed, intake
+from paceline.server.messages import Strict
+from paceline.server.ollama import requests as intake
 from paceline.server.ollama import shape as replies
-from paceline.server.ollama.intake import LoadOnly
+from paceline.server.ollama.requests import LoadOnly
 from paceline.server.ollama.shape import Fields, head, stamp
 from paceline.store.catalog import LocalModel, changed
 
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 
     from paceline.server.app import ApiService, Documented
     from paceline.server.call import Call
+    from paceline.server.embeddings import Embedded, TextEncoder
     from paceline.server.intake import Intake
 
 
@@ -145,12 +151,12 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
     encoder = service.embedder.encoder
 
     def models() -> list[ServedModel]:
-        return [*listed(service.inference, service.settings.served_names), *([] if encoder is None else [embed.as_model(encoder)])]
+        return [*listed(service.inference, service.settings.served_names), *([] if encoder is None else [as_model(encoder)])]
 
     def show_of(checked: Intake, body: bytes) -> dict[str, object]:
         name = intake.name_to_show(checked, body)
         if encoder is not None and service.embedder.is_meant(name):
-            return shown(embed.as_model(encoder), ["embedding"])
+            return shown(as_model(encoder), ["embedding"])
         model = checked.model(name)
         return shown(model, capabilities(checked.formats.of(model).described))
 
@@ -214,7 +220,7 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
     async def version() -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response({"version": VERSION, "paceline": __version__})
 
-    embed.add_routes(app, service, refused, body_of)
+    _add_embeddings(app, service, refused, body_of)
 
     async def not_here(request: Request) -> Response:
         raise Refusal(
@@ -223,3 +229,77 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
 
     for name in _FETCHING:
         app.add_api_route(f"/api/{name}", not_here, methods=["GET", "HEAD", "POST", "DELETE"], include_in_schema=False)
+
+
+class _Request(Strict):
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    keep_alive: Any = Field(default=None, description="Ignored: models stay loaded.")
+
+
+class OllamaEmbedRequest(_Request):
+    """Body of POST /api/embed."""
+
+    input: Input
+    dimensions: int | None = Field(default=None, ge=1, lt=1 << 31, description="Only as many as the model's vectors have.")
+
+
+class OllamaEmbeddingsRequest(_Request):
+    """Body of POST /api/embeddings."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+
+
+class OllamaEmbeddings(BaseModel):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(BaseModel):
+    embedding: list[float]
+
+
+def _add_embeddings(
+    app: FastAPI, service: ApiService, refused: dict[int | str, dict[str, Any]], body_of: Callable[[str], dict[str, Any]]
+) -> None:
+    """Serve the paths.
+
+    Args:
+        refused: what else they may answer, for the document.
+        body_of: a route's body in the document, by its schema's name.
+    """
+
+    async def embedded(asked: EmbeddingRequest, request: Request, field: str) -> tuple[TextEncoder, Embedded]:
+        encoder = encoder_of(asked, service)
+        return encoder, await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked), field), request)
+
+    @app.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **refused}, openapi_extra=body_of("OllamaEmbedRequest"))
+    async def embed(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        arrived_s = service.clock.monotonic()
+        asked = await service.read(request, partial(parse, service.embedder, OllamaEmbedRequest), declared=False)
+        wanted = EmbeddingRequest(model=asked.model, input=asked.input, dimensions=asked.dimensions)
+        encoder, made = await embedded(wanted, request, "input")
+        answer: dict[str, object] = {
+            "model": encoder.name,
+            "total_duration": int((service.clock.monotonic() - arrived_s) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": sum(made.tokens),
+        }
+        written = await asyncio.to_thread(lambda: b",".join([numbers(vector) for vector in made.vectors]))
+        body = orjson.dumps(answer)[:-1] + b',"embeddings":[' + written + b"]}"
+        return json_response(body, ignored_fields(asked))
+
+    @app.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **refused}, openapi_extra=body_of("OllamaEmbeddingsRequest"))
+    async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+        asked = await service.read(request, partial(parse, service.embedder, OllamaEmbeddingsRequest), declared=False)
+        _, made = await embedded(EmbeddingRequest(model=asked.model, input=asked.prompt), request, "prompt")
+        body = b'{"embedding":' + numbers(made.vectors[0]) + b"}"
+        return json_response(body, ignored_fields(asked))
+
+
+def as_model(encoder: TextEncoder) -> ServedModel:
+    """An encoder, as the lists of models show it."""
+    facts = ModelFacts(hidden=encoder.dimensions)
+    return ServedModel(encoder.name, encoder.created, encoder.max_tokens, encoder.tokenizer, "", facts)

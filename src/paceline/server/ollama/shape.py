@@ -20,8 +20,8 @@ from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.inference import ServedModel
 from paceline.server.call import Call, Usage
 from paceline.server.faults import Api, Fault
-from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.json_bytes import json_bytes, json_object
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.messages import json_bytes, json_object
 from paceline.server.shapes import CalledTool, Collected, Shape, finite, token_text
 
 

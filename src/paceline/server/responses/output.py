@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.text import Vocabulary
-from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.responses.conversation import closed, new_id
 from paceline.server.shapes import chat_logprobs, new_call_id
 

@@ -18,8 +18,7 @@ from paceline.server.fields import ignored_fields, json_response
 from paceline.server.intake import Intake
 from paceline.server.replies import event_stream
 from paceline.server.responses import shape as replies
-from paceline.server.responses.conversation import as_chat, keep, new_id, translated, write_messages
-from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
+from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, as_chat, keep, new_id, translated, write_messages
 from paceline.server.responses.requests import MessageItem, ReferenceItem, ResponsesRequest
 from paceline.server.responses.shape import AnswerTurn
 

@@ -15,11 +15,10 @@ from paceline.core.clock import Clock
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.server.call import Call, Usage
 from paceline.server.faults import Fault
-from paceline.server.formats.parts import Part
-from paceline.server.json_bytes import json_bytes
+from paceline.server.formats.format import Part
+from paceline.server.messages import json_bytes
 from paceline.server.replies import ChatTokenLogprob
-from paceline.server.responses.conversation import keep
-from paceline.server.responses.kept import Kept, KeptItem, KeptResponses
+from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, keep
 from paceline.server.responses.output import Event, Output
 from paceline.server.responses.requests import AnyItem, ResponsesRequest, shown_name
 from paceline.server.shapes import Collected, Shape

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paceline.server.formats.format import Format
-from paceline.server.formats.parts import CallArguments, Content, Part, Reasoning
+from paceline.server.formats.format import CallArguments, Content, Format, Part, Reasoning
 from paceline.server.formats.reader import AnswerReader
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.formats.dialect import as_followed
+from paceline.server.formats.lax_grammar import as_followed
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.server.formats.reading import read
 
-from paceline.server.formats.format import Format, find_format
-from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Format, Part, Reasoning, find_format
 from paceline.server.formats.reader import AnswerReader
 from paceline.store.chat_template import ChatTemplate
 

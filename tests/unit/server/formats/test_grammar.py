@@ -15,9 +15,8 @@ from tests.unit.server.formats.test_families import FORMATS, marks
 
 from paceline.core.generation import Grammar
 from paceline.engine.grammar import Grammars, Matcher
-from paceline.server.formats.format import Body, Format
+from paceline.server.formats.format import Body, CallArguments, CallBegun, Content, Format
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
-from paceline.server.formats.parts import CallArguments, CallBegun, Content
 from paceline.server.formats.tagged import alternatives
 from paceline.store.gguf_header import read_header
 from paceline.store.gguf_tokenizer import tokenizer_from_gguf

@@ -15,10 +15,9 @@ from paceline.core.errors import ContextOverflow, InvalidRequest
 from paceline.core.generation import FinishReason
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.server.call import Usage
-from paceline.server.formats.parts import CallArguments, CallBegun, Content, Part
+from paceline.server.formats.format import CallArguments, CallBegun, Content, Part
 from paceline.server.intake import Intake
-from paceline.server.responses.conversation import SEAL, closed, translated, write_messages
-from paceline.server.responses.kept import KeptBounds, KeptResponses
+from paceline.server.responses.conversation import SEAL, KeptBounds, KeptResponses, closed, translated, write_messages
 from paceline.server.responses.requests import AnyItem
 from paceline.server.responses.routes import Responses
 from paceline.server.shapes import shape_of

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.server.responses.conversation import keep
-from paceline.server.responses.kept import PLACE, Kept, KeptBounds, KeptItem, KeptResponses
+from paceline.server.responses.conversation import PLACE, Kept, KeptBounds, KeptItem, KeptResponses, keep
 from paceline.server.responses.requests import AnyItem, CallItem, MessageItem
 from paceline.testing.clock import FakeClock
 
