@@ -80,7 +80,7 @@ class ShardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EchoRows(self, request, context):
-        """Answers once the batch has arrived. For comparing what a stage received with what its predecessor should have sent.
+        """Nodes answer UNIMPLEMENTED: rows are no longer read back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -22,7 +22,7 @@ class ShardServiceStub:
     WarmLayers: _aio.UnaryUnaryMultiCallable[_shard_pb2.WarmLayersRequest, _shard_pb2.WarmLayersResponse]
     """Returns at once."""
     EchoRows: _aio.UnaryUnaryMultiCallable[_shard_pb2.EchoRowsRequest, _shard_pb2.EchoRowsResponse]
-    """Answers once the batch has arrived. For comparing what a stage received with what its predecessor should have sent."""
+    """Nodes answer UNIMPLEMENTED: rows are no longer read back."""
 
 class ShardServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,6 +54,6 @@ class ShardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _shard_pb2.EchoRowsRequest,
         context: _aio.ServicerContext[_shard_pb2.EchoRowsRequest, _abc.Awaitable[_shard_pb2.EchoRowsResponse]],
     ) -> _abc.Awaitable[_shard_pb2.EchoRowsResponse]:
-        """Answers once the batch has arrived. For comparing what a stage received with what its predecessor should have sent."""
+        """Nodes answer UNIMPLEMENTED: rows are no longer read back."""
 
 def add_ShardServiceServicer_to_server(servicer: ShardServiceServicer, server: _aio.Server) -> None: ...

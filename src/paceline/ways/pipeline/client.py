@@ -19,7 +19,7 @@ import grpc.aio
 
 from paceline.core import errors
 from paceline.core.errors import FleetError, NodeUnreachable, PacelineError, PipelineError, PipelineStalled, ShardUnavailable
-from paceline.core.ids import BatchId, NodeId
+from paceline.core.ids import NodeId
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub
@@ -47,7 +47,7 @@ LEAST_SILENCE_S = 2.0
 LISTENED = 8
 """Parts in which silence is waited for. Time in which this process stood still passes in one of them: it is not the other's silence."""
 CALL_S = 10.0
-"""For ConnectStage and EchoRows."""
+"""For ConnectStage and WarmLayers."""
 
 Call = grpc.aio.UnaryStreamCall[wire.OpenStageRequest, wire.OpenStageResponse]
 
@@ -78,16 +78,6 @@ class RemoteStage:
         """
         with _heard(self.node_id):
             await self._stub.ConnectStage(write_connect(self.request.session_id, to), timeout=CALL_S)
-
-    async def echo(self, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:
-        """Rows of a batch that was not sent yet, as they arrive there.
-
-        Raises:
-            FleetError: the stage is gone, or refuses.
-        """
-        asked = wire.EchoRowsRequest(session_id=self.request.session_id, batch_id=batch_id, first_row=first_row, n_rows=n_rows)
-        with _heard(self.node_id):
-            return (await self._stub.EchoRows(asked, timeout=CALL_S)).rows
 
     async def close(self) -> None:
         """End the session there too. Idempotent."""

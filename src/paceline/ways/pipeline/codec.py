@@ -172,13 +172,3 @@ def read_connect(message: wire.ConnectStageRequest) -> NextStage:
         BadPipelineRequest: nowhere that exists.
     """
     return _NEXT.read_checked(message, "A way to the next stage")
-
-
-def check_echo(message: wire.EchoRowsRequest) -> None:
-    """Whether rows of a batch are asked for that could be.
-
-    Raises:
-        BadPipelineRequest: they could not.
-    """
-    if not (message.n_rows >= 1 and message.first_row + message.n_rows <= MAX_ROWS):
-        raise BadPipelineRequest(f"A batch has 1 to {MAX_ROWS} rows")

@@ -15,14 +15,13 @@ from typing import Any, Protocol
 import grpc.aio
 
 from paceline.core.errors import PacelineError, ShardUnavailable
-from paceline.core.ids import BatchId
 from paceline.net.rpc_faults import abort
 from paceline.net.server import KIB, Service
 from paceline.net.trust.certificates import Member
 from paceline.net.trust.handlers import Limit
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
-from paceline.ways.pipeline.codec import check_echo, read_connect, read_open, read_warm, write_event
+from paceline.ways.pipeline.codec import read_connect, read_open, read_warm, write_event
 from paceline.ways.pipeline.executor.sessions import NextStage, StageEvent, StageLoading, StageRequest
 
 WRITE_S = 20.0
@@ -66,15 +65,6 @@ class ShardHost(Protocol):
             BadPipelineRequest: the caller has no such session, or it is connected, or there is no such node.
             ShardUnavailable: that node can't be reached.
             NotTrusted: it may not be reached.
-        """
-        ...
-
-    async def echo(self, session_id: bytes, caller: Member, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:
-        """Rows of a batch to come, as they arrive.
-
-        Raises:
-            BadPipelineRequest: the caller has no such session, or there are no such rows.
-            PipelineError: the batch never came.
         """
         ...
 
@@ -122,13 +112,12 @@ class ShardServicer(ShardServiceServicer):
         return wire.WarmLayersResponse(loading=told)
 
     async def EchoRows(self, request: wire.EchoRowsRequest, context: Context) -> wire.EchoRowsResponse:
+        del request
         try:
-            caller = self._admitted(context)
-            check_echo(request)
-            rows = await self._host.echo(request.session_id, caller, BatchId(request.batch_id), request.first_row, request.n_rows)
+            self._admitted(context)
         except PacelineError as error:
             await abort(context, error)
-        return wire.EchoRowsResponse(rows=rows)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Rows are no longer read back")
 
     def _admitted(self, context: Context) -> Member:
         caller = self._who(context)

@@ -21,11 +21,10 @@ from paceline.core.errors import (
     FleetError,
     NodeUnreachable,
     PipelineError,
-    PipelineStalled,
     ShardUnavailable,
     TensorStreamError,
 )
-from paceline.core.ids import BatchId, NodeId
+from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import Member
@@ -39,8 +38,6 @@ from paceline.ways.pipeline.host.warm import WarmShards
 
 logger = logging.getLogger(__name__)
 
-ECHO_S = 8.0
-"""How long a caller waits for a batch to be echoed. Under what callers give the call."""
 JOIN_S = 1.0
 """What a stop gives sessions to end: a batch in progress is computed to its end."""
 LOOK_S = 5.0
@@ -200,20 +197,6 @@ class NodeShardHost:
             found.connecting = False  # the caller may know another way
             raise ShardUnavailable(error.message) from error
         session.begin(to, sink)
-
-    async def echo(self, session_id: bytes, caller: Member, batch_id: BatchId, first_row: int, n_rows: int) -> bytes:
-        """As `ShardHost.echo`."""
-        session = self._find(session_id, caller).session
-        if session is None:
-            raise BadPipelineRequest("This session is not open yet")
-        rows = session.echo(batch_id, first_row, n_rows)
-        try:
-            async with asyncio.timeout(ECHO_S):
-                return await asyncio.wrap_future(rows)
-        except TimeoutError:
-            raise PipelineStalled(f"Batch {batch_id} did not come within {ECHO_S:g} s") from None
-        finally:
-            session.forget_echo(batch_id, rows)
 
     # -------------------------------------------------------------------------------------------------------------------- inside
 

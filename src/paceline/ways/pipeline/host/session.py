@@ -2,8 +2,6 @@
 
 Law: `on_end` is called once, when nothing of the session runs any more: only then may its KV go to another. `stop` brings that about from any
 thread. What ends a session against its caller's will is its fault, and says whom it blames.
-
-Rows that a caller wants back as they arrive, to compare them with what should have been sent. Only what was asked for is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +25,7 @@ from paceline.core.errors import (
     StreamStalled,
     TensorStreamError,
 )
-from paceline.core.ids import BatchId, NodeId
+from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import WireBits
 from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, PipelineFault, StageReport, StageRequest
@@ -36,78 +33,6 @@ from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import ExpectedInput, Incoming
 from paceline.ways.pipeline.host.leases import HostLimits, Lease, Turns
 from paceline.ways.pipeline.host.shard_meter import Latencies, ShardMeter
-
-MOST = 32
-"""Asked for at once in a session."""
-MOST_BYTES = 1 << 20
-"""Of one answer."""
-
-
-class Echoes:
-    """Of one session.
-
-    Args:
-        row_bytes: of a row as it arrives.
-    """
-
-    def __init__(self, row_bytes: int) -> None:
-        self._row_bytes = row_bytes
-        self._lock = threading.Lock()
-        self._asked: dict[BatchId, list[tuple[int, int, Future[bytes]]]] = {}
-        self._last = -1
-        self._closed = False
-
-    def ask(self, batch_id: BatchId, first_row: int, n_rows: int) -> Future[bytes]:
-        """Rows of a batch that did not come yet.
-
-        Raises:
-            BadPipelineRequest: it did, or too much is asked.
-            ShardUnavailable: the session has ended.
-        """
-        if n_rows * self._row_bytes > MOST_BYTES:
-            raise BadPipelineRequest(f"{n_rows} rows are more than are echoed at once")
-        with self._lock:
-            if self._closed:
-                raise ShardUnavailable("The session has ended")
-            if batch_id <= self._last:
-                raise BadPipelineRequest(f"Batch {batch_id} came already")
-            if sum(map(len, self._asked.values())) >= MOST:
-                raise BadPipelineRequest(f"{MOST} batches are to be echoed already")
-            future: Future[bytes] = Future()
-            self._asked.setdefault(batch_id, []).append((first_row, n_rows, future))
-            return future
-
-    def came(self, batch_id: BatchId, x_TD: WireBits) -> None:
-        """A batch is here."""
-        with self._lock:
-            self._last = max(self._last, batch_id)
-            asked = self._asked.pop(batch_id, ())
-        for first, n_rows, future in asked:
-            if not future.set_running_or_notify_cancel():
-                continue
-            if first + n_rows > len(x_TD):
-                future.set_exception(BadPipelineRequest(f"Batch {batch_id} has {len(x_TD)} rows"))
-            else:
-                future.set_result(x_TD[first : first + n_rows].tobytes())
-
-    def forget(self, batch_id: BatchId, future: Future[bytes]) -> None:
-        """The caller that asked waits no more."""
-        future.cancel()
-        with self._lock:
-            left = [ask for ask in self._asked.pop(batch_id, ()) if ask[2] is not future]
-            if left:
-                self._asked[batch_id] = left
-
-    def close(self) -> None:
-        """No more batches come."""
-        with self._lock:
-            self._closed = True
-            asked = [ask for asks in self._asked.values() for ask in asks]
-            self._asked.clear()
-        for _, _, future in asked:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(ShardUnavailable("The session ended before the batch came"))
-
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +91,6 @@ class Session:
         self.request, self.place, self.ticket = request, place, ticket
         self._expected, self._limits, self._meter, self._clock = expected, around.limits, around.meter, around.clock
         self._on_fault, self._on_end = around.on_fault, around.on_end
-        self._echoes = Echoes(2 * place.width)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._source: Incoming | None = None
@@ -229,7 +153,6 @@ class Session:
             never_began = self._thread is None
         self._close_ends()
         if first and never_began:
-            self._echoes.close()
             self._on_end()
 
     def fail(self, fault: PipelineFault) -> None:
@@ -239,18 +162,6 @@ class Session:
                 return
             self.fault = fault
         self._on_fault()
-
-    def echo(self, batch_id: BatchId, first_row: int, n_rows: int) -> Future[bytes]:
-        """Rows of a batch to come.
-
-        Raises:
-            BadPipelineRequest: it came already, or too much is asked.
-        """
-        return self._echoes.ask(batch_id, first_row, n_rows)
-
-    def forget_echo(self, batch_id: BatchId, rows: Future[bytes]) -> None:
-        """The caller that asked waits no more."""
-        self._echoes.forget(batch_id, rows)
 
     @property
     def peers(self) -> frozenset[NodeId]:
@@ -273,7 +184,6 @@ class Session:
             self.fail(PipelineFault(None, PipelineError.code, f"The stage failed: {type(error).__name__}"))
         finally:
             self._close_ends()
-            self._echoes.close()
             self._on_end()
 
     def _work(self, to: NodeId, sink: ActivationSink) -> None:
@@ -282,7 +192,7 @@ class Session:
         if source is None:
             return
         stage, shard_id = self.place.stage, self.place.shard_id
-        now, limits, echoes = self._clock.monotonic, self._limits, self._echoes
+        now, limits = self._clock.monotonic, self._limits
         slowest_s = 0.0
         while not self.stopping:
             received = self._receive(source)
@@ -291,7 +201,6 @@ class Session:
             batch, x_TD = received
             arrived = now()
             self._received += 1
-            echoes.came(batch.batch_id, x_TD)
             behind = batch.behind(self.request.layers)
             try:
                 sink.prepare(behind, x_TD.shape[1])

@@ -1,11 +1,10 @@
-"""Finds stages that compute plausible wrong numbers: now and then, rows of a prompt are computed by other holders of the layers, too.
+"""Finds stages that compute plausible wrong numbers: now and then, rows of a prompt are computed again by other nodes that hold the layers.
 
-Law: only what this node sent and what came back to it is known at first hand, so a whole chain of second holders runs from the one, and must
-end with the very bytes of the other. No stage can tell such a batch from any other, but for one drawn each time, which is asked what arrived:
-that says on which side of it to look, clears no stage, and convicts only one that told of a wrong input although the end is right. Of the suspects,
-each is given its input again in a session like any other; who then differs from the second holder is left out, or the second holder, where a
-third one sides against it. Where all repeat what they should have said, it can't be known which lied, and all suspects are left out.
-What is checked needs no KV from before: rows from position 0 of a sequence. Later rows go unseen.
+Law: this node knows only what it sent and what came back, so the rows are replayed over a chain of other nodes, which must end with the same
+bytes. No stage can tell such a batch from any other. Where the ends differ, each stage of the route is given its own input again, in a session like
+any other: a stage that differs from the second node is left out, or the second node, where a third one sides with the stage. Where every stage
+repeats the right bytes, the one that lied can't be known, and all of them are left out.
+What is checked needs no KV from before: rows from position 0 of a sequence. Later rows are not checked.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -33,14 +31,14 @@ from paceline.ways.pipeline.executor.route import Route
 from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
 from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, allowed_hosts, choose, warm_cover
-from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened
+from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 
 class Holders:
-    """Others that could compute a route's layers once more. On the event loop.
+    """Other nodes that could compute a route's layers once more. On the event loop.
 
     Args:
-        left_out: who must take no part.
+        left_out: the nodes that must take no part.
     """
 
     def __init__(
@@ -55,7 +53,10 @@ class Holders:
         self._wanted, self._left_out = replace(wanted, pins=()), left_out
 
     def chain(self, stages: Sequence[StagePart]) -> list[list[StagePart]]:
-        """For each stage, others that run its layers: nodes outside the route where they cover it, else any node that has the layers loaded."""
+        """For each stage, other nodes that run its layers: nodes outside the route where they cover it, else any that has the layers loaded.
+
+        Empty where there are not enough for all.
+        """
         outside = self._left_out() | {stage.node_id for stage in stages}
         try:
             parts = choose(self._cards(), self._trust(), self._own, self._wanted, outside)
@@ -65,7 +66,7 @@ class Holders:
         return [[part for whole in parts if (part := _within(whole, stage.layers)) is not None] for stage in stages]
 
     def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[StagePart]:
-        """Others that have the layers loaded; none where they don't cover."""
+        """Other nodes that have the layers loaded; empty where they don't cover."""
         wanted = replace(self._wanted, own_layers=layers.start, n_layers=layers.stop)
         allowed = allowed_hosts(self._cards(), self._trust(), self._own, wanted)
         try:
@@ -84,27 +85,9 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 256
 """Of a check. Raising it: more of a prompt is looked at, and second holders work more."""
 MOST_BYTES = 1 << 20
-"""Of the rows; what a stage echoes at most."""
+"""Of the rows."""
 CHECK_S = 60.0
 """For a whole check. One that takes longer is given up and says nothing."""
-
-
-class OpensRoutes(Protocol):
-    """`opening.Opener`."""
-
-    async def open(self, parts: Sequence[StagePart], *, blocks: int | None = None) -> FleetRoute: ...
-
-
-class FindsHolders(Protocol):
-    """Who could compute layers a second time. On the event loop."""
-
-    def chain(self, stages: Sequence[StagePart]) -> list[list[StagePart]]:
-        """For each stage of a route, others that run its layers; empty where there are not enough for all."""
-        ...
-
-    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[StagePart]:
-        """Yet others that have the layers loaded; empty where there are none."""
-        ...
 
 
 @dataclass(slots=True)
@@ -115,9 +98,6 @@ class _Sample:
     batch_id: BatchId
     rows: slice
     sent_TD: WireBits
-    asked: int
-    """The stage that is asked what arrived; 0: none is, since what arrives at the first one is known."""
-    told: Future[bytes | None] | None = None
     came_TD: WireBits = field(default_factory=lambda: np.zeros((0, 0), np.uint16))
 
 
@@ -134,8 +114,8 @@ class SpotCheck:
     def __init__(
         self,
         one_in: int,
-        opener: OpensRoutes,
-        holders: FindsHolders,
+        opener: RouteOpener,
+        holders: Holders,
         numerics_id: str,
         leave_out: Callable[[PipelineFault], None],
         loop: asyncio.AbstractEventLoop,
@@ -164,11 +144,7 @@ class SpotCheck:
         rows = _beginning(batch, min(MOST_ROWS, MOST_BYTES // (2 * x_TD.shape[1])))
         if rows is None or any(stage.numerics_id != self._numerics_id for stage in route.stages) or self._random.randrange(self._one_in):
             return
-        asked = self._random.randrange(len(route.stages))
-        sample = _Sample(route, batch.batch_id, rows, np.array(x_TD[rows]), asked)
-        if asked:
-            sample.told = in_background_of(self._loop, self._told(sample), "asking a stage what arrived")
-        self._sample = sample
+        self._sample = _Sample(route, batch.batch_id, rows, np.array(x_TD[rows]))
 
     def came(self, batch: StageBatch, x_TD: WireBits) -> None:
         sample = self._sample
@@ -198,46 +174,21 @@ class SpotCheck:
                 right = [sample.sent_TD]
                 for parts in chain:
                     right.append(await self._run(parts, right[-1]))
-                suspects = await self._suspects(sample, right)
-                if not suspects:
+                if np.array_equal(sample.came_TD, right[-1]):
                     self.passed += 1
                     return
                 self.failed += 1
-                for fault in await self._blame(stages, chain, right, suspects):
+                for fault in await self._blame(stages, chain, right):
                     self._act(fault)
         except (NotOpened, FleetError, TimeoutError) as error:
             logger.info("a spot check could not be made: %s", error or "it took too long")
 
-    async def _told(self, sample: _Sample) -> bytes | None:
-        """What arrived at the stage that is asked; None where it does not tell."""
-        rows = sample.rows
-        try:
-            return await sample.route.sessions[sample.asked].echo(sample.batch_id, rows.start, rows.stop - rows.start)
-        except FleetError as error:
-            logger.info("a spot check goes on without what arrived at %s: %s", sample.route.stages[sample.asked].node_id, error)
-            return None
-
-    async def _suspects(self, sample: _Sample, right: Sequence[WireBits]) -> list[int]:
-        """Places of the stages of which one, at least, did not do what it should have. None: all did."""
-        ends_right = np.array_equal(sample.came_TD, right[-1])
-        tells_right = True
-        if sample.told is not None:
-            told = await asyncio.wrap_future(sample.told)
-            if told is None:
-                sample.asked = 0
-            else:
-                tells_right = told == right[sample.asked].tobytes()
-        if ends_right:
-            return [] if tells_right else [sample.asked]
-        return list(range(sample.asked, len(right) - 1) if tells_right else range(sample.asked + 1))
-
     async def _blame(
-        self, stages: Sequence[StagePart], chain: Sequence[Sequence[StagePart]], right: Sequence[WireBits], suspects: Sequence[int]
+        self, stages: Sequence[StagePart], chain: Sequence[Sequence[StagePart]], right: Sequence[WireBits]
     ) -> list[PipelineFault]:
-        """Of the suspects, those who differ once more; or all, where none does."""
+        """The stages that differ once more; or all, where none does."""
         found: list[PipelineFault] = []
-        for place in suspects:
-            stage, others = stages[place], chain[place]
+        for place, (stage, others) in enumerate(zip(stages, chain, strict=True)):
             again = await self._again([stage], right[place])
             if again is None or np.array_equal(again, right[place + 1]):
                 continue
@@ -249,7 +200,7 @@ class SpotCheck:
             found.append(_fault(stage.node_id, stage.layers, _names(others)))
         if found:
             return found
-        return [_fault(stages[place].node_id, stages[place].layers, _names(chain[place])) for place in suspects]
+        return [_fault(stage.node_id, stage.layers, _names(others)) for stage, others in zip(stages, chain, strict=True)]
 
     async def _again(self, parts: Sequence[StagePart], x_TD: WireBits) -> WireBits | None:
         """`_run`; None where it can't be."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 from tests.unit.net.member.nodes import in_loop, until
@@ -12,8 +10,6 @@ from tests.unit.ways.pipeline.host.hosts import MODEL, SPEC, Net, User, batch_of
 from paceline.backends import torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
-from paceline.core.errors import PipelineError
-from paceline.core.ids import BatchId
 from paceline.core.model import ActivationDtype, WeightsFormat
 from paceline.ways.pipeline.executor.sessions import NextStage
 from paceline.ways.pipeline.executor.stage import Stage
@@ -79,27 +75,3 @@ async def test_activations_of_every_kind_go_through(dtype: ActivationDtype) -> N
         assert np.array_equal(y_TD, x_TD + 1)
         sink.close()
         source.close()
-
-
-@in_loop
-async def test_rows_are_echoed_as_they_arrived() -> None:
-    net = Net()
-    async with hosting(net, "a") as a, User(net) as user:
-        stage = await user.open(a, wanted())
-        route = await user.route((a, stage))
-        x_TD = rows_of(6)
-        asked = [stage.echo(BatchId(2), 1, 3), stage.echo(BatchId(2), 0, 6), stage.echo(BatchId(2), 4, 3)]
-        answers = [asyncio.ensure_future(one) for one in asked]
-        await until(lambda: a.meter.sessions_opened == 1)
-        session = next(iter(a.host._live))  # pyright: ignore[reportPrivateUsage]
-        await until(lambda: sum(map(len, session._echoes._asked.values())) == 3)  # pyright: ignore[reportPrivateUsage]
-        await route.run(batch_of(1), rows_of(4, 5))
-        await route.run(batch_of(2, rows=6, sequence=2, blocks=(1,)), x_TD)
-        assert await answers[0] == x_TD[1:4].tobytes()
-        assert await answers[1] == x_TD.tobytes()
-        with pytest.raises(PipelineError, match="has 6 rows"):
-            await answers[2]
-        with pytest.raises(PipelineError, match="came already"):
-            await stage.echo(BatchId(2), 0, 1)
-        with pytest.raises(PipelineError, match="rows"):
-            await stage.echo(BatchId(3), 0, 0)

@@ -10,7 +10,7 @@ from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.hosts import SPEC, Bits, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
 from paceline.core.errors import PacelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
-from paceline.core.ids import BatchId, NodeId
+from paceline.core.ids import NodeId
 from paceline.ways.pipeline.client import RemoteStage
 from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBatch
@@ -208,17 +208,3 @@ async def test_nothing_is_sent_to_a_revoked_neighbour() -> None:
         assert (loss.node_id, "revoked" in loss.message) == ("b", True)
         await until(lambda: a.host.sessions == 0)
         assert second.report.received <= 1
-
-
-@in_loop
-async def test_an_echo_of_a_session_that_ends_is_an_error() -> None:
-    net = Net()
-    async with hosting(net, "a") as a, User(net) as user:
-        stage = await user.open(a)
-        await user.route((a, stage))
-        asked = asyncio.create_task(stage.echo(BatchId(5), 0, 1))
-        (session,) = a.host._live  # pyright: ignore[reportPrivateUsage]
-        await until(lambda: bool(session._echoes._asked))  # pyright: ignore[reportPrivateUsage]
-        await stage.close()
-        with pytest.raises(ShardUnavailable, match="ended"):
-            await asked

@@ -42,7 +42,7 @@ from paceline.core.errors import (
     StreamClosed,
     UnsupportedModel,
 )
-from paceline.core.ids import BatchId, NodeId
+from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, ActivationDtype, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
@@ -555,8 +555,6 @@ async def test_a_session_is_its_callers_alone() -> None:
         await until(lambda: a.host.sessions == 1)
         with pytest.raises(BadPipelineRequest, match="no such session"):
             await theirs.connect(other.expect()[1])
-        with pytest.raises(BadPipelineRequest, match="no such session"):
-            await theirs.echo(BatchId(1), 0, 1)
 
 
 @in_loop
@@ -620,7 +618,7 @@ async def test_whatever_is_asked_over_a_channel_that_was_closed_ends_with_an_err
                 await channel.close(None)
                 with pytest.raises(NodeUnreachable):
                     await connecting
-        for later in (stage.connect(user.expect()[1]), stage.echo(BatchId(1), 0, 1), open_stage(channel, a.node_id, wanted())):
+        for later in (stage.connect(user.expect()[1]), open_stage(channel, a.node_id, wanted())):
             with pytest.raises(NodeUnreachable, match="was closed"):
                 await later
 
