@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -23,13 +23,12 @@ from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ModelAway, PacelineError, UnknownModel
 from paceline.core.inference import Inference, ServedModel
 from paceline.machine.models import Models
-from paceline.server import owner, replies, tokenizing
+from paceline.server import embeddings, owner, replies, tokenizing
 from paceline.server.answer import Answer, until_gone
 from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.call import Call
 from paceline.server.embeddings import Embedder, EmbeddingRequest, TextEncoder
-from paceline.server.embeddings import add_routes as add_embedding_routes
 from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
 from paceline.server.fields import json_response
 from paceline.server.guard import BodyReader, Guard, headers_of, is_json, is_undeclared
@@ -39,10 +38,12 @@ from paceline.server.ollama import requests as ollama_requests
 from paceline.server.ollama import routes as ollama
 from paceline.server.ollama.routes import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.page import front
+from paceline.server.replies import REF, body_of, refusals
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
+from paceline.server.responses import routes as responses
 from paceline.server.responses.conversation import KeptBounds, KeptResponses
 from paceline.server.responses.requests import ResponsesRequest
-from paceline.server.responses.routes import Responses, add_routes
+from paceline.server.responses.routes import Responses
 from paceline.server.settings import ServerSettings
 from paceline.store.catalog import LocalModel, changed
 
@@ -58,12 +59,6 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 """Of all paths that write text, for the document."""
 EMBEDDING_BODIES: tuple[type[BaseModel], ...] = (EmbeddingRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
-REF = "#/components/schemas/{model}"
-
-
-def body_of(name: str) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is the schema `name`."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(model=name)}}}}}
 
 
 def document(app: FastAPI, names: Sequence[str], encoder: str | None, *, with_key: bool) -> dict[str, Any]:
@@ -104,22 +99,6 @@ EMBEDDING_WORKERS = min(2, os.cpu_count() or 1)
 
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 """The router's own refusals."""
-
-Documented = dict[int | str, dict[str, Any]]
-_STREAM = replies.event_stream(
-    "A chunk's JSON, or [DONE] after the last one.", "Only with `include_events`: what happened to the machines."
-)
-_REASONS = {
-    400: "Malformed, or a field at fault, named in `param`",
-    403: "From a web page, or by a name, that was not allowed",
-    404: "No such model here",
-    413: "The body is too long",
-    415: "The body is not declared as JSON",
-    429: "Too busy; see Retry-After",
-    500: "The generation failed",
-    503: "Stopping, or machines that the model takes are gone",
-}
-_FAULTS: Documented = {status: {"model": replies.ErrorReply, "description": reason} for status, reason in _REASONS.items()}
 
 
 class ApiService:
@@ -263,7 +242,7 @@ def create_app(
     Args:
         settings: bounds and the key; the defaults where missing.
         encoder: what makes embeddings; None: nothing does.
-        models: this machine's own, which requests may have loaded, and its owner; None: nobody may.
+        models: this machine's own, which requests and its owner may have loaded; None: nothing is loaded on demand.
     """
     service = ApiService(inference, settings or ServerSettings(), SystemClock(), encoder, models)
 
@@ -328,28 +307,30 @@ def _add_faults(app: FastAPI) -> None:
 
 
 def _add_routes(app: FastAPI, service: ApiService) -> None:
-    failing: Documented = (
-        {401: {"model": replies.ErrorReply, "description": "No or a wrong key"}} if service.settings.api_key is not None else {}
+    encoder, settings = service.embedder.encoder, service.settings
+    refused, key = refusals(replies.ErrorReply, settings), refusals(replies.ErrorReply, settings, 401)
+    stream = replies.event_stream(
+        "A chunk's JSON, or [DONE] after the last one.", "Only with `include_events`: what happened to the machines."
     )
 
-    encoder = service.embedder.encoder
-
-    def answers(model: type, content: dict[str, Any] | None = None) -> Documented:
-        return {200: {"model": model, "content": content or {}}, **_FAULTS, **failing}
-
-    @app.post("/v1/chat/completions", responses=answers(replies.ChatCompletion, _STREAM), openapi_extra=body_of("ChatCompletionRequest"))
+    @app.post(
+        "/v1/chat/completions",
+        responses={200: {"model": replies.ChatCompletion, "content": stream}, **refused},
+        openapi_extra=body_of(ChatCompletionRequest),
+    )
     async def chat_completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.answer(request, Intake.chat)
 
-    @app.post("/v1/completions", responses=answers(replies.Completion, _STREAM), openapi_extra=body_of("CompletionRequest"))
+    @app.post(
+        "/v1/completions",
+        responses={200: {"model": replies.Completion, "content": stream}, **refused},
+        openapi_extra=body_of(CompletionRequest),
+    )
     async def completions(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.answer(request, Intake.completion)
 
-    add_routes(app, service.responses, service.answer, answers)
-    ollama.add_routes(app, service, {**_FAULTS, **failing}, body_of)
-    anthropic.add_routes(app, service, {**_FAULTS, **failing}, body_of)
-    add_embedding_routes(app, service, {**_FAULTS, **failing}, body_of(EmbeddingRequest.__name__))
-    tokenizing.add_routes(app, service)
+    for api in (responses, ollama, anthropic, embeddings, tokenizing):
+        api.add_routes(app, service)
     if service.models is not None:
         owner.add_routes(app, service, service.models)
 
@@ -358,24 +339,33 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
     async def page(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return front(request.headers.get("accept", ""))
 
-    @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **failing})
-    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        served = listed(service.inference, service.settings.served_names)
-        embeds = [] if encoder is None else [_encoder(encoder)]
-        data = [*(_model(model, service.settings) for model in served), *map(_on_disk, await service.loadable()), *embeds]
-        return json_response({"object": "list", "data": data})
+    def model_entry(model: ServedModel) -> dict[str, object]:
+        drawn = model.tokenizer.sampling_defaults if settings.uses_model_sampling else {}
+        return _listed(model.name, model.created, model.max_context, drawn)
 
-    @app.get("/v1/models/{model_id:path}", responses={200: {"model": replies.ListedModel}, 404: _FAULTS[404], **failing})
+    def encoder_entry(found: TextEncoder) -> dict[str, object]:
+        return _listed(found.name, found.created, found.max_tokens, {})
+
+    @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **key})
+    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
+        data = [model_entry(model) for model in listed(service.inference, settings.served_names)]
+        # How tokens of those on disk are drawn is known once one was asked for.
+        data += [_listed(model.name, changed(model), model.context, {}) for model in await service.loadable()]
+        return json_response({"object": "list", "data": data if encoder is None else [*data, encoder_entry(encoder)]})
+
+    @app.get(
+        "/v1/models/{model_id:path}", responses={200: {"model": replies.ListedModel}, **refusals(replies.ErrorReply, settings, 401, 404)}
+    )
     async def model(model_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         try:
-            return json_response(_model(find_model(model_id, service.inference, service.settings.served_names), service.settings))
+            return json_response(model_entry(find_model(model_id, service.inference, settings.served_names)))
         except (UnknownModel, ModelAway):
             opened = None if service.models is None else await asyncio.to_thread(service.models.open, model_id)
             if opened is not None:
-                return json_response(_model(opened, service.settings))
+                return json_response(model_entry(opened))
             if encoder is None or not service.embedder.is_meant(model_id):
                 raise
-            return json_response(_encoder(encoder))
+            return json_response(encoder_entry(encoder))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={200: {"model": replies.Health}, 503: {"model": replies.Health, "description": "No progress"}})
@@ -383,23 +373,11 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
         status, body = service.health()
         return json_response(body, status=status)
 
-    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **failing}, response_class=Response)
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **key}, response_class=Response)
     async def metrics() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _model(model: ServedModel, settings: ServerSettings) -> dict[str, object]:
-    drawn = dict(model.tokenizer.sampling_defaults) if settings.uses_model_sampling else {}
-    shown: dict[str, object] = {"id": model.name, "object": "model", "created": model.created, "owned_by": "paceline"}
-    return shown | {"max_model_len": model.max_context, "sampling_defaults": drawn}
-
-
-def _on_disk(model: LocalModel) -> dict[str, object]:
-    """How tokens are drawn is known once it was asked for."""
-    shown: dict[str, object] = {"id": model.name, "object": "model", "created": changed(model), "owned_by": "paceline"}
-    return shown | {"max_model_len": model.context, "sampling_defaults": {}}
-
-
-def _encoder(encoder: TextEncoder) -> dict[str, object]:
-    shown: dict[str, object] = {"id": encoder.name, "object": "model", "created": encoder.created, "owned_by": "paceline"}
-    return shown | {"max_model_len": encoder.max_tokens, "sampling_defaults": {}}
+def _listed(name: str, created: int, length: int, drawn: Mapping[str, float]) -> dict[str, object]:
+    shown: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "paceline"}
+    return shown | {"max_model_len": length, "sampling_defaults": dict(drawn)}

@@ -26,7 +26,8 @@ from paceline.server.fields import Body, ignored_fields, json_response, read_bod
 from paceline.server.intake import COMMAS_PER_TOKEN, SMALL_BODY_BYTES, Intake, find_model
 from paceline.server.messages import Strict
 from paceline.server.metrics import Meter
-from paceline.server.requests import check_texts, texts_schema
+from paceline.server.replies import ErrorReply, body_of, refusals
+from paceline.server.requests import ModelName, check_texts, texts_schema
 
 if TYPE_CHECKING:
     from paceline.server.app import ApiService
@@ -215,7 +216,7 @@ Input = Annotated[
 class EmbeddingRequest(Strict):
     """Body of POST /v1/embeddings."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
+    model: ModelName
     input: Input
     encoding_format: Literal["float", "base64"] | None = Field(default=None, description="base64: of little-endian float32; default float.")
     dimensions: int | None = Field(default=None, ge=1, lt=1 << 31, description="Only as many as the model's vectors have.")
@@ -241,15 +242,11 @@ class Embeddings(BaseModel):
     usage: EmbeddingUsage
 
 
-def add_routes(app: FastAPI, service: ApiService, faults: dict[int | str, dict[str, Any]], body: dict[str, Any]) -> None:
-    """Add the path.
+def add_routes(app: FastAPI, service: ApiService) -> None:
+    """Serve the path."""
+    answers = {200: {"model": Embeddings}, **refusals(ErrorReply, service.settings)}
 
-    Args:
-        faults: what else it may answer.
-        body: how the document names its body.
-    """
-
-    @app.post("/v1/embeddings", responses={200: {"model": Embeddings}, **faults}, openapi_extra=body)
+    @app.post("/v1/embeddings", responses=answers, openapi_extra=body_of(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         asked = await service.read(request, partial(parse, service.embedder, EmbeddingRequest))
         encoder = encoder_of(asked, service)

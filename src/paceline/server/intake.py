@@ -96,10 +96,10 @@ class Intake:
         self._check_length(model, [text for m in asked.messages for text in m.letters], "messages")
         self._check_length(model, [json_bytes(tool).decode() for tool in tools.shown], "tools")
         form = self.formats.of(model)
-        written = write_chat(asked, tools, model.tokenizer.chat_template or "", knows_tools=form.described.knows_tools)
+        messages, given = write_chat(asked, tools, model.tokenizer.chat_template or "", knows_tools=form.described.knows_tools)
         try:
             now = asked.now or datetime.fromtimestamp(self._clock.wall()).astimezone()
-            ids = model.tokenizer.render_chat(written.messages, now, written.given)
+            ids = model.tokenizer.render_chat(messages, now, given)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, error.hint, field=error.field or "messages") from error
         return ChatPrompt(model, ids, tools, form.reading(model, tools, ids))

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError, from_json
 
 MAX_TOOLS = 512
 """In one request. Raising it: a template may write more before it is refused for its length."""
@@ -45,6 +45,30 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 def string_or_list(value: object) -> str:
     return "as-string" if isinstance(value, str) else "as-list"
+
+
+def kind_of(value: object) -> object:
+    """The `type` of what may be an object; None: it has none."""
+    return cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+
+
+NOT_SERVED = "not_served"
+"""The type of a validation error about something that others serve and Paceline does not."""
+
+
+def refused(what: str) -> PydanticCustomError:
+    """An error that names what is not served."""
+    return PydanticCustomError(NOT_SERVED, "{what}", {"what": what})
+
+
+def off(what: str, *offs: object) -> BeforeValidator:
+    """Of a field that is refused, unless its value, one of `offs` or null, asks for nothing: it is then null."""
+
+    def check(value: object) -> None:
+        if value is not None and not any(type(value) is type(one) and value == one for one in offs):
+            raise refused(what)
+
+    return BeforeValidator(check)
 
 
 class Strict(BaseModel):

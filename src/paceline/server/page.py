@@ -17,7 +17,7 @@ def _page() -> tuple[str, dict[str, str]]:
     html = (files("paceline.server") / "page.html").read_text("utf-8")
     script, style = (_hash_of(html, tag) for tag in ("script", "style"))
     policy = f"default-src 'none'; script-src '{script}'; style-src '{style}'; connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
-    # Whoever opens it from another page has no hold on it, and no frame of it.
+    # Another page that opens it can neither reach into it nor show it in a frame.
     alone = {"X-Frame-Options": "DENY", "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin"}
     return html, {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", **alone}
 

@@ -1,10 +1,44 @@
-"""The answers' shapes, for the OpenAPI document only: answers are written by hand as bytes, a test holds the two together."""
+"""How routes are documented, and the answers' shapes, for the OpenAPI document only: answers are written by hand as bytes, a test holds the two
+together.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
+
+from paceline.server.settings import ServerSettings
+
+Documented = dict[int | str, dict[str, Any]]
+REF = "#/components/schemas/{model}"
+_REASONS = {
+    400: "Malformed, or a field at fault, named in `param`",
+    401: "No or a wrong key",
+    403: "From a web page, or by a name, that was not allowed",
+    404: "No such model here",
+    413: "The body is too long",
+    415: "The body is not declared as JSON",
+    429: "Too busy; see Retry-After",
+    500: "The generation failed",
+    503: "Stopping, or machines that the model takes are gone",
+}
+
+
+def body_of(request: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads its body itself."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(model=request.__name__)}}}}}
+
+
+def refusals(model: type[BaseModel], settings: ServerSettings, *only: int) -> Documented:
+    """How a route may refuse, in an API's own shape.
+
+    Args:
+        only: these statuses; none: all.
+    """
+    statuses = set(only or _REASONS) - (set[int]() if settings.api_key is not None else {401})
+    return {status: {"model": model, "description": reason} for status, reason in _REASONS.items() if status in statuses}
+
 
 FinishedBy = Literal["stop", "length"]
 

@@ -27,7 +27,7 @@ from paceline.core.generation import (
     TEMPERATURE,
     TOP_P,
 )
-from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool, ToolChoice, string_or_list
+from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool, ToolChoice, kind_of, string_or_list
 
 UNION_TAGS = frozenset(
     f"as-{kind}"
@@ -74,7 +74,7 @@ class JsonSchemaFormat(Strict):
 
 
 def _kind_of_format(value: object) -> str | None:
-    kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+    kind = kind_of(value)
     return f"as-{kind}" if kind in ("text", "json_object", "json_schema") else None  # a tuple: it may be of any type
 
 
@@ -110,35 +110,53 @@ DraftName = Annotated[
 ]
 
 
-class Sampling(Strict):
-    """What chat and plain completions share."""
+class Drawn(Strict):
+    """How tokens are drawn, in every API."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31, description="Where missing, or -1: the rest of the context.")
     temperature: float | None = Field(
-        default=None, ge=TEMPERATURE.least, le=TEMPERATURE.most, allow_inf_nan=False, description="0 is greedy; default 1."
+        default=None,
+        ge=TEMPERATURE.least,
+        le=TEMPERATURE.most,
+        allow_inf_nan=False,
+        description="0 is greedy. Where missing: as the model's files say, else 1.",
     )
     top_p: float | None = Field(default=None, ge=TOP_P.least, le=TOP_P.most, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31, description="0 or -1 keeps all.")
     min_p: float | None = Field(default=None, ge=MIN_P.least, le=MIN_P.most, allow_inf_nan=False)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+
+
+class Extended(Drawn):
+    """What OpenAI's and Anthropic's requests may have beyond their APIs."""
+
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
+    draft: DraftName | None = Field(
+        default=None,
+        description="Beyond OpenAI's and Anthropic's: what tokens are guessed with: `off`, `ngram`, `auto`, or the id of a draft model. Changes no byte.",
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        default=None,
+        description="Beyond OpenAI's and Anthropic's: prompts are computed once for requests of the same salt. Changes no byte.",
+    )
+
+
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class Sampling(Extended):
+    """What chat and plain completions share."""
+
+    model: ModelName
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31, description="Where missing, or -1: the rest of the context.")
     repetition_penalty: float | None = Field(default=None, gt=REPETITION_PENALTY.least, le=REPETITION_PENALTY.most, allow_inf_nan=False)
     presence_penalty: float | None = Field(default=None, ge=PRESENCE_PENALTY.least, le=PRESENCE_PENALTY.most, allow_inf_nan=False)
     frequency_penalty: float | None = Field(default=None, ge=FREQUENCY_PENALTY.least, le=FREQUENCY_PENALTY.most, allow_inf_nan=False)
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     logit_bias: dict[TokenKey, Bias] | None = Field(default=None, max_length=MAX_BIASES)
     stop: Stop | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
-    draft: DraftName | None = Field(
-        default=None,
-        description="Beyond OpenAI's: what tokens are guessed with: `off`, `ngram`, `auto`, or the id of a draft model. Changes no byte.",
-    )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
-        default=None, description="Beyond OpenAI's: prompts are computed once for requests of the same salt. Changes no byte."
-    )
 
     response_format: ResponseFormat | None = Field(default=None, description="The answer is JSON, of a schema where one is given.")
     grammar: GrammarText | None = Field(

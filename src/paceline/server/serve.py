@@ -1,6 +1,6 @@
 """Runs an application on a socket until told to stop, and then ends within two seconds, whatever its clients do.
 
-The caller owns signals: uvicorn's handlers are left out, `stop` is an event. Law of `Door`: no more than `max_connections` are open, those of
+The caller owns signals: uvicorn's handlers are left out, `stop` is an event. Law of `Acceptor`: no more than `max_connections` are open, those of
 unfinished TLS handshakes among them. Where they are all taken, a new connection gets the place of one that waits for no answer, of the network that has
 the most; only a connection of that network itself is refused. So a client that holds them all keeps no other out.
 """
@@ -34,25 +34,25 @@ AGAIN_S = 1.0
 """After the system had no connection to give: this process has too many files open. Raising it: clients wait longer once some are closed."""
 
 
-class _Guest:
+class _Client:
     """One connection."""
 
     def __init__(self, network: str) -> None:
         self.network = network
         self.opening: asyncio.Task[None] | None = None
         self.protocol: BoundedProtocol | None = None
-        """Of whom a transport owns the socket."""
+        """Its transport owns the socket."""
         self.is_open = False
         """Its handshake is over."""
 
-    def hang_up(self) -> None:
+    def drop(self) -> None:
         if self.opening is not None and not self.is_open:
             self.opening.cancel()
         elif self.protocol is not None:
             self.protocol.transport.abort()
 
 
-class Door:
+class Acceptor:
     """Of one listening socket.
 
     Args:
@@ -64,7 +64,7 @@ class Door:
         self, listening: socket.socket, make: Callable[[], BoundedProtocol], bounds: ServerSettings, context: ssl.SSLContext | None
     ) -> None:
         self._listening, self._make, self._bounds, self._context = listening, make, bounds, context
-        self._guests: dict[_Guest, None] = {}
+        self._clients: dict[_Client, None] = {}
         """As they came."""
         self._of_network: Counter[str] = Counter()
         self._accepting: asyncio.Task[None] | None = None
@@ -76,7 +76,7 @@ class Door:
 
     async def close(self) -> None:
         """Accept no more, and end what is no HTTP yet."""
-        tasks = [task for task in (self._accepting, *(guest.opening for guest in self._guests)) if task is not None]
+        tasks = [task for task in (self._accepting, *(client.opening for client in self._clients)) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -93,27 +93,28 @@ class Door:
             self._admit(connection, network_of(address[0]))
 
     def _admit(self, connection: socket.socket, network: str) -> None:
-        if len(self._guests) >= self._bounds.max_connections and not self._make_room(network):
+        if len(self._clients) >= self._bounds.max_connections and not self._make_room(network):
             self._refuse(connection)
             return
-        guest = _Guest(network)
-        self._guests[guest] = None
+        client = _Client(network)
+        self._clients[client] = None
         self._of_network[network] += 1
-        guest.opening = asyncio.create_task(self._open(guest, connection))
-        guest.opening.add_done_callback(lambda _: self._opened(guest, connection))
+        client.opening = asyncio.create_task(self._open(client, connection))
+        client.opening.add_done_callback(lambda _: self._opened(client, connection))
 
     def _make_room(self, network: str) -> bool:
-        """Hang up one of the network that has the most; False where that is the newcomer's own, or all of its are being answered."""
+        """Drop one of the network that has the most; False where that is the new client's own, or all of its are being answered."""
         largest, most = self._of_network.most_common(1)[0]
         if self._of_network[network] >= most:
             return False
-        guest = next(
-            (guest for guest in self._guests if guest.network == largest and not (guest.protocol and guest.protocol.is_answering)), None
+        client = next(
+            (client for client in self._clients if client.network == largest and not (client.protocol and client.protocol.is_answering)),
+            None,
         )
-        if guest is None:
+        if client is None:
             return False
-        self._leave(guest)
-        guest.hang_up()
+        self._leave(client)
+        client.drop()
         return True
 
     def _refuse(self, connection: socket.socket) -> None:
@@ -122,30 +123,30 @@ class Door:
                 connection.send(whole_answer(overloaded("Too many connections. Try again in a moment.", BUSY_RETRY_S)))
         connection.close()
 
-    async def _open(self, guest: _Guest, connection: socket.socket) -> None:
+    async def _open(self, client: _Client, connection: socket.socket) -> None:
         def made() -> BoundedProtocol:
-            guest.protocol = self._make()
-            guest.protocol.left = lambda: self._leave(guest)
-            return guest.protocol
+            client.protocol = self._make()
+            client.protocol.left = lambda: self._leave(client)
+            return client.protocol
 
         timeout_s = None if self._context is None else self._bounds.request_timeout_s
         with suppress(OSError):  # TLS refuses what is no handshake
             await asyncio.get_running_loop().connect_accepted_socket(made, connection, ssl=self._context, ssl_handshake_timeout=timeout_s)
-            guest.is_open = True
+            client.is_open = True
 
-    def _opened(self, guest: _Guest, connection: socket.socket) -> None:
-        if guest.protocol is None:  # told to end before it began
+    def _opened(self, client: _Client, connection: socket.socket) -> None:
+        if client.protocol is None:  # told to end before it began
             connection.close()
-        if not guest.is_open:
-            self._leave(guest)
+        if not client.is_open:
+            self._leave(client)
 
-    def _leave(self, guest: _Guest) -> None:
+    def _leave(self, client: _Client) -> None:
         """It has no place any more. Idempotent."""
-        if guest in self._guests:
-            del self._guests[guest]
-            self._of_network[guest.network] -= 1
-            if not self._of_network[guest.network]:
-                del self._of_network[guest.network]
+        if client in self._clients:
+            del self._clients[client]
+            self._of_network[client.network] -= 1
+            if not self._of_network[client.network]:
+                del self._of_network[client.network]
 
 
 BACKLOG = 2048
@@ -159,23 +160,23 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Behind a door of ours: uvicorn's bounds no handshake and shares no connections."""
+    """Behind an acceptor of its own: uvicorn's bounds no handshake and shares no connections."""
 
     def __init__(self, config: uvicorn.Config, held: socket.socket, settings: ServerSettings, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
-        self._door = Door(held, self._protocol, settings, config.ssl)
+        self._acceptor = Acceptor(held, self._protocol, settings, config.ssl)
 
     def _protocol(self) -> BoundedProtocol:
         return cast("Any", self.config.http_protocol_class)(self.config, self.server_state, self.lifespan.state)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._door.open()
+        self._acceptor.open()
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._door.close()
+        await self._acceptor.close()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

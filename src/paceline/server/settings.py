@@ -26,7 +26,7 @@ class ServerSettings:
     api_key: str | None = field(default=None, repr=False)
     """Asked of every path but /health when set (as `Authorization: Bearer`, or as `x-api-key`)."""
     owner_key: str | None = field(default=None, repr=False)
-    """Asked of what only this machine's owner may do, in a header of its own; None: nobody may."""
+    """Asked of what only this machine's owner may do, in a header of its own; None: it is not served."""
     allow_hosts: tuple[str, ...] = ()
     """Names of this machine beside localhost, in lower case. Asked where there is no key: an evil page may have its own name looked up here."""
     allow_origins: tuple[str, ...] = ()

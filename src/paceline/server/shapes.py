@@ -71,6 +71,17 @@ class Collected:
         self.finish = finish
 
 
+class Streamed(Collected):
+    """One sequence of an answer that is sent whole, of a shape that keeps what its events said."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self._shape = shape
+
+    def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> None:
+        self._shape.event(0, parts, logprobs, finish)
+
+
 class Shape(ABC):
     """An API's answer as bytes: as a stream of events, or whole."""
 

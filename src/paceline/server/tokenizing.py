@@ -16,14 +16,11 @@ from paceline.core.errors import InvalidRequest
 from paceline.core.text import Tokenizer
 from paceline.server.fields import ignored_fields, inner_request, json_response
 from paceline.server.messages import MAX_TOOLS, Message, Strict, Tool
-from paceline.server.requests import ChatCompletionRequest, TokenId
+from paceline.server.requests import ChatCompletionRequest, ModelName, TokenId
 
 if TYPE_CHECKING:
     from paceline.server.app import ApiService
     from paceline.server.intake import Intake
-
-
-ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class TokenizeRequest(Strict):

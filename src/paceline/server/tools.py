@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.inference import ServedModel
@@ -78,8 +78,7 @@ class Tools:
         return {name: tool.function.parameters or {} for name, tool in self.callable.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenChat:
+class WrittenChat(NamedTuple):
     """A chat as a model's template takes it."""
 
     messages: list[dict[str, Any]]

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AwareDatetime, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from paceline.core.generation import MIN_P, TEMPERATURE, TOP_P
-from paceline.server.messages import MAX_TOOLS, NAME, Strict, string_or_list
-from paceline.server.requests import DraftName, StopString, TokenId
+from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, string_or_list
+from paceline.server.requests import Extended, ModelName, StopString
 
 IGNORED = "Ignored."
 CacheControl = Annotated[dict[str, Any] | None, Field(description="Ignored: prompts are always computed once.")]
@@ -21,13 +20,9 @@ BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 TOOL_ID = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _type_of(value: object) -> object:
-    return cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
-
-
 def _served_block(value: object) -> object:
     """A block whose type is served here."""
-    kind = _type_of(value)
+    kind = kind_of(value)
     if not isinstance(value, dict) or (isinstance(kind, str) and kind in BLOCKS):
         return cast("object", value)
     if not isinstance(kind, str):
@@ -38,7 +33,7 @@ def _served_block(value: object) -> object:
 
 
 def _tag_of_block(value: object) -> str | None:
-    kind = _type_of(value)
+    kind = kind_of(value)
     return f"as-{kind}" if isinstance(kind, str) else None
 
 
@@ -75,7 +70,7 @@ class ToolUseBlock(Strict):
 
 
 def _text_block(value: object) -> object:
-    kind = _type_of(value)
+    kind = kind_of(value)
     if isinstance(kind, str) and kind != "text":
         raise PydanticCustomError("block", "Only text blocks are served here, not {kind}", {"kind": kind})
     return value
@@ -122,7 +117,7 @@ class MessageTurn(Strict):
 
 
 def _client_tool(value: object) -> object:
-    kind = _type_of(value)
+    kind = kind_of(value)
     if isinstance(kind, str) and kind != "custom":
         why = "Tools of type {kind} are Anthropic's own: only tools with a name and an input_schema are served"
         raise PydanticCustomError("tool", why, {"kind": kind})
@@ -175,20 +170,14 @@ class OutputConfig(Strict):
     task_budget: dict[str, Any] | None = Field(default=None, description=IGNORED)
 
 
-def _nothing(why: str) -> BeforeValidator:
-    """Of a field that is refused, unless it asks for nothing."""
-
-    def check(value: object) -> None:
-        if value not in (None, [], {}, False):
-            raise PydanticCustomError("refused", cast("Any", why))
-
-    return BeforeValidator(check)
+NOTHING: tuple[object, ...] = ([], {}, False)
+"""Values that ask for nothing."""
 
 
 class CountTokensRequest(Strict):
     """Body of POST /v1/messages/count_tokens."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
+    model: ModelName
     messages: Annotated[list[MessageTurn], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
     tools: Annotated[list[Annotated[ClientTool, BeforeValidator(_client_tool)]], Field(max_length=MAX_TOOLS)] | None = None
@@ -210,29 +199,16 @@ class CountTokensRequest(Strict):
     user_profile_id: str | None = Field(default=None, description=IGNORED)
     workspace_id: str | None = Field(default=None, description=IGNORED)
 
-    compaction: Annotated[None, _nothing("Summaries by the server are not served")] = None
-    mcp_servers: Annotated[None, _nothing("The server connects to no MCP servers: have the client do it")] = None
+    compaction: Annotated[None, off("Summaries by the server are not served", *NOTHING)] = None
+    mcp_servers: Annotated[None, off("The server connects to no MCP servers: have the client do it", *NOTHING)] = None
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, Extended):
     """Body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=1 << 31, description="Where the context ends before, the answer ends there.")
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
-    temperature: float | None = Field(
-        default=None, ge=TEMPERATURE.least, le=TEMPERATURE.most, allow_inf_nan=False, description="0 is greedy."
-    )
-    top_p: float | None = Field(default=None, ge=TOP_P.least, le=TOP_P.most, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31, description="0 or -1 keeps all.")
-
-    min_p: float | None = Field(default=None, ge=MIN_P.least, le=MIN_P.most, allow_inf_nan=False, description="Beyond Anthropic's.")
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63, description="Beyond Anthropic's.")
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64, description="Beyond Anthropic's.")
-    draft: DraftName | None = Field(default=None, description="Beyond Anthropic's: what tokens are guessed with. Changes no byte.")
-    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
-        default=None, description="Beyond Anthropic's: prompts are computed once for requests of the same salt. Changes no byte."
-    )
 
     diagnostics: dict[str, Any] | None = Field(default=None, description=IGNORED)
     fallback_credit_token: Any = Field(default=None, description=IGNORED)
@@ -241,5 +217,5 @@ class MessagesRequest(CountTokensRequest):
     metadata: dict[str, Any] | None = Field(default=None, description=IGNORED)
     service_tier: str | None = Field(default=None, description=IGNORED)
 
-    container: Annotated[None, _nothing("Containers are Anthropic's: code runs at the client")] = None
-    thread: Annotated[None, _nothing("Threads are not kept here: send the messages")] = None
+    container: Annotated[None, off("Containers are Anthropic's: code runs at the client", *NOTHING)] = None
+    thread: Annotated[None, off("Threads are not kept here: send the messages", *NOTHING)] = None

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
 
 from paceline.server.anthropic import intake
 from paceline.server.anthropic import shape as replies
+from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.fields import json_response
-from paceline.server.replies import event_stream
+from paceline.server.replies import body_of, event_stream, refusals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from paceline.server.app import ApiService, Documented
+    from paceline.server.app import ApiService
 
 PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
@@ -25,20 +24,15 @@ def own_headers(path: str) -> list[tuple[bytes, bytes]]:
     return [(b"request-id", b"req_" + uuid4().hex.encode())] if path in PATHS else []
 
 
-def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: Callable[[str], dict[str, Any]]) -> None:
-    """Serve Anthropic's API.
-
-    Args:
-        failing: how a body may be refused, for the document.
-        body_of: a route's body in the document, by its schema's name.
-    """
-    refused: Documented = {status: {**said, "model": replies.MessageFaultReply} for status, said in failing.items()}
+def add_routes(app: FastAPI, service: ApiService) -> None:
+    """Serve Anthropic's API."""
+    refused = refusals(replies.MessageFaultReply, service.settings)
     stream = event_stream("The event's JSON; its `type` is the event's name.")
 
     @app.post(
         "/v1/messages",
         responses={200: {"model": replies.AnsweredMessage, "content": stream}, **refused},
-        openapi_extra=body_of("MessagesRequest"),
+        openapi_extra=body_of(MessagesRequest),
     )
     async def messages(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await service.answer(request, intake.answered)
@@ -46,7 +40,7 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
     @app.post(
         "/v1/messages/count_tokens",
         responses={200: {"model": replies.TokenCount}, **refused},
-        openapi_extra=body_of("CountTokensRequest"),
+        openapi_extra=body_of(CountTokensRequest),
     )
     async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         tokens, ignored = await service.read(request, intake.counted)

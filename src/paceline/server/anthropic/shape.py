@@ -1,6 +1,6 @@
 """Answers of `/v1/messages` as bytes: blocks of thinking, text and calls, in the order in which the model wrote them.
 
-Law: what the official client accumulates from a stream is the whole answer of the same parts, but for ids.
+Law: what the official client accumulates from a stream is the whole answer of the same parts, but for ids: both are made of the same blocks.
 
 The answers' shapes, for the OpenAPI document only, as in `server.replies`.
 """
@@ -8,7 +8,6 @@ The answers' shapes, for the OpenAPI document only, as in `server.replies`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
@@ -21,7 +20,7 @@ from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Api, Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.messages import json_bytes
-from paceline.server.shapes import Collected, Shape, new_call_id
+from paceline.server.shapes import Collected, Shape, Streamed, new_call_id
 
 
 class MessageUsage(BaseModel):
@@ -79,19 +78,6 @@ SIGNATURE = "unsigned"
 _PIECES = {Content: b'{"type":"text_delta","text":', Reasoning: b'{"type":"thinking_delta","thinking":'}
 
 
-@dataclass(slots=True)
-class InOrder(Collected):
-    """One answer that is sent whole, its parts in their order."""
-
-    parts: list[Part] = field(default_factory=list[Part])
-
-    def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> None:
-        """Take what the answer gained."""
-        del logprobs
-        self.parts.extend(parts)
-        self.finish = finish
-
-
 class StopReader:
     """A reader that finds out, too, which stop sequence ended the answer."""
 
@@ -124,12 +110,12 @@ class MessageShape(Shape):
     def __init__(self, call: Call) -> None:
         self._call = call
         self._request = call.requests[0]
-        self._blocks = 0
-        """Begun so far."""
+        self._blocks: list[dict[str, Any]] = []
+        """Those that were begun; the last one lacks what `_pieces` has while it is open."""
+        self._pieces: list[str] = []
         self._open: type[Part] | None = None
         """What the block that was begun last is of."""
         self._finish: FinishReason | None = None
-        self._has_called = False
         self._stop: StopReader | None = None
 
     def watching(self, readers: Sequence[Reader]) -> Sequence[Reader]:
@@ -156,13 +142,13 @@ class MessageShape(Shape):
                         out += self._begin(type(part), {"type": "text", "text": ""} if isinstance(part, Content) else _thinking(""))
                     piece = _PIECES[type(part)] + orjson.dumps(text)
                 case CallBegun(_, name):
-                    self._has_called = True
                     out += self._begin(CallBegun, _tool_use(name, {}))
                     continue
                 case CallArguments(_, text):
                     piece = b'{"type":"input_json_delta","partial_json":' + orjson.dumps(text)
+            self._pieces.append(text)
             head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
-            out += head % (self._blocks - 1) + piece + b"}}\n\n"
+            out += head % (len(self._blocks) - 1) + piece + b"}}\n\n"
         if finish is not None:
             self._finish = finish
             out += self._end()
@@ -173,32 +159,35 @@ class MessageShape(Shape):
         return _event("message_delta", {"delta": delta, "usage": _usage(usage)}) + _event("message_stop", {})
 
     def collected(self) -> Collected:
-        return InOrder()
+        return Streamed(self)
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
-        [collected] = choices
-        assert isinstance(collected, InOrder), "made above"
-        content = _blocks(collected.parts)
-        self._finish, self._has_called = collected.finish, any(block["type"] == "tool_use" for block in content)
-        return json_bytes(self._message(content, usage, ended=True))
+        del choices  # `collected` made the one there is
+        return json_bytes(self._message(self._blocks, usage, ended=True))
 
     def fault_event(self, fault: Fault) -> bytes:
         return b"event: error\ndata: " + fault.body(Api.ANTHROPIC) + b"\n\n"
 
     def _begin(self, kind: type[Part], block: dict[str, Any]) -> bytes:
-        out = self._end() + _event("content_block_start", {"index": self._blocks, "content_block": block})
+        out = self._end() + _event("content_block_start", {"index": len(self._blocks), "content_block": block})
         self._open = kind
-        self._blocks += 1
+        self._blocks.append(block)
         return out
 
     def _end(self) -> bytes:
         """Close the block that is open, if one is."""
         if self._open is None:
             return b""
-        index = {"index": self._blocks - 1}
-        signed = {"delta": {"type": "signature_delta", "signature": SIGNATURE}}
-        out = _event("content_block_delta", index | signed) if self._open is Reasoning else b""
-        self._open = None
+        index, block, text, out = {"index": len(self._blocks) - 1}, self._blocks[-1], "".join(self._pieces), b""
+        match block["type"]:
+            case "text":
+                block["text"] = text
+            case "thinking":
+                block |= {"thinking": text, "signature": SIGNATURE}
+                out = _event("content_block_delta", index | {"delta": {"type": "signature_delta", "signature": SIGNATURE}})
+            case _:
+                block["input"] = input_of(text)
+        self._open, self._pieces = None, []
         return out + _event("content_block_stop", index)
 
     def _message(self, content: list[dict[str, Any]], usage: Usage, *, ended: bool) -> dict[str, Any]:
@@ -218,7 +207,7 @@ class MessageShape(Shape):
             return "model_context_window_exceeded" if self._request.max_tokens is None else "max_tokens"
         if self._stop and self._stop.found is not None:
             return "stop_sequence"
-        return "tool_use" if self._has_called else "end_turn"
+        return "tool_use" if any(block["type"] == "tool_use" for block in self._blocks) else "end_turn"
 
 
 def input_of(arguments: str) -> dict[str, Any]:
@@ -228,30 +217,6 @@ def input_of(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return read if isinstance(read, dict) else {}
-
-
-def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Parts as blocks."""
-    blocks: list[dict[str, Any]] = []
-    pieces: list[str] = []
-    for place, part in enumerate(parts):
-        if isinstance(part, CallBegun):
-            blocks.append(_tool_use(part.name, {}))
-            continue
-        pieces.append(part.text)
-        follows = parts[place + 1] if place + 1 < len(parts) else None
-        if type(follows) is type(part):
-            continue
-        text = "".join(pieces)
-        pieces.clear()
-        match part:
-            case Content():
-                blocks.append({"type": "text", "text": text})
-            case Reasoning():
-                blocks.append(_thinking(text) | {"signature": SIGNATURE})
-            case CallArguments():
-                blocks[-1]["input"] = input_of(text)
-    return blocks
 
 
 def _thinking(text: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Law: the parts, joined, are a function of the text and of nothing else: not of how it was cut. Time is linear in its length.
 
 What is no call stays content, character by character: the name of no tool that was offered, a body that breaks off before the arguments begin, a mark
-that somebody merely writes about. A call has begun once its name and the first character of its arguments were read; what breaks off behind that leaves
+that is merely written about. A call has begun once its name and the first character of its arguments were read; what breaks off behind that leaves
 arguments that break off too. Not part of anything: the marks of calls and reasoning themselves, and blanks next to them (behind a call they stay
 where content goes on).
 

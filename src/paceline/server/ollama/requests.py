@@ -15,24 +15,19 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from paceline.core.errors import InvalidRequest
-from paceline.core.generation import LOGPROBS, MIN_P, PRESENCE_PENALTY, REPETITION_PENALTY, TEMPERATURE, TOP_P
+from paceline.core.generation import LOGPROBS, PRESENCE_PENALTY, REPETITION_PENALTY
 from paceline.core.inference import ServedModel
 from paceline.server.call import Call
 from paceline.server.fields import check_fields, ignored_fields, inner_request
 from paceline.server.intake import Intake
 from paceline.server.messages import MAX_CALLS, MAX_TOOLS, NAME, Function, Strict
 from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape
-from paceline.server.requests import ChatCompletionRequest, CompletionRequest, StopString, reasoning_fields
+from paceline.server.requests import ChatCompletionRequest, CompletionRequest, Drawn, ModelName, StopString, reasoning_fields
 
 _IGNORED = "Ignored."
 
 
-class Options(Strict):
-    temperature: float | None = Field(default=None, ge=TEMPERATURE.least, le=TEMPERATURE.most, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31, description="0 or -1 keeps all.")
-    top_p: float | None = Field(default=None, ge=TOP_P.least, le=TOP_P.most, allow_inf_nan=False)
-    min_p: float | None = Field(default=None, ge=MIN_P.least, le=MIN_P.most, allow_inf_nan=False)
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+class Options(Drawn):
     num_predict: int | None = Field(
         default=None, ge=-2, lt=1 << 31, description="Tokens of the answer at most; 0, -1 and -2: the rest of the context."
     )
@@ -71,7 +66,7 @@ Think = Annotated[
 class OllamaRequest(Strict):
     """What `/api/chat` and `/api/generate` share."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
+    model: ModelName
     stream: bool | None = Field(default=None, description="Default true.")
     options: Options | None = None
     format: Format = Field(default=None, description='"json", or the JSON schema that the answer is to have.')
@@ -130,8 +125,8 @@ class OllamaGenerateRequest(OllamaRequest):
 class OllamaShowRequest(Strict):
     """Body of POST /api/show."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    name: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(default=None, description="Older clients' word for `model`.")
+    model: ModelName | None = None
+    name: ModelName | None = Field(default=None, description="Older clients' word for `model`.")
 
 
 BODIES = (OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest)
@@ -210,11 +205,7 @@ def _shared(asked: OllamaRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model": asked.model,
         "stream": asked.stream is not False,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "seed": options.seed,
+        **{name: getattr(options, name) for name in Drawn.model_fields},
         "stop": options.stop or None,
         "repetition_penalty": options.repeat_penalty if counts else 1.0,
         "presence_penalty": options.presence_penalty if counts else 0.0,

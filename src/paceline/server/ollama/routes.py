@@ -27,12 +27,12 @@ from paceline.server.ollama import requests as intake
 from paceline.server.ollama import shape as replies
 from paceline.server.ollama.requests import LoadOnly
 from paceline.server.ollama.shape import Fields, head, stamp
+from paceline.server.replies import Documented, body_of, refusals
+from paceline.server.requests import ModelName
 from paceline.store.catalog import LocalModel, changed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from paceline.server.app import ApiService, Documented
+    from paceline.server.app import ApiService
     from paceline.server.call import Call
     from paceline.server.embeddings import Embedded, TextEncoder
     from paceline.server.intake import Intake
@@ -80,7 +80,7 @@ def tag(name: str, created: int, facts: ModelFacts) -> Fields:
 
 
 def on_disk(model: LocalModel) -> Fields:
-    """The same of a model that nobody asked for yet."""
+    """The same of a model that is not loaded."""
     form, _, stored_as = model.format.partition(" ")
     return tag(model.name, changed(model), ModelFacts(model.digest or "", model.nbytes, model.family, 0, stored_as, form.lower()))
 
@@ -138,16 +138,10 @@ _FETCHING = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 _LINES = {"application/x-ndjson": {"schema": {"type": "string", "description": "A JSON object a line; the last one has `done: true`."}}}
 
 
-def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: Callable[[str], dict[str, Any]]) -> None:
-    """Serve Ollama's API.
-
-    Args:
-        failing: how a body may be refused, for the document.
-        body_of: a route's body in the document, by its schema's name.
-    """
-    refused: Documented = {status: {**said, "model": replies.OllamaError} for status, said in failing.items()}
-    guarded: Documented = {status: said for status, said in refused.items() if status == 401}
-
+def add_routes(app: FastAPI, service: ApiService) -> None:
+    """Serve Ollama's API."""
+    refused = refusals(replies.OllamaError, service.settings)
+    guarded = refusals(replies.OllamaError, service.settings, 401)
     encoder = service.embedder.encoder
 
     def models() -> list[ServedModel]:
@@ -182,7 +176,7 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
     @app.post(
         "/api/chat",
         responses={200: {"model": replies.OllamaChat, "content": _LINES}, **refused},
-        openapi_extra=body_of("OllamaChatRequest"),
+        openapi_extra=body_of(intake.OllamaChatRequest),
     )
     async def chat(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await answer(request, intake.chat)
@@ -190,12 +184,12 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
     @app.post(
         "/api/generate",
         responses={200: {"model": replies.OllamaText, "content": _LINES}, **refused},
-        openapi_extra=body_of("OllamaGenerateRequest"),
+        openapi_extra=body_of(intake.OllamaGenerateRequest),
     )
     async def generate(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return await answer(request, intake.generate)
 
-    @app.post("/api/show", responses={200: {"model": replies.OllamaShown}, **refused}, openapi_extra=body_of("OllamaShowRequest"))
+    @app.post("/api/show", responses={200: {"model": replies.OllamaShown}, **refused}, openapi_extra=body_of(intake.OllamaShowRequest))
     async def show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response(await service.read(request, show_of, declared=False))
 
@@ -220,7 +214,7 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
     async def version() -> Response:  # pyright: ignore[reportUnusedFunction]
         return json_response({"version": VERSION, "paceline": __version__})
 
-    _add_embeddings(app, service, refused, body_of)
+    _add_embeddings(app, service, refused)
 
     async def not_here(request: Request) -> Response:
         raise Refusal(
@@ -232,7 +226,7 @@ def add_routes(app: FastAPI, service: ApiService, failing: Documented, body_of: 
 
 
 class _Request(Strict):
-    model: Annotated[str, Field(min_length=1, max_length=512)]
+    model: ModelName
     keep_alive: Any = Field(default=None, description="Ignored: models stay loaded.")
 
 
@@ -261,21 +255,12 @@ class OllamaEmbedding(BaseModel):
     embedding: list[float]
 
 
-def _add_embeddings(
-    app: FastAPI, service: ApiService, refused: dict[int | str, dict[str, Any]], body_of: Callable[[str], dict[str, Any]]
-) -> None:
-    """Serve the paths.
-
-    Args:
-        refused: what else they may answer, for the document.
-        body_of: a route's body in the document, by its schema's name.
-    """
-
+def _add_embeddings(app: FastAPI, service: ApiService, refused: Documented) -> None:
     async def embedded(asked: EmbeddingRequest, request: Request, field: str) -> tuple[TextEncoder, Embedded]:
         encoder = encoder_of(asked, service)
         return encoder, await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked), field), request)
 
-    @app.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **refused}, openapi_extra=body_of("OllamaEmbedRequest"))
+    @app.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **refused}, openapi_extra=body_of(OllamaEmbedRequest))
     async def embed(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         arrived_s = service.clock.monotonic()
         asked = await service.read(request, partial(parse, service.embedder, OllamaEmbedRequest), declared=False)
@@ -291,7 +276,7 @@ def _add_embeddings(
         body = orjson.dumps(answer)[:-1] + b',"embeddings":[' + written + b"]}"
         return json_response(body, ignored_fields(asked))
 
-    @app.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **refused}, openapi_extra=body_of("OllamaEmbeddingsRequest"))
+    @app.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **refused}, openapi_extra=body_of(OllamaEmbeddingsRequest))
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         asked = await service.read(request, partial(parse, service.embedder, OllamaEmbeddingsRequest), declared=False)
         _, made = await embedded(EmbeddingRequest(model=asked.model, input=asked.prompt), request, "prompt")

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from base64 import b64decode, b64encode
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -89,12 +89,6 @@ class KeptBounds:
     age_s: float
 
 
-@dataclass(slots=True)
-class _Held:
-    item: KeptItem
-    times: int = 0
-
-
 class KeptResponses:
     """The responses of one server. Safe to call from several threads."""
 
@@ -103,7 +97,8 @@ class KeptResponses:
         self._lock = threading.Lock()
         self._responses: OrderedDict[str, tuple[Kept, float]] = OrderedDict()
         """With when each was last used, the longest ago first."""
-        self._held: dict[KeptItem, _Held] = {}
+        self._held: Counter[KeptItem] = Counter()
+        """How many responses have each item."""
         self._by_id: dict[str, KeptItem] = {}
         self._size = 0
 
@@ -124,13 +119,11 @@ class KeptResponses:
             self._responses[kept.id] = kept, self._clock.monotonic()
             self._size += kept.own_size
             for item in kept.items:
-                held = self._held.get(item)
-                if held is None:
-                    held = self._held[item] = _Held(item)
+                if item not in self._held:
                     if _MADE_HERE.fullmatch(item.id):  # what clients call their own items says nothing to others
                         self._by_id.setdefault(item.id, item)
                     self._size += item.size
-                held.times += 1
+                self._held[item] += 1
             self._drop_old()
 
     def find(self, response_id: str) -> Kept | None:
@@ -170,9 +163,8 @@ class KeptResponses:
         kept, _ = found
         self._size -= kept.own_size
         for item in kept.items:
-            held = self._held[item]
-            held.times -= 1
-            if not held.times:
+            self._held[item] -= 1
+            if not self._held[item]:
                 del self._held[item]
                 self._size -= item.size
                 if self._by_id.get(item.id) is item:

@@ -13,27 +13,12 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.core.generation import LOGPROBS
-from paceline.server.messages import MAX_TOOLS, NAME, Strict, string_or_list
+from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, refused, string_or_list
 from paceline.server.requests import BY_KIND_OF_FORMAT, JsonObjectFormat, JsonSchema, ResponseFormat, Sampling, TextFormat
 
-NOT_SERVED = "not_served"
-"""The type of a validation error about something that OpenAI serves and Paceline does not."""
 MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def _refused(what: str) -> PydanticCustomError:
-    return PydanticCustomError(NOT_SERVED, "{what}", {"what": what})
-
-
-def _off(what: str, *offs: object) -> BeforeValidator:
-    def check(value: object) -> object:
-        if value is not None and not any(type(value) is type(off) and value == off for off in offs):
-            raise _refused(what)
-        return value
-
-    return BeforeValidator(check)
 
 
 class InputPart(Strict):
@@ -55,9 +40,9 @@ PARTS = {
 
 
 def _check_part(value: object) -> object:
-    kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+    kind = kind_of(value)
     if isinstance(kind, str) and kind in PARTS:
-        raise _refused(PARTS[kind])
+        raise refused(PARTS[kind])
     return value
 
 
@@ -139,10 +124,8 @@ def _kind_of_item(value: object) -> str | None:
 
 
 def _check_item(value: object) -> object:
-    if isinstance(value, dict) and _kind_of_item(cast("object", value)) is None:
-        kind = cast("dict[str, object]", value)["type"]
-        if isinstance(kind, str):
-            raise _refused(f"Items of type {kind[:80]!r} are not served, only {', '.join(ITEMS)}")
+    if _kind_of_item(value) is None and isinstance(kind := kind_of(value), str):
+        raise refused(f"Items of type {kind[:80]!r} are not served, only {', '.join(ITEMS)}")
     return value
 
 
@@ -174,9 +157,9 @@ class FunctionTool(Strict):
 
 
 def _check_tool(value: object) -> object:
-    kind = cast("dict[str, object]", value).get("type") if isinstance(value, dict) else None
+    kind = kind_of(value)
     if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise _refused(f"Only tools of type function are served: no {kind[:80]}")
+        raise refused(f"Only tools of type function are served: no {kind[:80]}")
     return value
 
 
@@ -201,7 +184,7 @@ class NamespaceTool(Strict):
 
 
 def _kind_of_tool(value: object) -> str:
-    return "as-namespace" if isinstance(value, dict) and cast("dict[str, object]", value).get("type") == "namespace" else "as-function"
+    return "as-namespace" if kind_of(value) == "namespace" else "as-function"
 
 
 AnyTool = Annotated[
@@ -235,8 +218,7 @@ class AllowedChoice(Strict):
 def _kind_of_choice(value: object) -> str:
     if isinstance(value, str):
         return "as-string"
-    allowed = isinstance(value, dict) and cast("dict[str, object]", value).get("type") == "allowed_tools"
-    return "as-allowed" if allowed else "as-named"
+    return "as-allowed" if kind_of(value) == "allowed_tools" else "as-named"
 
 
 Choice = Annotated[
@@ -262,7 +244,7 @@ class TextAsked(Strict):
         ]
         | None
     ) = None
-    verbosity: Annotated[Literal["medium"] | None, _off("Only verbosity medium is served", "medium")] = None
+    verbosity: Annotated[Literal["medium"] | None, off("Only verbosity medium is served", "medium")] = None
 
 
 class ReasoningSwitches(Strict):
@@ -312,28 +294,17 @@ class ResponsesRequest(Sampling):
     client_metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
     truncation: Annotated[
-        Literal["disabled"] | None, _off("Only disabled is served: what does not fit is an error, and nothing is dropped", "disabled")
+        Literal["disabled"] | None, off("Only disabled is served: what does not fit is an error, and nothing is dropped", "disabled")
     ] = None
-    background: Annotated[Literal[False] | None, _off("Responses in the background are not served", False)] = None
-    context_management: Annotated[list[Any] | None, Field(max_length=0), _off("Compaction is not served", [])] = None
-    conversation: Annotated[None, _off("Conversations are not served: send previous_response_id, or all items")] = None
-    prompt: Annotated[None, _off("Prompts kept by OpenAI are not served: send instructions and input")] = None
-    moderation: Annotated[None, _off("Nothing is moderated here")] = None
-    response_format: Annotated[ResponseFormat | None, _off("Send text.format")] = None
-    messages: Annotated[None, _off("Send input")] = None
-
-    @field_validator("n", mode="after")
-    @classmethod
-    def _one(cls, n: int | None) -> int | None:
-        if n not in (None, 1):
-            raise _refused("A response has one answer")
-        return n
-
-    @field_validator("max_tokens", mode="after")
-    @classmethod
-    def _other_name(cls, most: int | None) -> None:
-        if most is not None:
-            raise _refused("Send max_output_tokens")
+    background: Annotated[Literal[False] | None, off("Responses in the background are not served", False)] = None
+    context_management: Annotated[list[Any] | None, Field(max_length=0), off("Compaction is not served", [])] = None
+    conversation: Annotated[None, off("Conversations are not served: send previous_response_id, or all items")] = None
+    prompt: Annotated[None, off("Prompts kept by OpenAI are not served: send instructions and input")] = None
+    moderation: Annotated[None, off("Nothing is moderated here")] = None
+    n: Annotated[int | None, off("A response has one answer", 1)] = None
+    max_tokens: Annotated[int | None, off("Send max_output_tokens")] = None
+    response_format: Annotated[ResponseFormat | None, off("Send text.format")] = None
+    messages: Annotated[None, off("Send input")] = None
 
     @field_validator("metadata", mode="after")
     @classmethod

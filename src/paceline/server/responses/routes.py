@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
@@ -16,17 +15,18 @@ from paceline.server.call import Call
 from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import ignored_fields, json_response
 from paceline.server.intake import Intake
-from paceline.server.replies import event_stream
+from paceline.server.replies import Documented, ErrorReply, body_of, event_stream, refusals
 from paceline.server.responses import shape as replies
 from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, as_chat, keep, new_id, translated, write_messages
 from paceline.server.responses.requests import MessageItem, ReferenceItem, ResponsesRequest
 from paceline.server.responses.shape import AnswerTurn
 
+if TYPE_CHECKING:
+    from paceline.server.app import ApiService
+
 PATH = "/v1/responses"
 MAX_LISTED = 100
 """Items in one answer."""
-Answering = Callable[[Request, Callable[[Intake, bytes], Call]], Awaitable[Response]]
-Documenting = Callable[..., dict[int | str, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,37 +94,29 @@ def _not_found(response_id: str) -> Fault:
     return Fault(404, f"Response with id '{response_id[:80]}' not found. It was not kept, or is no longer.", code="not_found")
 
 
-def add_routes(app: FastAPI, responses: Responses, answer: Answering, documented: Documenting) -> None:
-    """Add the API to an application.
+def add_routes(app: FastAPI, service: ApiService) -> None:
+    """Serve the Responses API."""
+    responses, refused = service.responses, refusals(ErrorReply, service.settings)
+    response: Documented = {200: {"model": replies.ResponseReply}, **refused}
+    streamed: Documented = {200: {"model": replies.ResponseReply, "content": event_stream("The event's JSON.")}, **refused}
 
-    Args:
-        app: the application.
-        responses: what is kept.
-        answer: reads a body, and answers the call that is made of it.
-        documented: what is documented of a route whose answer is such a model.
-    """
-    stream = event_stream("The event's JSON.")
-    body = {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ResponsesRequest"}}}}
-    }
-
-    @app.post(PATH, responses=documented(replies.ResponseReply, stream), openapi_extra=body)
+    @app.post(PATH, responses=streamed, openapi_extra=body_of(ResponsesRequest))
     async def create(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return await answer(request, responses.call)
+        return await service.answer(request, responses.call)
 
-    @app.get(PATH + "/{response_id}", responses=documented(replies.ResponseReply))
+    @app.get(PATH + "/{response_id}", responses=response)
     async def retrieve(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("stream: a kept response comes whole", "Leave it out.", field="stream")
         return json_response(responses.find(response_id).body)
 
-    @app.delete(PATH + "/{response_id}", responses=documented(replies.Deleted))
+    @app.delete(PATH + "/{response_id}", responses={200: {"model": replies.Deleted}, **refused})
     async def delete(response_id: str) -> Response:  # pyright: ignore[reportUnusedFunction]
         if not responses.kept.delete(response_id):
             raise Refusal(_not_found(response_id))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @app.get(PATH + "/{response_id}/input_items", responses=documented(replies.ItemList))
+    @app.get(PATH + "/{response_id}/input_items", responses={200: {"model": replies.ItemList}, **refused})
     async def input_items(response_id: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         items = [item.shown for item in responses.find(response_id).input]
         query = request.query_params

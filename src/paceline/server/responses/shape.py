@@ -6,7 +6,7 @@ The answers' shapes, for the OpenAPI document only: answers are written by hand,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, TypeAdapter
@@ -21,7 +21,7 @@ from paceline.server.replies import ChatTokenLogprob
 from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, keep
 from paceline.server.responses.output import Event, Output
 from paceline.server.responses.requests import AnyItem, ResponsesRequest, shown_name
-from paceline.server.shapes import Collected, Shape
+from paceline.server.shapes import Collected, Shape, Streamed
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -166,17 +166,6 @@ class AnswerTurn:
         return ResponsesShape(call, self)
 
 
-@dataclass(slots=True)
-class CollectedOutput(Collected):
-    """An answer that is sent whole; its items come in the order they were written in."""
-
-    output: Output | None = field(default=None)
-
-    def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprob], finish: FinishReason | None) -> None:
-        if self.output is not None:
-            self.output.add(parts, logprobs, finish)
-
-
 class ResponsesShape(Shape):
     """The answers of /v1/responses."""
 
@@ -206,7 +195,7 @@ class ResponsesShape(Shape):
         return self._events([{"type": f"response.{response['status']}", "response": response}])
 
     def collected(self) -> Collected:
-        return CollectedOutput(output=self._output)
+        return Streamed(self)
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         del choices  # `collected` made the one there is
