@@ -11,8 +11,9 @@ from collections.abc import Collection, Sequence
 from itertools import count
 from math import inf
 
-from paceline.core.errors import ExecutorLost, LostSpan
-from paceline.core.ids import BatchId, BlockId, SequenceId
+from paceline.core.errors import ExecutorLost
+from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import LocalExecutor, blocks_for
 from paceline.engine.restoring import Restored, restoring_batches
@@ -106,7 +107,7 @@ class InOrderExecutor:
             for batch_id in tuple(self._pending):
                 self._drop(batch_id)
             self._inner = LocalExecutor(self._runner)
-            raise ExecutorLost("stage 0 went away", (LostSpan(0, 1, "elsewhere"),))
+            raise ExecutorLost("stage 0 went away", (LayerSpan(NodeId("elsewhere"), LayerRange(0, 1)),))
         batch_id = next(iter(self._pending))
         self._inner.submit(self._drop(batch_id))
         if batch_id in self._recalled:

@@ -19,7 +19,7 @@ from tests.scenarios.fleet_text import FleetText
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.core.trust import Trust
 from paceline.engine.config import EngineConfig
 from paceline.fleet.card import NodeCard
@@ -34,7 +34,6 @@ from paceline.node.planning import parse_pin
 from paceline.ways.draft.finding import Verifier, drafters
 from paceline.ways.draft.price import DRAFT
 from paceline.ways.pipeline.routes import ahead, build
-from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.order import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
 
@@ -69,7 +68,7 @@ class Node:
     node_id: NodeId
     fleet_text: FleetText
     loop: asyncio.AbstractEventLoop
-    asked: list[StagePart] = field(default_factory=list[StagePart])
+    asked: list[LayerSpan] = field(default_factory=list[LayerSpan])
     """To load ahead."""
     plans: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -134,7 +133,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
 
             def __init__(self, *_: object) -> None: ...
 
-            async def open(self, parts: Sequence[StagePart], **_: object) -> Any:
+            async def open(self, parts: Sequence[LayerSpan], **_: object) -> Any:
                 return SimpleNamespace(stages=[*parts], close=lambda: None)
 
         def executor(head: object, n_layers: int, router: Any, *_: object) -> None:
@@ -145,7 +144,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
             raise Built(" -> ".join([part(node.node_id, first), *(part(stage.node_id, stage.layers) for stage in stages)]))
 
         async def to_load(_: object, __: object, node_id: NodeId, layers: LayerRange) -> None:
-            node.asked.append(StagePart(node_id, layers))
+            node.asked.append(LayerSpan(node_id, layers))
 
         def alone(*_: object) -> None:
             raise Built(f"{own} alone")

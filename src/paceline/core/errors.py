@@ -60,7 +60,7 @@ PacelineError
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from paceline.core.model import LayerSpan
 
 
 class PacelineError(Exception):
@@ -263,15 +263,6 @@ class MessageTooLarge(GossipRefused):
     """A message with more digests, cards, stamps, revocations or bytes than the bounds allow."""
 
 
-@dataclass(frozen=True, slots=True)
-class LostSpan:
-    """Layers [start, stop) of the model that can't be reached, and who held them."""
-
-    start: int
-    stop: int
-    holder: str
-
-
 ENGINE_GONE = "engine_gone"
 NO_MACHINE = "no_machine"
 SERVER_STOPPING = "server_stopping"
@@ -301,7 +292,7 @@ class EngineGone(ExecutorUnavailable):
 class ExecutorLost(PacelineError):
     """Spans of the model can't be reached; the engine replays live sequences once they are back."""
 
-    def __init__(self, message: str, spans: tuple[LostSpan, ...], hint: str = "") -> None:
+    def __init__(self, message: str, spans: tuple[LayerSpan, ...], hint: str = "") -> None:
         super().__init__(message, hint)
         self.spans = spans
 

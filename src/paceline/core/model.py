@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from paceline.core.ids import NodeId
+
 BLOCK_TOKENS = 16
 """Tokens of KV that a name stands for, and that a block counts where KV is counted between machines. What a machine keeps together may be more."""
 WIDEST_BLOCK = 256
@@ -52,6 +54,14 @@ class LayerRange:
     def words(self) -> str:
         """The same for a sentence."""
         return f"{self.start} to {self.stop - 1}" if self.stop - self.start != 1 else str(self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """Layers of a model, and the node that runs them, has them or is to have them."""
+
+    node_id: NodeId
+    layers: LayerRange
 
 
 @dataclass(frozen=True, slots=True)

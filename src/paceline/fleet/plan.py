@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Final, NewType
 
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.core.trust import Trust
 
 LEAST_ROWS = 512
@@ -198,15 +198,6 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
-    """A machine outside a pipeline that should have a span of it loaded, should the machine that runs it be lost."""
-
-    node_id: NodeId
-    instance: bytes
-    layers: LayerRange
-
-
-@dataclass(frozen=True, slots=True)
 class Excluded:
     """A machine that can't run all of the model alone, and why."""
 
@@ -229,5 +220,5 @@ class Plan:
     notes: tuple[str, ...]
     """What a person should know: where fewer machines are faster, what was assumed."""
     excluded: tuple[Excluded, ...]
-    spares: tuple[Spare, ...] = ()
+    spares: tuple[LayerSpan, ...] = ()
     """For a pipeline that an orchestrator was named for: which machines load which of its spans, as memory allows."""

@@ -12,12 +12,12 @@ from typing import ClassVar
 
 from paceline.core.errors import ImpossiblePin
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.core.trust import Trust
 from paceline.fleet import choices
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.machines import Links, Machine
-from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Spare, Way
+from paceline.fleet.plan import ALONE, Choice, Pin, PlanRequest, Way
 
 ASSUMED_RTT_S, ASSUMED_BYTES_PER_S = 5e-3, 1e7
 """Of a link that was not measured, where a pin wants it: a poor Wi-Fi."""
@@ -63,7 +63,7 @@ class PricesWay(ABC):
             ImpossiblePin: the person's pins can't be kept in this way.
         """
 
-    def spares(self, fleet: PricedFleet, chosen: Choice) -> tuple[Spare, ...]:
+    def spares(self, fleet: PricedFleet, chosen: Choice) -> tuple[LayerSpan, ...]:
         """Machines that should be ready for the loss of one of a choice."""
         del fleet, chosen
         return ()

@@ -6,9 +6,10 @@ import pytest
 
 from paceline.core import errors
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ExecutorLost, FleetError, InvalidRequest, LostSpan, Overloaded, PacelineError, RequestError, UserError
+from paceline.core.errors import ExecutorLost, FleetError, InvalidRequest, Overloaded, PacelineError, RequestError, UserError
 from paceline.core.generation import FinishReason
-from paceline.core.model import LayerRange
+from paceline.core.ids import NodeId
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.testing.clock import FakeClock
 
 
@@ -20,7 +21,7 @@ def test_an_error_reads_as_what_happened_and_what_to_do() -> None:
 def test_errors_carry_what_answers_need() -> None:
     assert InvalidRequest("bad", field="top_p").field == "top_p"
     assert Overloaded("full", retry_after_s=3).retry_after_s == 3
-    assert ExecutorLost("gone", (LostSpan(0, 4, "b"),)).spans[0].holder == "b"
+    assert ExecutorLost("gone", (LayerSpan(NodeId("b"), LayerRange(0, 4)),)).spans[0].node_id == "b"
 
 
 def test_the_tree_is_the_one_in_its_docstring() -> None:

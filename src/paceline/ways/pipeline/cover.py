@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard, Role, ShardState
 from paceline.fleet.machines import (
@@ -31,7 +31,7 @@ from paceline.fleet.machines import (
     speed_order,
     stage_machines,
 )
-from paceline.fleet.plan import PlanRequest, Spare
+from paceline.fleet.plan import PlanRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,6 @@ class CoverRequest:
     """Nodes that must take no part."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoverPart:
-    """A shard, and which of its layers are used."""
-
-    shard: WarmShard
-    layers: LayerRange
-
-
 def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:
     """Every shard that the cards of a view say is loaded."""
     return [
@@ -98,7 +90,7 @@ def warm_shards(view: Iterable[NodeCard]) -> list[WarmShard]:
     ]
 
 
-def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[CoverPart]:
+def pick(shards: Iterable[WarmShard], request: CoverRequest) -> list[LayerSpan]:
     """Shards that cover the layers without gap or overlap, in the order of their layers.
 
     Args:
@@ -131,16 +123,16 @@ def _is_allowed(shard: WarmShard, request: CoverRequest) -> bool:
 _Farthest = tuple[int, float, int, str, str]
 
 
-def _greedy(shards: Sequence[WarmShard], layers: LayerRange) -> list[CoverPart] | None:
+def _greedy(shards: Sequence[WarmShard], layers: LayerRange) -> list[LayerSpan] | None:
     """The first shard that includes the next layer, again and again. None where none does."""
-    parts: list[CoverPart] = []
+    parts: list[LayerSpan] = []
     cursor = layers.start
     while cursor < layers.stop:
         best = next((shard for shard in shards if cursor in shard.state.layers), None)
         if best is None:
             return None
         start, cursor = cursor, min(best.state.layers.stop, layers.stop)
-        parts.append(CoverPart(best, LayerRange(start, cursor)))
+        parts.append(LayerSpan(best.node_id, LayerRange(start, cursor)))
     return parts
 
 
@@ -153,7 +145,7 @@ def _none(
     named: Sequence[WarmShard],
     same: Sequence[WarmShard],
     free: Sequence[WarmShard],
-    parts: Sequence[CoverPart] | None,
+    parts: Sequence[LayerSpan] | None,
 ) -> ShardUnavailable | WeightsMismatch:
     model = request.model_id[:200]
     if parts is not None:
@@ -213,7 +205,7 @@ def spares_for(
     spans: Sequence[LayerRange],
     taken: frozenset[NodeId],
     trust: Mapping[NodeId, Trust] | None = None,
-) -> tuple[Spare, ...]:
+) -> tuple[LayerSpan, ...]:
     """A machine for each span, as far as there are any.
 
     Args:
@@ -232,12 +224,12 @@ def spares_for(
         for machine in stage_machines([*group, *fetchers(group, cards, links, request)], request, barred):
             if machine.node_id not in taken and machine.node_id != request.orchestrator:
                 free.setdefault(machine.node_id, machine)
-    found: list[Spare] = []
+    found: list[LayerSpan] = []
     for span in sorted(spans, key=lambda span: (-len(span), span.start)):
         able = [machine for machine in free.values() if _has(machine, span) or _fits(machine, span)]
         if able:
             best = max(able, key=lambda machine: (_has(machine, span), not _has_any(machine), speed_order(machine)))
-            found.append(Spare(best.node_id, best.card.instance, span))
+            found.append(LayerSpan(best.node_id, span))
             del free[best.node_id]
     return tuple(sorted(found, key=lambda spare: spare.layers.start))
 

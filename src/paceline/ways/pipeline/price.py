@@ -11,9 +11,9 @@ from itertools import islice, permutations
 
 from paceline.core.errors import ImpossiblePin, PipelineError
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.fleet.machines import Machine, stage_machines
-from paceline.fleet.plan import Choice, Constraint, Pin, PlanRequest, Spare
+from paceline.fleet.plan import Choice, Constraint, Pin, PlanRequest
 from paceline.fleet.ways import PricedFleet, PricesWay, check_range, pinned_machine
 from paceline.ways.pipeline.cover import CoverRequest, pick, spares_for, warm_shards
 from paceline.ways.pipeline.splits import PIPELINE, Pipeline, arranged, as_choice, pipelines
@@ -40,9 +40,9 @@ def _loaded(fleet: PricedFleet, stages: Sequence[Machine]) -> Iterator[Pipeline]
             parts = pick(shards, wanted)
         except PipelineError:
             continue
-        if len({part.shard.node_id for part in parts}) < len(parts):
+        if len({part.node_id for part in parts}) < len(parts):
             continue
-        order = [first, *(by_id[part.shard.node_id] for part in parts)]
+        order = [first, *(by_id[part.node_id] for part in parts)]
         if (pipeline := arranged(order, fleet.links.between, request, [own, *(len(part.layers) for part in parts)])) is not None:
             yield pipeline
 
@@ -193,7 +193,7 @@ class Pipelined(PricesWay):
             raise _too_many(min(len(choice.stages) for choice in found) - 1, request)
         return allowed
 
-    def spares(self, fleet: PricedFleet, chosen: Choice) -> tuple[Spare, ...]:
+    def spares(self, fleet: PricedFleet, chosen: Choice) -> tuple[LayerSpan, ...]:
         if fleet.request.orchestrator is None:
             return ()
         spans = [stage.layers for stage in chosen.stages[1:]]

@@ -10,11 +10,11 @@ from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, 
 
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard, Role, ShardState
 from paceline.fleet.placement import explain
-from paceline.fleet.plan import Pin, Spare
+from paceline.fleet.plan import Pin
 from paceline.node.ways import plan
 from paceline.ways.pipeline.cover import spares_for
 from paceline.ways.pipeline.routes.choosing import plan_request
@@ -61,7 +61,7 @@ def test_machines_without_memory_or_trust_are_no_spares() -> None:
     assert spares(changed(DOG, shard_memory_bytes=GIB // 8)) == {ELK: CATS}
     trust = {DOG: Trust.GUEST}
     found = spares_for(FIVE, REQUEST, [BEES, CATS], frozenset({BEE, CAT}), trust)
-    assert found == (Spare(ELK, b"elk", CATS),)
+    assert found == (LayerSpan(ELK, CATS),)
 
 
 def test_layers_that_are_idle_make_way_for_a_stage_and_not_for_a_spare() -> None:

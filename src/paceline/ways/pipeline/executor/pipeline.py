@@ -37,13 +37,14 @@ from paceline.core.errors import (
     TensorTooLarge,
 )
 from paceline.core.generation import Notice
-from paceline.core.ids import BatchId, SequenceId
+from paceline.core.ids import BatchId, NodeId, SequenceId
+from paceline.core.model import LayerSpan
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
 from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteNews, Unwatched
 from paceline.ways.pipeline.executor.limits import Patience, PipelineLimits
 from paceline.ways.pipeline.executor.restoring import Journal, Lacks, Restoring
-from paceline.ways.pipeline.executor.route import Route, Router, RouteStage, SpanLease, SpanLeases
+from paceline.ways.pipeline.executor.route import Route, Router, RouteStage
 from paceline.ways.pipeline.executor.search import Fallback, Search
 from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch, check_activations, without_tokens
@@ -113,7 +114,6 @@ class PipelineExecutor:
         self.times = PipelineTimes()
         self._width = head.to_wire(head.embed(np.zeros(1, np.int32))).shape[1]
         self._route: Route | None = None
-        self._leases = SpanLeases()
         self._own: Stage | None = None
         self._pending: deque[_InFlight] = deque()
         self._received = 0
@@ -164,7 +164,6 @@ class PipelineExecutor:
         self._pending.clear()
         self._search.forget_kv()
         self._lacks, self._restoring, self._own = Lacks(), None, None
-        self._leases.void(None)
         route, self._route = self._route, None
         if route is not None:
             route.close()
@@ -283,16 +282,15 @@ class PipelineExecutor:
         assert self._route is not None, "it runs them"
         self._news.restored()
         self._route.close()
-        void = self._leases.void(None)
+        void = _spans(self._route, None)
         self._take(others)
         return ExecutorLost("other machines run these layers again", void)
 
     def _take(self, route: Route) -> None:
         """Run over a route from now on."""
         self._route = route
-        self._leases.take(SpanLease(stage.node_id, stage.layers, stage.kv_tokens) for stage in route.stages)
         head, own, limits = self._head, self._head.layers, self._limits
-        n_blocks = min(self._leases.kv_tokens, head.n_blocks * head.block_size) // route.block_size
+        n_blocks = min(*(stage.kv_tokens for stage in route.stages), head.n_blocks * head.block_size) // route.block_size
         holds_identity = head.holds_identity and all(stage.holds_identity for stage in route.stages)
         resumed = [stage.resumed for stage in route.stages]
         self._holds = (
@@ -372,6 +370,9 @@ class PipelineExecutor:
         self._pending.clear()
         route.close()
         self._search.lost(fault)
-        lost = self._leases.void(fault.node_id)
-        self._leases.void(None)  # those that are left are taken anew with the next route
-        return ExecutorLost(fault.message, lost)
+        return ExecutorLost(fault.message, _spans(route, fault.node_id))
+
+
+def _spans(route: Route, node_id: NodeId | None) -> tuple[LayerSpan, ...]:
+    """The spans whose KV is void once a node of a route is lost; None: any of them, so all."""
+    return tuple(LayerSpan(stage.node_id, stage.layers) for stage in route.stages if node_id in {None, stage.node_id})

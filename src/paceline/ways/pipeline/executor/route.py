@@ -6,22 +6,19 @@ route go on with it. The node to blame stays out for a while.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.errors import LostSpan
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerSpan
 from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, PipelineFault
 
 
 @dataclass(frozen=True, slots=True)
-class RouteStage:
+class RouteStage(LayerSpan):
     """One machine's part in a route."""
 
-    node_id: NodeId
-    layers: LayerRange
     shard_id: str
     numerics_id: str
     holds_identity: bool
@@ -130,50 +127,3 @@ class Router(Protocol):
     def close(self) -> None:
         """Stop looking. Idempotent."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SpanLease:
-    """One machine's KV of these layers."""
-
-    node_id: NodeId
-    layers: LayerRange
-    kv_tokens: int
-
-
-class SpanLeases:
-    """Of one pipeline: which machine leases how much KV for which span of the model, and whose are void once machines are lost.
-
-    Law: a lease belongs to a span. What was written under it is void from the moment its machine is lost or lets go of it; what other machines
-    hold of the same sequences is as good as before.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[LayerRange, SpanLease] = {}
-
-    @property
-    def held(self) -> tuple[SpanLease, ...]:
-        """In the order of their layers."""
-        return tuple(sorted(self._held.values(), key=lambda lease: lease.layers.start))
-
-    @property
-    def kv_tokens(self) -> int:
-        """That every span has room for: sequences may be given no more. 0 where nothing is leased."""
-        return min((lease.kv_tokens for lease in self.held), default=0)
-
-    def take(self, leases: Iterable[SpanLease]) -> None:
-        """A route was opened over these."""
-        self._held |= {lease.layers: lease for lease in leases}
-
-    def void(self, node_id: NodeId | None) -> tuple[LostSpan, ...]:
-        """Machines are lost: their spans, whose KV is void. The leases are gone.
-
-        Args:
-            node_id: the machine; None: any of them, so all.
-        """
-        lost = [lease for lease in self._held.values() if node_id in {None, lease.node_id}]
-        for lease in lost:
-            del self._held[lease.layers]
-        return tuple(
-            LostSpan(lease.layers.start, lease.layers.stop, lease.node_id) for lease in sorted(lost, key=lambda it: it.layers.start)
-        )

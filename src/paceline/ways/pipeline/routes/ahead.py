@@ -19,20 +19,20 @@ from dataclasses import replace
 from paceline.core.background import in_background_of
 from paceline.core.errors import FleetError, PipelineError, PlacementError
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.client import warm_layers
 from paceline.ways.pipeline.cover import spares_for
 from paceline.ways.pipeline.executor.sessions import StageLoading, StageRequest
-from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, choose, plan_request
+from paceline.ways.pipeline.routes.choosing import Wanted, choose, plan_request
 from paceline.ways.pipeline.routes.opening import SeesFleet
 
 logger = logging.getLogger(__name__)
 
 
 def begin_loads(
-    fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, planned: tuple[StagePart, ...] = ()
-) -> tuple[StagePart, ...]:
+    fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, planned: tuple[LayerSpan, ...] = ()
+) -> tuple[LayerSpan, ...]:
     """Ask the machines that will run a pipeline, as things are now, to load their layers. For any thread.
 
     Args:
@@ -51,7 +51,7 @@ def begin_loads(
         logger.info("no machine loads ahead: %s", error.message)
         return ()
 
-    async def ask(part: StagePart) -> None:
+    async def ask(part: LayerSpan) -> None:
         try:
             await ask_to_load(fleet, request, part.node_id, part.layers)
         except FleetError as error:
@@ -79,7 +79,7 @@ async def ask_to_load(fleet: SeesFleet, request: StageRequest, node_id: NodeId, 
     return await warm_layers(fleet.channel(node_id), node_id, replace(request, layers=layers))
 
 
-def still_there(parts: Iterable[StagePart], cards: Sequence[NodeCard], wanted: Wanted, exclude: Collection[NodeId]) -> bool:
+def still_there(parts: Iterable[LayerSpan], cards: Sequence[NodeCard], wanted: Wanted, exclude: Collection[NodeId]) -> bool:
     """Whether all machines that load ahead may run a pipeline, now that it is known what kernels compute here."""
     by_id = {card.node_id: card for card in cards}
     return all(part.node_id in by_id and part.node_id not in exclude and _same_bytes(by_id[part.node_id], wanted) for part in parts)
@@ -108,7 +108,7 @@ class SpareKeeper:
         """The event loop's alone."""
         self._said: dict[NodeId, str] = {}
 
-    def keep(self, parts: Sequence[StagePart], excluded: Callable[[], frozenset[NodeId]]) -> None:
+    def keep(self, parts: Sequence[LayerSpan], excluded: Callable[[], frozenset[NodeId]]) -> None:
         """There is a route over these machines. For any thread.
 
         Args:
@@ -120,7 +120,7 @@ class SpareKeeper:
         """There is none. For any thread; idempotent."""
         self._on_loop(self._end)
 
-    async def look(self, parts: Sequence[StagePart], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
+    async def look(self, parts: Sequence[LayerSpan], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
         """Ask the spares for a route over these machines to have its spans loaded. On the event loop.
 
         Args:
@@ -156,7 +156,7 @@ class SpareKeeper:
         with suppress(RuntimeError):  # a loop that is closed keeps no spares
             self._loop.call_soon_threadsafe(work)
 
-    def _begin(self, parts: Sequence[StagePart], excluded: Callable[[], frozenset[NodeId]]) -> None:
+    def _begin(self, parts: Sequence[LayerSpan], excluded: Callable[[], frozenset[NodeId]]) -> None:
         self._end()
         self._keeping = self._fleet.background.keep(lambda: self._keep(parts, excluded), f"spares of {self._request.model_id}")
 
@@ -165,7 +165,7 @@ class SpareKeeper:
             self._keeping.cancel()
             self._keeping = None
 
-    async def _keep(self, parts: Sequence[StagePart], excluded: Callable[[], frozenset[NodeId]]) -> None:
+    async def _keep(self, parts: Sequence[LayerSpan], excluded: Callable[[], frozenset[NodeId]]) -> None:
         while True:
             await self.look(parts, excluded())
             await asyncio.sleep(ASK_S)

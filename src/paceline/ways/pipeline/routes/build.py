@@ -16,7 +16,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import PipelineDisabled
 from paceline.core.ids import NodeId
 from paceline.core.inference import ServedModel
-from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, ActivationDtype, LayerRange
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, ActivationDtype, LayerRange, LayerSpan
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import MoreSources
 from paceline.engine.engine import Engine
@@ -34,7 +34,7 @@ from paceline.ways.pipeline.executor.search import Fallback, LocalRoute
 from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds
 from paceline.ways.pipeline.routes.ahead import SpareKeeper, begin_loads
-from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, typical_request
+from paceline.ways.pipeline.routes.choosing import Wanted, typical_request
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import RouteOpener, SeesFleet
 from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers, fitting, longest_context
@@ -164,7 +164,7 @@ def build_engine_over(
         report_s=asked.report_ms / 1000,
     )
     # Others fetch and load theirs meanwhile.
-    as_planned = tuple(StagePart(stage.node_id, stage.layers) for stage in planned.stages[1:]) if planned is order.planned else ()
+    as_planned = tuple(LayerSpan(stage.node_id, stage.layers) for stage in planned.stages[1:]) if planned is order.planned else ()
     ahead = begin_loads(fleet, request, wanted, loop, as_planned)
     head = setup.load(own, n_blocks, max_rows, progress)
     wanted = replace(wanted, numerics_id=head.numerics_id)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import PlacementError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import TrustPolicy, Use
@@ -52,22 +52,14 @@ class Wanted:
         return LayerRange(self.own_layers, self.n_layers)
 
 
-@dataclass(frozen=True, slots=True)
-class StagePart:
-    """Layers for a node."""
-
-    node_id: NodeId
-    layers: LayerRange
-
-
 def choose(
     cards: Sequence[NodeCard],
     trust: Mapping[NodeId, Trust],
     own: NodeId,
     wanted: Wanted,
     exclude: frozenset[NodeId],
-    last: Sequence[StagePart] = (),
-) -> list[StagePart]:
+    last: Sequence[LayerSpan] = (),
+) -> list[LayerSpan]:
     """Nodes in the order of their layers.
 
     Args:
@@ -94,7 +86,7 @@ def choose(
         stages = _with_one(allowed, request, trust)
         if not stages:
             raise ShardUnavailable(error.message, error.hint) from error
-    return [StagePart(stage.node_id, stage.layers) for stage in stages[1:]]
+    return [LayerSpan(stage.node_id, stage.layers) for stage in stages[1:]]
 
 
 def typical_request(context: int) -> tuple[int, int]:
@@ -127,12 +119,12 @@ def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: 
 
 
 def _kept_with_warm(
-    cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, last: Sequence[StagePart], there: frozenset[NodeId]
-) -> list[StagePart]:
+    cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, last: Sequence[LayerSpan], there: frozenset[NodeId]
+) -> list[LayerSpan]:
     """The last route with loaded shards in the place of the machines that are not there: those that are left go on with their KV. None where a span is not
     covered.
     """
-    parts: list[StagePart] = []
+    parts: list[LayerSpan] = []
     outside = frozenset(card.node_id for card in cards) - there | {part.node_id for part in last}
     for part in last:
         if part.node_id in there:
@@ -150,8 +142,8 @@ def _kept_with_warm(
 
 
 def _mended(
-    cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], request: PlanRequest, last: Sequence[StagePart], there: frozenset[NodeId]
-) -> list[StagePart]:
+    cards: Sequence[NodeCard], trust: Mapping[NodeId, Trust], request: PlanRequest, last: Sequence[LayerSpan], there: frozenset[NodeId]
+) -> list[LayerSpan]:
     """The last route with spares in the place of the machines that are not there; none where a span finds no taker."""
     kept = [part for part in last if part.node_id in there]
     lost = [part.layers for part in last if part.node_id not in there]
@@ -161,7 +153,7 @@ def _mended(
         spares = spares_for(cards, request, lost, frozenset(part.node_id for part in kept), trust)
     except PlacementError:
         return []
-    parts = [*kept, *(StagePart(spare.node_id, spare.layers) for spare in spares)]
+    parts = [*kept, *spares]
     return sorted(parts, key=lambda part: part.layers.start) if len(spares) == len(lost) else []
 
 
@@ -177,7 +169,7 @@ def _with_one(cards: Sequence[NodeCard], request: PlanRequest, trust: Mapping[No
     return ()
 
 
-def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[StagePart]:
+def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: frozenset[NodeId]) -> list[LayerSpan]:
     """Shards that are loaded and compute the same bytes; none where they don't cover.
 
     Raises:
@@ -195,7 +187,7 @@ def warm_cover(cards: Sequence[NodeCard], own: NodeId, wanted: Wanted, exclude: 
         exclude=exclude,
     )
     try:
-        return [StagePart(part.shard.node_id, part.layers) for part in pick(warm_shards(cards), request)]
+        return pick(warm_shards(cards), request)
     except ShardUnavailable:
         return []
 

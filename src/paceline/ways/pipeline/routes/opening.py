@@ -32,7 +32,7 @@ from paceline.core.background import Background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerSpan
 from paceline.core.trust import Trust
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
@@ -51,7 +51,6 @@ from paceline.ways.pipeline.executor.sessions import (
 )
 from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import Incoming, TensorEnds, opened_in_thread
-from paceline.ways.pipeline.routes.choosing import StagePart
 
 
 class FleetRoute:
@@ -172,17 +171,17 @@ class StageLoads:
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._parts: tuple[StagePart, ...] = ()
-        self._loads: dict[StagePart, _Load] = {}
-        self._most: dict[StagePart, int] = {}
+        self._parts: tuple[LayerSpan, ...] = ()
+        self._loads: dict[LayerSpan, _Load] = {}
+        self._most: dict[LayerSpan, int] = {}
         """Bytes that each had at most, over all attempts."""
 
-    def begin(self, parts: Sequence[StagePart]) -> None:
+    def begin(self, parts: Sequence[LayerSpan]) -> None:
         """A route over these machines is asked for."""
         with self._lock:
             self._parts, self._loads = tuple(parts), {}
 
-    def told(self, part: StagePart, news: StageLoading) -> None:
+    def told(self, part: LayerSpan, news: StageLoading) -> None:
         """A machine said how far it is."""
         now = self._clock.monotonic()
         with self._lock:
@@ -190,7 +189,7 @@ class StageLoads:
             load.news = news
             self._most[part] = max(self._most.get(part, 0), news.bytes_done)
 
-    def opened(self, part: StagePart) -> None:
+    def opened(self, part: LayerSpan) -> None:
         """A machine has its layers."""
         with self._lock:
             if (load := self._loads.get(part)) is not None:
@@ -269,11 +268,11 @@ class RouteOpener:
 
     async def open(
         self,
-        parts: Sequence[StagePart],
+        parts: Sequence[LayerSpan],
         *,
         blocks: int | None = None,
         loads: StageLoads | None = None,
-        kv: Mapping[StagePart, bytes] | None = None,
+        kv: Mapping[LayerSpan, bytes] | None = None,
     ) -> FleetRoute:
         """A route over these machines. Those that load are not waited for once another refuses: what they load stays with them for a while.
 
@@ -310,7 +309,7 @@ class RouteOpener:
             await asyncio.gather(*(each.close() for each in ended if isinstance(each, RemoteStage)), return_exceptions=True)
             raise
 
-    async def _open(self, part: StagePart, blocks: int | None, loads: StageLoads | None, kv: bytes) -> RemoteStage:
+    async def _open(self, part: LayerSpan, blocks: int | None, loads: StageLoads | None, kv: bytes) -> RemoteStage:
         asked = self._request
         request = replace(
             asked,
@@ -330,7 +329,7 @@ class RouteOpener:
             loads.opened(part)
         return stage
 
-    async def _connect(self, parts: Sequence[StagePart], sessions: Sequence[RemoteStage]) -> FleetRoute:
+    async def _connect(self, parts: Sequence[LayerSpan], sessions: Sequence[RemoteStage]) -> FleetRoute:
         """Tell each whom it sends to, and open this node's ends.
 
         Raises:

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, PipelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
-from paceline.core.model import BLOCK_TOKENS
+from paceline.core.model import BLOCK_TOKENS, LayerSpan
 from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.executor.search import TOLD
 from paceline.ways.pipeline.executor.sessions import KV_NAME_BYTES, PipelineFault
 from paceline.ways.pipeline.routes.ahead import SpareKeeper, still_there
-from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, choose
+from paceline.ways.pipeline.routes.choosing import Wanted, choose
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener, SeesFleet, StageLoads
 
@@ -65,7 +65,7 @@ class FleetRouter:
         clock: Clock,
         meter: PipelineMeter,
         spares: SpareKeeper | None = None,
-        ahead: Sequence[StagePart] = (),
+        ahead: Sequence[LayerSpan] = (),
     ) -> None:
         self._fleet, self._opener, self._wanted, self._loop, self._clock, self._meter = fleet, opener, wanted, loop, clock, meter
         self.route: FleetRoute | None = None
@@ -73,9 +73,9 @@ class FleetRouter:
         self._attempt: Future[FleetRoute] | None = None
         self._loads = StageLoads(clock)
         self._spares, self._ahead = spares, tuple(ahead)
-        self._last: tuple[StagePart, ...] = ()
+        self._last: tuple[LayerSpan, ...] = ()
         """Of the last route, while it is not known whether another can be had."""
-        self._kv: dict[StagePart, bytes] = {}
+        self._kv: dict[LayerSpan, bytes] = {}
         """Names of what the stages of the last route keep. Another dictionary takes its place once that is of no use."""
         self._kv_asked = self._kv
         """What there was of it when the attempt began."""
@@ -114,7 +114,7 @@ class FleetRouter:
         self.route = route
         self._kv = self._kv_opened
         self._loads.end()
-        self._last = tuple(StagePart(stage.node_id, stage.layers) for stage in route.stages)
+        self._last = tuple(LayerSpan(stage.node_id, stage.layers) for stage in route.stages)
         if self._spares is not None:
             self._spares.keep(self._last, self.excluded)
         return route
@@ -190,7 +190,7 @@ class FleetRouter:
             }
             return frozenset(node_id for node_id, out in self._left_out.items() if not in_need or out.in_need_until > now)
 
-    def _choose(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[StagePart]:
+    def _choose(self, cards: Sequence[NodeCard], exclude: frozenset[NodeId]) -> list[LayerSpan]:
         ahead, self._ahead = self._ahead, ()
         if ahead and still_there(ahead, cards, self._wanted, exclude):
             return list(ahead)

@@ -22,7 +22,7 @@ import numpy as np
 from paceline.core.background import in_background_of
 from paceline.core.errors import FleetError, PipelineError, ShardCorrupt, WeightsMismatch
 from paceline.core.ids import BatchId, NodeId, SequenceId
-from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange
+from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange, LayerSpan
 from paceline.core.trust import Trust
 from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
@@ -30,7 +30,7 @@ from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.executor.route import Route
 from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
-from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, allowed_hosts, choose, warm_cover
+from paceline.ways.pipeline.routes.choosing import Wanted, allowed_hosts, choose, warm_cover
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 
@@ -52,7 +52,7 @@ class Holders:
         self._cards, self._trust, self._own = cards, trust, own
         self._wanted, self._left_out = replace(wanted, pins=()), left_out
 
-    def chain(self, stages: Sequence[StagePart]) -> list[list[StagePart]]:
+    def chain(self, stages: Sequence[LayerSpan]) -> list[list[LayerSpan]]:
         """For each stage, other nodes that run its layers: nodes outside the route where they cover it, else any that has the layers loaded.
 
         Empty where there are not enough for all.
@@ -65,7 +65,7 @@ class Holders:
             return chain if all(chain) else []
         return [[part for whole in parts if (part := _within(whole, stage.layers)) is not None] for stage in stages]
 
-    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[StagePart]:
+    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[LayerSpan]:
         """Other nodes that have the layers loaded; empty where they don't cover."""
         wanted = replace(self._wanted, own_layers=layers.start, n_layers=layers.stop)
         allowed = allowed_hosts(self._cards(), self._trust(), self._own, wanted)
@@ -75,9 +75,9 @@ class Holders:
             return []
 
 
-def _within(part: StagePart, layers: LayerRange) -> StagePart | None:
+def _within(part: LayerSpan, layers: LayerRange) -> LayerSpan | None:
     start, stop = max(part.layers.start, layers.start), min(part.layers.stop, layers.stop)
-    return StagePart(part.node_id, LayerRange(start, stop)) if start < stop else None
+    return LayerSpan(part.node_id, LayerRange(start, stop)) if start < stop else None
 
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class SpotCheck:
     # ---------------------------------------------------------------------------------------------------------- on the event loop
 
     async def _check(self, sample: _Sample) -> None:
-        stages = [StagePart(stage.node_id, stage.layers) for stage in sample.route.stages]
+        stages = [LayerSpan(stage.node_id, stage.layers) for stage in sample.route.stages]
         chain = self._holders.chain(stages)
         if not chain:
             if not self._said_alone:
@@ -184,7 +184,7 @@ class SpotCheck:
             logger.info("a spot check could not be made: %s", error or "it took too long")
 
     async def _blame(
-        self, stages: Sequence[StagePart], chain: Sequence[Sequence[StagePart]], right: Sequence[WireBits]
+        self, stages: Sequence[LayerSpan], chain: Sequence[Sequence[LayerSpan]], right: Sequence[WireBits]
     ) -> list[PipelineFault]:
         """The stages that differ once more; or all, where none does."""
         found: list[PipelineFault] = []
@@ -202,7 +202,7 @@ class SpotCheck:
             return found
         return [_fault(stage.node_id, stage.layers, _names(others)) for stage, others in zip(stages, chain, strict=True)]
 
-    async def _again(self, parts: Sequence[StagePart], x_TD: WireBits) -> WireBits | None:
+    async def _again(self, parts: Sequence[LayerSpan], x_TD: WireBits) -> WireBits | None:
         """`_run`; None where it can't be."""
         try:
             return await self._run(parts, x_TD)
@@ -210,7 +210,7 @@ class SpotCheck:
             logger.info("%s can't be asked once more: %s", _names(parts), error)
             return None
 
-    async def _run(self, parts: Sequence[StagePart], x_TD: WireBits) -> WireBits:
+    async def _run(self, parts: Sequence[LayerSpan], x_TD: WireBits) -> WireBits:
         """What layers make of the first rows of a sequence, in a session of its own.
 
         Raises:
@@ -258,5 +258,5 @@ def _fault(node_id: NodeId, layers: LayerRange, others: str) -> PipelineFault:
     return PipelineFault(node_id, ShardCorrupt.code, told)
 
 
-def _names(parts: Sequence[StagePart]) -> str:
+def _names(parts: Sequence[LayerSpan]) -> str:
     return " and ".join(dict.fromkeys(part.node_id for part in parts))

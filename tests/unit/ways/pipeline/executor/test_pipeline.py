@@ -17,10 +17,10 @@ from paceline.backends import cpu, torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.clock import SystemClock
-from paceline.core.errors import ExecutorUnavailable, OutOfMemory
+from paceline.core.errors import ExecutorLost, ExecutorUnavailable, OutOfMemory
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, SamplingParams
 from paceline.core.ids import NodeId, RequestId
-from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
+from paceline.core.model import LayerRange, LayerSpan, ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
@@ -226,6 +226,17 @@ def test_a_machine_that_dies_costs_no_byte(
         assert bench.executor.failovers == 1
         assert {notice.kind for notice in bench.run.notices} == {"shard_status", "shard_failover"}
         assert {stage.node_id for stage in bench.router.routes[-1].stages} == {"one", "three"}
+
+
+@pytest.mark.parametrize(("blamed", "spans"), [("two", [("two", 4, 6)]), (None, [("one", 2, 4), ("two", 4, 6)])])
+def test_a_loss_names_the_spans_whose_kv_is_void(
+    runners: dict[str, LayerRunner[Any]], blamed: NodeId | None, spans: list[tuple[NodeId, int, int]]
+) -> None:
+    with Bench(runners, "head2", ["one", "two"], [(2, 4), (4, 6)]) as bench:
+        bench.router.routes[-1]._faults.append(PipelineFault(blamed, "shard_unavailable", "gone"))  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(ExecutorLost) as lost:
+            bench.executor.restore(())
+        assert lost.value.spans == tuple(LayerSpan(node_id, LayerRange(start, stop)) for node_id, start, stop in spans)
 
 
 def rows_run(bench: Bench) -> dict[tuple[str, LayerRange], int]:

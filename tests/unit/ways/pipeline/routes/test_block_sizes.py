@@ -22,7 +22,7 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import PipelineError, ShardUnavailable
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import NodeId, RequestId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
@@ -33,7 +33,6 @@ from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.host.loading import LoadsLayers
-from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 OWN = LayerRange(0, 2)
@@ -88,10 +87,10 @@ def run_all(executor: Any, *, prefix_cache: bool = True) -> Run:
 class Routes:
     """A `Router` over hosts that were started here: each route in its turn."""
 
-    def __init__(self, opener: RouteOpener, routes: list[list[StagePart]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, opener: RouteOpener, routes: list[list[LayerSpan]], loop: asyncio.AbstractEventLoop) -> None:
         self.opener, self.routes, self.loop = opener, routes, loop
         self.opened: list[FleetRoute] = []
-        self.names: dict[StagePart, bytes] = {}
+        self.names: dict[LayerSpan, bytes] = {}
 
     def find(self, wait_s: float) -> FleetRoute | Opening:
         del wait_s

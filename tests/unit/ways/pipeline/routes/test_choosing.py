@@ -8,10 +8,10 @@ import pytest
 
 from paceline.core.errors import ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.plan import Pin
-from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, choose
+from paceline.ways.pipeline.routes.choosing import Wanted, choose
 
 GIB = 1 << 30
 SHAPE = ModelShape(
@@ -41,7 +41,7 @@ PINNED = Wanted(
 
 def test_pins_are_kept() -> None:
     found = choose(CARDS, {}, OWN, PINNED, frozenset())
-    assert found == [StagePart(BEE, LayerRange(8, 14)), StagePart(CAT, LayerRange(14, 24))]
+    assert found == [LayerSpan(BEE, LayerRange(8, 14)), LayerSpan(CAT, LayerRange(14, 24))]
 
 
 @pytest.mark.parametrize("gone", [BEE, CAT])
@@ -69,7 +69,7 @@ def test_other_weights_that_somebody_runs_are_in_nobodys_way() -> None:
         choose([replace(card, shard_memory_bytes=1) for card in cards], {}, OWN, wanted, frozenset())
 
 
-LAST = [StagePart(BEE, LayerRange(8, 14)), StagePart(CAT, LayerRange(14, 24))]
+LAST = [LayerSpan(BEE, LayerRange(8, 14)), LayerSpan(CAT, LayerRange(14, 24))]
 
 
 @pytest.mark.parametrize(("gone", "left"), [(BEE, CAT), (CAT, BEE)])
@@ -78,7 +78,7 @@ def test_those_of_a_route_that_are_left_keep_their_layers(gone: NodeId, left: No
     full = [replace(card, shard_memory_bytes=0) if card.node_id == left else card for card in CARDS]
     wanted = replace(PINNED, pins=())
     found = choose(full, {}, OWN, wanted, frozenset({gone}), LAST)
-    assert found == [StagePart(DOG if part.node_id == gone else part.node_id, part.layers) for part in LAST]
+    assert found == [LayerSpan(DOG if part.node_id == gone else part.node_id, part.layers) for part in LAST]
 
 
 def test_those_that_are_left_keep_their_layers_though_one_shard_could_run_all() -> None:
@@ -87,8 +87,8 @@ def test_those_that_are_left_keep_their_layers_though_one_shard_could_run_all() 
     cards = [replace(card, models=(OFFER, shard)) if card.node_id == DOG else card for card in CARDS]
     wanted = replace(PINNED, pins=())
     found = choose(cards, {}, OWN, wanted, frozenset({BEE}), LAST)
-    assert found == [StagePart(DOG, LayerRange(8, 14)), StagePart(CAT, LayerRange(14, 24))]
-    assert choose(cards, {}, OWN, wanted, frozenset({BEE})) == [StagePart(DOG, LayerRange(8, 24))]
+    assert found == [LayerSpan(DOG, LayerRange(8, 14)), LayerSpan(CAT, LayerRange(14, 24))]
+    assert choose(cards, {}, OWN, wanted, frozenset({BEE})) == [LayerSpan(DOG, LayerRange(8, 24))]
 
 
 def test_where_no_machine_takes_the_layers_of_a_lost_one_all_are_shared_out_anew() -> None:
@@ -96,7 +96,7 @@ def test_where_no_machine_takes_the_layers_of_a_lost_one_all_are_shared_out_anew
     found = choose(small, {}, OWN, replace(PINNED, pins=()), frozenset({BEE}), LAST)
     assert found[0].layers.start == 8
     assert found[-1].layers.stop == 24
-    assert StagePart(CAT, LayerRange(14, 24)) not in found
+    assert LayerSpan(CAT, LayerRange(14, 24)) not in found
 
 
 def test_a_context_shorter_than_a_typical_request_is_no_machine_too_few() -> None:

@@ -14,12 +14,12 @@ from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, 
 
 from paceline.core.errors import FleetError, NodeUnreachable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
+from paceline.core.model import LayerSpan
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.executor.sessions import PipelineFault, StageLoading
-from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import NotOpened, StageLoads
 from paceline.ways.pipeline.routes.router import LAST_RESORT_S, FleetRouter
@@ -49,18 +49,18 @@ class Opens:
     least_blocks, block_size = 2, 16
 
     asked: list[set[NodeId]] = field(default_factory=list[set[NodeId]])
-    names: list[Mapping[StagePart, bytes]] = field(default_factory=list[Mapping[StagePart, bytes]])
+    names: list[Mapping[LayerSpan, bytes]] = field(default_factory=list[Mapping[LayerSpan, bytes]])
     """Of their KV."""
     may: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then it takes its time."""
-    stages: Sequence[StagePart] = ()
+    stages: Sequence[LayerSpan] = ()
     """Of the route that was opened last, which this stands for."""
     closed: int = 0
     done: int = 0
     """Bytes of a hundred that each machine says it has loaded."""
     refuses: dict[NodeId, FleetError] = field(default_factory=dict[NodeId, FleetError])
 
-    async def open(self, parts: Sequence[StagePart], *, loads: StageLoads, kv: Mapping[StagePart, bytes]) -> Any:
+    async def open(self, parts: Sequence[LayerSpan], *, loads: StageLoads, kv: Mapping[LayerSpan, bytes]) -> Any:
         self.names.append(kv)
         self.asked.append({part.node_id for part in parts})
         for part in parts:

@@ -17,16 +17,16 @@ from paceline.backends.table import Kernels
 from paceline.core.background import Background
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange, WeightsFormat
+from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
 from paceline.machine.sizing import model_shape
 from paceline.ways.pipeline.routes import ahead
 from paceline.ways.pipeline.routes.ahead import SpareKeeper
-from paceline.ways.pipeline.routes.choosing import StagePart, Wanted, choose
+from paceline.ways.pipeline.routes.choosing import Wanted, choose
 
 A, B = NodeId("a"), NodeId("b")
 WANTED = Wanted(MODEL, DIGEST, WeightsFormat.BF16, SPEC.n_layers, 2, "counting")
-USED = [StagePart(A, LayerRange(2, 6))]
+USED = [LayerSpan(A, LayerRange(2, 6))]
 GIB = 1 << 30
 
 
@@ -76,7 +76,7 @@ async def test_a_machine_outside_the_route_loads_its_layers_and_takes_over_witho
         await stage.close()
         eyes.left_out.add(A)
         parts = choose(eyes.cards(), {}, eyes.node_id, WANTED, frozenset(), USED)
-        assert parts == [StagePart(B, LayerRange(2, 6))]
+        assert parts == [LayerSpan(B, LayerRange(2, 6))]
         await (await user.open(b, wanted(2, 6))).close()
         assert len(b.loads.asked) == 1
 

@@ -33,12 +33,11 @@ from paceline.core.background import Background
 from paceline.core.clock import SystemClock
 from paceline.core.errors import FleetError
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.core.trust import Trust
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner, RowPlan
 from paceline.ways.pipeline.executor.sessions import PipelineFault
-from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.opening import FleetRoute, RouteOpener
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
 
@@ -89,14 +88,14 @@ class Eyes:
 class Known(Holders):
     """`Holders` that says what a test wants."""
 
-    others: list[list[StagePart]]
-    thirds: dict[NodeId, list[StagePart]] = field(default_factory=dict)
+    others: list[list[LayerSpan]]
+    thirds: dict[NodeId, list[LayerSpan]] = field(default_factory=dict)
     """By whom they are to stand in for."""
 
-    def chain(self, stages: Sequence[StagePart]) -> list[list[StagePart]]:
+    def chain(self, stages: Sequence[LayerSpan]) -> list[list[LayerSpan]]:
         return self.others
 
-    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[StagePart]:
+    def third(self, layers: LayerRange, but: frozenset[NodeId]) -> list[LayerSpan]:
         return next((parts for node_id, parts in self.thirds.items() if node_id in but), [])
 
 
@@ -168,8 +167,8 @@ class Bench:
         return [fault.node_id or "" for fault in self.faults]
 
 
-def part(name: str, start: int, stop: int) -> StagePart:
-    return StagePart(NodeId(name), LayerRange(start, stop))
+def part(name: str, start: int, stop: int) -> LayerSpan:
+    return LayerSpan(NodeId(name), LayerRange(start, stop))
 
 
 @asynccontextmanager

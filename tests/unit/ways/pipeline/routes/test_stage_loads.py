@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from paceline.core.ids import NodeId
-from paceline.core.model import LayerRange
+from paceline.core.model import LayerRange, LayerSpan
 from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.sessions import StageLoading
-from paceline.ways.pipeline.routes.choosing import StagePart
 from paceline.ways.pipeline.routes.opening import StageLoads
 
-BEE, CAT = StagePart(NodeId("bee"), LayerRange(0, 3)), StagePart(NodeId("cat"), LayerRange(3, 6))
+BEE, CAT = LayerSpan(NodeId("bee"), LayerRange(0, 3)), LayerSpan(NodeId("cat"), LayerRange(3, 6))
 
 
 def test_it_is_as_far_as_all_its_machines_are_and_takes_as_long_as_the_slowest() -> None:
