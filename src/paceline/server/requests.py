@@ -110,7 +110,7 @@ DraftName = Annotated[
 ]
 
 
-class Drawn(Strict):
+class SamplingFields(Strict):
     """How tokens are drawn, in every API."""
 
     temperature: float | None = Field(
@@ -126,7 +126,7 @@ class Drawn(Strict):
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
 
 
-class Extended(Drawn):
+class ExtendedSampling(SamplingFields):
     """What OpenAI's and Anthropic's requests may have beyond their APIs."""
 
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
@@ -143,7 +143,7 @@ class Extended(Drawn):
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class Sampling(Extended):
+class Sampling(ExtendedSampling):
     """What chat and plain completions share."""
 
     model: ModelName

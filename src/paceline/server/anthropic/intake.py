@@ -30,12 +30,12 @@ from paceline.server.call import Call
 from paceline.server.fields import ignored_fields, inner_request
 from paceline.server.intake import ChatPrompt, Intake
 from paceline.server.messages import MAX_CALLS, CalledFunction, Function, Message, NamedFunction, NamedTool, Tool, ToolCall, json_bytes
-from paceline.server.requests import ChatCompletionRequest, Extended, reasoning_fields
+from paceline.server.requests import ChatCompletionRequest, ExtendedSampling, reasoning_fields
 
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 FAILED = "Error: "
 """Before the result of a call that failed, where it does not begin so."""
-SAMPLING = ("stream", *Extended.model_fields)
+SAMPLING = ("stream", *ExtendedSampling.model_fields)
 """Fields that both have."""
 THINKS = {"enabled": True, "adaptive": True, "disabled": False, "between_tools": False}
 

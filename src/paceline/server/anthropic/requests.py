@@ -12,7 +12,7 @@ from pydantic import AwareDatetime, BeforeValidator, ConfigDict, Discriminator, 
 from pydantic_core import PydanticCustomError
 
 from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, string_or_list
-from paceline.server.requests import Extended, ModelName, StopString
+from paceline.server.requests import ExtendedSampling, ModelName, StopString
 
 IGNORED = "Ignored."
 CacheControl = Annotated[dict[str, Any] | None, Field(description="Ignored: prompts are always computed once.")]
@@ -203,7 +203,7 @@ class CountTokensRequest(Strict):
     mcp_servers: Annotated[None, off("The server connects to no MCP servers: have the client do it", *NOTHING)] = None
 
 
-class MessagesRequest(CountTokensRequest, Extended):
+class MessagesRequest(CountTokensRequest, ExtendedSampling):
     """Body of POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=1 << 31, description="Where the context ends before, the answer ends there.")

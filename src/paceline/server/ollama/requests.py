@@ -22,12 +22,12 @@ from paceline.server.fields import check_fields, ignored_fields, inner_request
 from paceline.server.intake import Intake
 from paceline.server.messages import MAX_CALLS, MAX_TOOLS, NAME, Function, Strict
 from paceline.server.ollama.shape import OllamaChatShape, OllamaShape, OllamaTextShape
-from paceline.server.requests import ChatCompletionRequest, CompletionRequest, Drawn, ModelName, StopString, reasoning_fields
+from paceline.server.requests import ChatCompletionRequest, CompletionRequest, ModelName, SamplingFields, StopString, reasoning_fields
 
 _IGNORED = "Ignored."
 
 
-class Options(Drawn):
+class Options(SamplingFields):
     num_predict: int | None = Field(
         default=None, ge=-2, lt=1 << 31, description="Tokens of the answer at most; 0, -1 and -2: the rest of the context."
     )
@@ -205,7 +205,7 @@ def _shared(asked: OllamaRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "model": asked.model,
         "stream": asked.stream is not False,
-        **{name: getattr(options, name) for name in Drawn.model_fields},
+        **{name: getattr(options, name) for name in SamplingFields.model_fields},
         "stop": options.stop or None,
         "repetition_penalty": options.repeat_penalty if counts else 1.0,
         "presence_penalty": options.presence_penalty if counts else 0.0,
