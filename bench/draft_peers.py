@@ -1,24 +1,19 @@
 """Machines that draft, for bench/speculate.py: a member of a fleet in a process of its own, and sources of drafts that reach it.
 
-Everything between them is real: certificates, mTLS, gRPC, gossip. One of its proposers is good, the others are what nobody should trust.
+Everything between them is real: certificates, mTLS, gRPC, gossip. Its proposers are what nobody should trust.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
 import os
-import queue
 import random
 import shutil
-import socket
 import tempfile
-import threading
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +29,7 @@ from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
+from paceline.ways.draft.desk import ProposerDesk, proposer_service
 from paceline.ways.draft.finding import Drafter, Key, Line, OnEnd
 from paceline.ways.draft.line import OnBlock, RemoteLine
 from paceline.ways.draft.meter import DraftMeter
@@ -84,52 +80,11 @@ def peer_process(home: Path, address: str, vocabulary: int) -> None:
 
     async def live() -> None:
         node = make_node(home, [address])
-        for kind in GARBAGE:
-            node.desk.add(kind, Garbage(kind, vocabulary))
-        await node.start()
+        desk = ProposerDesk({kind: Garbage(kind, vocabulary) for kind in GARBAGE})
+        await node.start(lambda guard: proposer_service(desk, guard.peer))
         await asyncio.Event().wait()
 
     asyncio.run(live())
-
-
-def slow_process(address: str, one_way_s: float, pipe: Connection) -> None:
-    """A way that takes longer: a relay that lets bytes pass after a while, in order and at any rate. Threads, which wake on time."""
-    host, _, port = address.rpartition(":")
-    listening = socket.create_server(("127.0.0.1", 0))
-    pipe.send(f"127.0.0.1:{listening.getsockname()[1]}")
-    while True:
-        near, _ = listening.accept()
-        try:
-            far = socket.create_connection((host, int(port)))
-        except OSError:  # it died, as it should
-            near.close()
-            continue
-        for one, other in ((near, far), (far, near)):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            due: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-            threading.Thread(target=_take_in, args=(one, due, one_way_s), daemon=True).start()
-            threading.Thread(target=_let_pass, args=(other, due), daemon=True).start()
-
-
-def _take_in(sock: socket.socket, due: queue.SimpleQueue[tuple[float, bytes]], one_way_s: float) -> None:
-    data = b"any"
-    while data:
-        try:
-            data = sock.recv(1 << 16)
-        except OSError:
-            data = b""
-        due.put((time.perf_counter() + one_way_s, data))
-
-
-def _let_pass(sock: socket.socket, due: queue.SimpleQueue[tuple[float, bytes]]) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            at, data = due.get()
-            time.sleep(max(0.0, at - time.perf_counter()))
-            if not data:
-                break
-            sock.sendall(data)
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 class DraftPeers:
@@ -151,19 +106,15 @@ class DraftPeers:
         self._begin(partial(peer_process, homes["there"], self._node.addresses[0], vocabulary))
         self._loop.run(self._seen())
 
-    def source(self, model_id: str, added_ms: float = 0.0) -> RemoteDrafts:
-        """Drafts by a proposer of the other machine, over a way whose round trip takes so much longer."""
+    def source(self, model_id: str) -> RemoteDrafts:
+        """Drafts by a proposer of the other machine."""
         address = self._there.addresses[0]
-        if added_ms:
-            ours, theirs = self._spawn.Pipe()
-            self._begin(partial(slow_process, address, added_ms / 2000, theirs))
-            address = ours.recv()
         made = RemoteDrafts(model_id, DraftMeter(), SystemClock())
         self._sources.append(made)
 
         def find(left_out: Collection[Key]) -> Sequence[Drafter]:
             card = self._there
-            found = Drafter(card.node_id, card.instance, model_id, 1e5, 1e6, 0.0005 + added_ms / 1000)
+            found = Drafter(card.node_id, card.instance, model_id, 1e5, 1e6, 0.0005)
             if found.key in left_out:
                 raise PlacementError(f"{model_id} is left out")
             return [found]

@@ -1,11 +1,10 @@
 """What drafts gain and cost, as ratios of rates that were measured in turns, with every byte compared.
 
-    python bench/speculate.py [--rounds 3] [--parts local,remote,garbage,pipeline] [--added-ms 5] [--json speculate.json]
+    python bench/speculate.py [--rounds 3] [--parts local,garbage,pipeline] [--json speculate.json]
 
 Texts are those of `paceline bench speculate`: *shipped* answers are what the model is made to say, *own* ones what it says, but for those that go
-round in circles. One thread for the model. remote: prompt lookup on another member of a fleet, a process of its own, over mTLS on loopback, and
-the same with 5 ms added to each round trip by a relay. garbage: that member proposes what nobody should believe; what the first second costs is
-not counted. pipeline: two stages, a process, a core and a thread each, as in bench/pipeline.py.
+round in circles. One thread for the model. garbage: another member of a fleet, a process of its own, over mTLS on loopback, proposes what nobody
+should believe; what the first second costs is not counted. pipeline: two stages, a process, a core and a thread each, as in bench/pipeline.py.
 """
 
 from __future__ import annotations
@@ -92,14 +91,6 @@ def measure_local(bench: Bench, built: BuiltEngine) -> None:
     bench.measure("auto / off", meter(), [*both(ExerciseKind.PROSE), *both(ExerciseKind.PROSE, batch=16)], 0.97, 1.0)
 
 
-def measure_remote(bench: Bench, built: BuiltEngine, peers: DraftPeers, added_ms: float) -> None:
-    sources: dict[str, DraftSource] = {"near": peers.source("ngram"), "far": peers.source("ngram", added_ms)}
-    meter = bench.meter(built.executor, built.config, sources)
-    cases = [(ExerciseKind.CODE_EDIT, 1, True), (ExerciseKind.AGENT, 1, True)]
-    bench.measure("remote ngram / local ngram", meter(draft="near", against="ngram"), cases, 0.95, 0.99)
-    bench.measure(f"the same, {added_ms:g} ms added", meter(draft="far", against="ngram"), cases, 0.85, 0.95)
-
-
 def measure_garbage(bench: Bench, built: BuiltEngine, peers: DraftPeers) -> None:
     sources: dict[str, DraftSource] = {kind: peers.source(kind) for kind in GARBAGE}
     meter = bench.meter(built.executor, built.config, sources)
@@ -135,8 +126,7 @@ def engine(threads: int, tokenizer: Any, plan: DraftBenchPlan) -> Iterator[Built
 def main() -> None:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--parts", default="local,remote,garbage,pipeline")
-    arguments.add_argument("--added-ms", type=float, default=5.0)
+    arguments.add_argument("--parts", default="local,garbage,pipeline")
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--cut", type=int, default=11)
     arguments.add_argument("--cores", default="0,1")
@@ -150,13 +140,10 @@ def main() -> None:
         built = stack.enter_context(engine(options.threads, tokenizer, bench.plan))
         if "local" in parts:
             measure_local(bench, built)
-        if {"remote", "garbage"} & {*parts}:
+        if "garbage" in parts:
             peers = DraftPeers(tokenizer.size)
             stack.callback(peers.close)
-            if "remote" in parts:
-                measure_remote(bench, built, peers, options.added_ms)
-            if "garbage" in parts:
-                measure_garbage(bench, built, peers)
+            measure_garbage(bench, built, peers)
     if "pipeline" in parts:
         first, second = (int(core) for core in options.cores.split(","))
         measure_pipeline(bench, options.cut, (first, second))

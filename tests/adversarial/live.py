@@ -15,6 +15,7 @@ import grpc.aio
 from tests.fakes.engines import VOCAB, VOCABULARY
 from tests.fakes.executors import InOrderExecutor
 from tests.unit.net.member.nodes import make_node
+from tests.unit.ways.draft.proposers import Lookup
 
 from paceline.backends.cpu.sampler import CompiledSampler
 from paceline.core.clock import SystemClock
@@ -22,9 +23,7 @@ from paceline.core.inference import ServedModel
 from paceline.core.text import Tokenizer
 from paceline.core.trust import Trust
 from paceline.engine.config import EngineConfig
-from paceline.engine.drafts import NGRAM
 from paceline.engine.engine import Engine
-from paceline.engine.proposers.ngram import NGramProposer
 from paceline.machine.host import EngineHost
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
@@ -117,7 +116,7 @@ async def _live(root: Path, config: EngineConfig, loop: asyncio.AbstractEventLoo
     model = ServedModel("null", 0, config.max_context, cast("Tokenizer", None), "fp")
     host = EngineHost(engine, sampler.close, model, config, SystemClock())
     models = LocalModels(host, (LoadedModel("null", "d", "", "", 0, config.max_context),), node.meter)
-    desk = ProposerDesk({NGRAM: NGramProposer()})
+    desk = ProposerDesk({"lookup": Lookup()})
     await node.start(
         lambda _: generate_service(models),
         lambda guard: proposer_service(desk, guard.peer),

@@ -29,7 +29,7 @@ from paceline.core.manifest import FileEntry, ModelManifest, TensorAt
 from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
-from paceline.engine.drafts import BlockProposal, Branch
+from paceline.engine.drafts import BlockProposal
 from paceline.engine.grammar import VERSION
 from paceline.fleet.card import (
     Device,
@@ -289,7 +289,7 @@ def propose_examples() -> Iterator[Example]:
     ask = BlockAsk("ngram", (1 << 63) + 1, 17, [5, 6, 7], 8, 3)
     for name, asked in (("rich", ask), ("minimal", BlockAsk("", 0, 0, [], 0))):
         yield coded(name, propose_pb2.ProposeBlockRequest, asked, write_ask, read_ask)
-    block = BlockProposal((1, 2, 3), 4, 5, 1 << 33, (Branch(0, (9, 8)), Branch(2, (7, 6, 5))))
+    block = BlockProposal((1, 2, 3), 4, 5, 1 << 33)
     for name, made in (("rich", block), ("minimal", BlockProposal(())), ("lost", None)):
         session = 9 if name != "minimal" else 0
         yield coded(name, propose_pb2.ProposeBlockResponse, made, lambda made, session=session: write_block(made, session), read_block)

@@ -4,7 +4,7 @@
     node NAME memory FREE/TOTAL rate BYTES [shards BYTES] [leaving] [guest]
       has MODEL [warm] [shard] [decode RATE] [prefill RATE] [numerics ID]
       loaded MODEL FIRST-LAST
-      drafts MODEL|lookup [decode RATE]
+      drafts MODEL [decode RATE]
       link NODE RTTms BYTES
 
 Bytes take a suffix: K, M, G. A rate is tokens a second; without one it was not measured.
@@ -93,7 +93,7 @@ class FleetText:
     def _offer(self, kind: str, words: list[str]) -> None:
         name, *rest = words
         said = _pairs([word for word in rest if word not in {"warm", "shard"}])
-        base = ModelOffer("lookup", Role.PROPOSER, "") if name == "lookup" else self.models[name]
+        base = self.models[name]
         role = Role.PROPOSER if kind == "drafts" else Role.SHARD if "shard" in rest else Role.VERIFIER
         offer = replace(
             base,

@@ -155,16 +155,10 @@ class Asking:
             drafts.rates[maker].learn_fresh(0)  # so that no step waits for nothing
             return
         old, known = drafts.tapes.get(maker), len(seq.tokens)
-        branches = {
-            (answer.position + branch.offset, branch.token_ids[0]): branch.token_ids[1:]
-            for branch in answer.branches
-            if branch.token_ids and min(branch.token_ids) >= 0 and max(branch.token_ids) < self._vocabulary
-        }
         if old is not None and not old.resumes:
-            kept = {at: ids for at, ids in old.branches.items() if at[0] >= known}
-            drafts.tapes[maker] = Tape([*old.ids[known - old.start :], *ids], known, old.run, old.came_true, branches=kept | branches)
+            drafts.tapes[maker] = Tape([*old.ids[known - old.start :], *ids], known, old.run, old.came_true)
         else:
-            drafts.tapes[maker] = Tape(ids, answer.position, 1, branches=branches)
+            drafts.tapes[maker] = Tape(ids, answer.position, 1)
             drafts.compare_with(maker, seq.tokens, answer.position)
 
 

@@ -29,16 +29,6 @@ DRAFTS = (AUTO, OFF, NGRAM)
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """What follows if a block is right up to a token, and that one is another."""
-
-    offset: int
-    """In the block, of that token."""
-    token_ids: tuple[int, ...]
-    """The other one, and what follows it: at least one more."""
-
-
-@dataclass(frozen=True, slots=True)
 class BlockProposal:
     """A block of guessed tokens, and what it took."""
 
@@ -48,8 +38,6 @@ class BlockProposal:
     forward_passes: int = 0
     """Of the proposer's model."""
     peak_activation_bytes: int = 0
-    branches: tuple[Branch, ...] = ()
-    """Of proposers that know some: one far away is behind by the time it takes to ask again where its block turns out wrong."""
 
 
 class Proposer(Protocol):
@@ -88,7 +76,6 @@ class DraftAnswer:
     position: int
     """Of the first token: where the ask ended."""
     token_ids: Sequence[int]
-    branches: Sequence[Branch] = ()
 
 
 class DraftSource(Protocol):
@@ -169,8 +156,6 @@ class Tape:
     came_true: int = 0
     resumes: bool = False
     """It was wrong, and goes on behind the wrong token: for want of a better one, which takes its place."""
-    branches: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict[tuple[int, int], Sequence[int]])
-    """By position and token: what follows, if it is this one."""
 
     @property
     def end(self) -> int:
@@ -250,12 +235,7 @@ class SequenceDrafts:
         if position < told.end:
             # What it was asked to go on behind is wrong.
             told.right, told.since = min(told.right, position), None
-        # Until the source has said more, this is the best guess: what it said would follow this token, or else that one token is
-        # replaced by another.
-        if branch := tape.branches.get((position, tokens[position])):
-            self.tapes[maker] = Tape(branch, position + 1, 1, resumes=True)
-        elif tape.came_true and position + 1 < tape.end:
+        # Until the source has said more, the best guess is that one token is replaced by another.
+        if tape.came_true and position + 1 < tape.end:
             self.tapes[maker] = Tape(tape.ids[position + 1 - tape.start :], position + 1, 0, resumes=True)
-        else:
-            return
-        self.compare_with(maker, tokens, position + 1)
+            self.compare_with(maker, tokens, position + 1)

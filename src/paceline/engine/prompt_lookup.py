@@ -184,16 +184,12 @@ class NGramIndex:
             undo.append((key, place))
         self._undo.append(undo)
 
-    def cuts_cheaply(self, length: int) -> bool:
-        """Whether so many of its first tokens can be kept without a look at all of them."""
-        return length >= len(self.ids) or len(self.ids) - length < len(self._undo)
-
     def cut(self, length: int) -> None:
         """The text is shorter again: its last tokens were a guess. Cheap for as many as are remembered."""
         ids = self.ids
         if length >= len(ids):
             return
-        if not self.cuts_cheaply(length):
+        if len(ids) - length >= len(self._undo):
             kept = ids[:length]
             del ids[:]
             self._found.clear()

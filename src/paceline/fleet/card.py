@@ -72,7 +72,7 @@ class ModelOffer:
     model_id: str
     role: Role
     weights: str
-    """Weights format; empty where there are none (prompt lookup)."""
+    """Weights format."""
     tokens_per_second: float = 0.0
     """Decode, one sequence."""
     prefill_tokens_per_second: float = 0.0
@@ -87,7 +87,7 @@ class ModelOffer:
     """Of its weights, in their files."""
     shape: ModelShape | None = None
     vocabulary: str = ""
-    """Hash of the tokens' bytes in order: equal hashes, equal ids, so one may draft for the other. Empty: not known, or none (prompt lookup)."""
+    """Hash of the tokens' bytes in order: equal hashes, equal ids, so one may draft for the other. Empty: not known."""
     shard: ShardState | None = None
     """Of a `SHARD` that is loaded: which layers. None: any range may be asked for."""
     tokenizer: str = ""

@@ -327,7 +327,7 @@ def _are_stages(mine: ModelOffer, yours: ModelOffer) -> bool:
 def _drafts(proposer: ModelOffer, verifier: ModelOffer) -> bool:
     if proposer.role is not Role.PROPOSER or verifier.role is not Role.VERIFIER:
         return False
-    return proposer.weights == "" or (proposer.vocabulary != "" and proposer.vocabulary == verifier.vocabulary)
+    return proposer.vocabulary != "" and proposer.vocabulary == verifier.vocabulary
 
 
 def _outgrows(card: NodeCard, offer: ModelOffer) -> bool:

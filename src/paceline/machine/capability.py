@@ -13,16 +13,13 @@ from dataclasses import dataclass, replace
 
 from paceline import __version__
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Device, Link, ModelOffer, NodeCard, Role, ShardState
+from paceline.fleet.card import Device, Link, ModelOffer, NodeCard, ShardState
 from paceline.fleet.figures import settled, settled_within
 from paceline.machine.devices import LocalDevice, local_devices, usable_cores
 from paceline.machine.offers import Shelf, WarmModel
 from paceline.machine.ring import mlx_version, probe_ring_environment
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
-
-LOOKUP = ModelOffer("ngram", Role.PROPOSER, "")
-"""Prompt lookup: every node can draft with it, and it needs no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class SelfPortrait:
         self._shards: tuple[ModelOffer, ...] = ()
         self._shard_memory: tuple[int, ...] | None = None
 
-    def look(self, warm: Sequence[WarmModel] = (), drafts: Sequence[ModelOffer] = (LOOKUP,), beside: Sequence[ModelLocation] = ()) -> bool:
+    def look(self, warm: Sequence[WarmModel] = (), drafts: Sequence[ModelOffer] = (), beside: Sequence[ModelLocation] = ()) -> bool:
         """Measure. Blocks for about 0.1 s the first time in a machine's uptime; afterwards for as long as reading new models' heads takes.
 
         Args:

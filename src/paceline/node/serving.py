@@ -18,7 +18,7 @@ from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.plan import Plan
-from paceline.machine.capability import LOOKUP, SelfPortrait
+from paceline.machine.capability import SelfPortrait
 from paceline.machine.models import Models
 from paceline.machine.offers import WarmModel, learn_digest, learn_digests
 from paceline.machine.settings import NodeSettings
@@ -33,7 +33,7 @@ from paceline.net.trust.guard import PeerGuard
 from paceline.node.build import BuiltNode, build_node
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
-from paceline.ways.draft.service import DraftService, LoadedProposer, lookup
+from paceline.ways.draft.service import DraftService, LoadedProposer
 from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.forward.tokenizers import TokenizerStore
@@ -54,7 +54,7 @@ class Portrait:
         self,
         portrait: SelfPortrait,
         warm: tuple[WarmModel, ...] = (),
-        drafts: tuple[ModelOffer, ...] = (LOOKUP,),
+        drafts: tuple[ModelOffer, ...] = (),
         beside: Sequence[ModelLocation] = (),
     ) -> None:
         self._portrait, self._warm, self._drafts, self._beside = portrait, warm, drafts, beside
@@ -117,12 +117,11 @@ class FleetServing:
         """
         folder = FleetFolder(home.fleet)
         self.models = models or Models(build_node, NodeSettings(), home, clock)
-        drafters = (lookup(clock), *proposers)
-        offers = tuple(one.offer for one in drafters)
+        offers = tuple(one.offer for one in proposers)
         self._beside = list(beside)
         portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), (), offers, self._beside)
         self.fleet = FleetNode(settings, folder, portrait, clock)
-        self.drafting = DraftService(self.fleet, drafters)
+        self.drafting = DraftService(self.fleet, proposers)
         self._local = LocalModels(None, (), self.fleet.meter)
         self._show_models()
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)

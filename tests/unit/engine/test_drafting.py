@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError, InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId, SequenceId
 from paceline.engine.drafting import Drafting, DraftingConfig
-from paceline.engine.drafts import Branch, DraftAnswer, DraftAsk
+from paceline.engine.drafts import DraftAnswer, DraftAsk
 from paceline.engine.local import blocks_for
 from paceline.engine.sequence import SequenceState
 from paceline.testing.clock import FakeClock
@@ -306,34 +306,6 @@ def test_texts_that_wait_are_not_indexed() -> None:
     indexes = [drafts.index for drafts in bench.engine._drafting._of.values()]
     assert [index is not None and bool(index.ids) for index in indexes] == [True, False]
     bench.run()
-
-
-class Branching(Knowing):
-    """Each of its drafts is wrong from the third token on, but for what it says would follow the right one there."""
-
-    branches = True
-
-    def answers(self, wait_s: float = 0.0) -> Sequence[DraftAnswer]:
-        made: list[DraftAnswer] = []
-        for answer in super().answers(wait_s):
-            ids = tuple(answer.token_ids)
-            branch = Branch(2, ids[2:])
-            wrong = [*ids[:2], *((token + 1) % 32 for token in ids[2:])]
-            junk = Branch(1, (1 << 40, 2))
-            made.append(replace(answer, token_ids=wrong, branches=(junk, branch) if self.branches and len(ids) > 3 else ()))
-        return made
-
-
-def test_a_draft_that_turns_off_goes_on_along_its_branch() -> None:
-    steps: list[int] = []
-    for branching in (False, True):
-        source = Branching()
-        source.branches = branching
-        request = ask_for(100, source)
-        bench = bench_with(source)
-        assert bench.run(request)[request.request_id, 0].token_ids == answer_alone(request).token_ids
-        steps.append(bench.engine.stats().steps)
-    assert steps[1] < 0.7 * steps[0]
 
 
 def test_a_request_may_name_who_came_later() -> None:

@@ -447,7 +447,7 @@ def test_expected_tokens_of_a_draft(acceptance: float, length: int, expected: fl
 def test_a_draft_pays_where_it_is_accepted_and_not_where_it_is_not() -> None:
     fleet = [
         node("ant", offer(tokens_per_second=5.0), links={"bee": (0.001, 1e8)}),
-        node("bee", ModelOffer("lookup", Role.PROPOSER, "")),
+        node("bee", offer(model_id="small", role=Role.PROPOSER, tokens_per_second=1000.0)),
     ]
     accepted = plan(fleet, PlanRequest("m", acceptance=0.9)).chosen
     assert (accepted.way, accepted.node_ids) == (DRAFT, ("ant", "bee"))
@@ -455,8 +455,8 @@ def test_a_draft_pays_where_it_is_accepted_and_not_where_it_is_not() -> None:
 
 
 def test_another_machine_drafts_rather_than_the_verifier() -> None:
-    lookup = ModelOffer("lookup", Role.PROPOSER, "")
-    fleet = [node("ant", offer(), lookup, links={"bee": (0.001, 1e8)}), node("bee", lookup)]
+    small = offer(model_id="small", role=Role.PROPOSER, tokens_per_second=1000.0)
+    fleet = [node("ant", offer(), small, links={"bee": (0.001, 1e8)}), node("bee", small)]
     draft = plan(fleet, PlanRequest("m", ways=frozenset({DRAFT}))).chosen.draft
     assert draft is not None
     assert draft.node_id == "bee"

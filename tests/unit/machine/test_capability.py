@@ -23,7 +23,7 @@ from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.figures import two_digits
 from paceline.machine import devices as rates
 from paceline.machine.build import build_engine, introduced
-from paceline.machine.capability import LOOKUP, SelfPortrait
+from paceline.machine.capability import SelfPortrait
 from paceline.machine.devices import LocalDevice, local_devices, processor_name, usable_cores
 from paceline.machine.offers import Shelf, learn_digests
 from paceline.machine.settings import NodeSettings
@@ -238,7 +238,7 @@ def test_a_card_is_measured(home: Home) -> None:
     assert str(card.backend) in {"cpu-avx512bf16", "torch-cpu", "torch-cuda"}
     assert card.device
     assert card.software
-    assert [offer.role for offer in card.models] == [Role.VERIFIER, Role.PROPOSER]
+    assert [offer.role for offer in card.models] == [Role.VERIFIER]
     assert card.ring_address == ""
 
 
@@ -294,8 +294,7 @@ def test_what_is_loaded_is_warm_and_measured(home: Home, monkeypatch: pytest.Mon
         warm = introduced(built, home, SystemClock())
         portrait = SelfPortrait(NodeId("me"), home)
         portrait.look([warm])
-        offer, lookup = portrait.card().models
-        assert lookup == LOOKUP
+        (offer,) = portrait.card().models
         assert offer.warm
         assert offer.digest == built.setup.digest
         assert offer.numerics_id == built.executor.numerics_id

@@ -18,7 +18,7 @@ from paceline.core.manifest import PIECE, FileEntry, ModelManifest, TensorAt
 from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
-from paceline.engine.drafts import BlockProposal, Branch
+from paceline.engine.drafts import BlockProposal
 from paceline.fleet.card import NodeCard
 from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.net.control_service import Sight, sight_of, write_sight
@@ -26,7 +26,7 @@ from paceline.net.discovery import Failure
 from paceline.net.mapper import Codec, Length, Mapped, or_none, refuse_with
 from paceline.net.weights_codec import WeightsDescription, parts
 from paceline.net.wire import control_pb2, fleet_pb2, propose_pb2, shard_pb2
-from paceline.ways.draft.desk import MOST_BRANCHES, BlockAsk, read_ask, write_ask, write_block
+from paceline.ways.draft.desk import BlockAsk, read_ask, write_ask, write_block
 from paceline.ways.draft.line import read_block
 from paceline.ways.pipeline.codec import (
     read_connect,
@@ -107,10 +107,9 @@ def test_a_draft_that_is_asked_for(ask: BlockAsk) -> None:
 
 
 tokens = st.lists(short, max_size=9).map(tuple)
-branches = st.lists(st.builds(Branch, short, tokens), max_size=MOST_BRANCHES).map(tuple)
 
 
-@given(st.none() | st.builds(BlockProposal, tokens, short, short, words, branches), words)
+@given(st.none() | st.builds(BlockProposal, tokens, short, short, words), words)
 def test_a_draft(block: BlockProposal | None, session: int) -> None:
     message = propose_pb2.ProposeBlockResponse.FromString(write_block(block, session).SerializeToString())
     assert (read_block(message), message.session) == (block, session)

@@ -68,8 +68,9 @@ def test_a_path_is_a_name(bundled_gguf: Path, tmp_path: Path) -> None:
 
 def test_drafts_are_run() -> None:
     fleet = [card("ant", 2, Link(NodeId("bee"), "x:1", 0.001, 1e8)), card("bee", 2)]
-    lookup = ModelOffer("ngram", Role.PROPOSER, "")
-    fleet = [replace(one, memory_free_bytes=1 << 40, models=(*one.models, lookup)) for one in fleet]
+    small = replace(fleet[0].models[0], model_id="small", role=Role.PROPOSER, tokens_per_second=1000.0, vocabulary="v")
+    fleet = [replace(one, models=tuple(replace(offer, vocabulary="v") for offer in one.models)) for one in fleet]
+    fleet = [replace(one, memory_free_bytes=1 << 40, models=(*one.models, small)) for one in fleet]
     made = explained(PlanRequest("m", ways=frozenset({DRAFT})), lambda: fleet)
     assert made.plan.chosen.way == DRAFT
     assert not any("does not run" in line for line in made.lines)

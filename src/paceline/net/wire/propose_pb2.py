@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/propose.proto\x12\x0bpaceline.v1\"\x94\x01\n\x13ProposeBlockRequest\x12\x1b\n\x13\x63ommitted_token_ids\x18\x01 \x03(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x0f\n\x07session\x18\x05 \x01(\x04\x12\x16\n\x0e\x66irst_position\x18\x06 \x01(\r\"\xea\x01\n\x14ProposeBlockResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x17\n\x0f\x64iffusion_steps\x18\x02 \x01(\r\x12\x16\n\x0e\x66orward_passes\x18\x03 \x01(\r\x12\x1d\n\x15peak_activation_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07session\x18\x05 \x01(\x04\x12\x14\n\x0csession_lost\x18\x06 \x01(\x08\x12\x16\n\x0e\x62ranch_offsets\x18\x07 \x03(\r\x12\x16\n\x0e\x62ranch_lengths\x18\x08 \x03(\r\x12\x18\n\x10\x62ranch_token_ids\x18\t \x03(\r\"_\n\x14ProposeBlocksRequest\x12/\n\x05\x62lock\x18\x01 \x01(\x0b\x32 .paceline.v1.ProposeBlockRequest\x12\x16\n\x0e\x65nded_sessions\x18\x02 \x03(\x04\"I\n\x15ProposeBlocksResponse\x12\x30\n\x05\x62lock\x18\x01 \x01(\x0b\x32!.paceline.v1.ProposeBlockResponse2\xc2\x01\n\x0fProposerService\x12S\n\x0cProposeBlock\x12 .paceline.v1.ProposeBlockRequest\x1a!.paceline.v1.ProposeBlockResponse\x12Z\n\rProposeBlocks\x12!.paceline.v1.ProposeBlocksRequest\x1a\".paceline.v1.ProposeBlocksResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/propose.proto\x12\x0bpaceline.v1\"\x94\x01\n\x13ProposeBlockRequest\x12\x1b\n\x13\x63ommitted_token_ids\x18\x01 \x03(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x0f\n\x07session\x18\x05 \x01(\x04\x12\x16\n\x0e\x66irst_position\x18\x06 \x01(\r\"\xd8\x01\n\x14ProposeBlockResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x17\n\x0f\x64iffusion_steps\x18\x02 \x01(\r\x12\x16\n\x0e\x66orward_passes\x18\x03 \x01(\r\x12\x1d\n\x15peak_activation_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07session\x18\x05 \x01(\x04\x12\x14\n\x0csession_lost\x18\x06 \x01(\x08J\x04\x08\x07\x10\nR\x0e\x62ranch_offsetsR\x0e\x62ranch_lengthsR\x10\x62ranch_token_ids\"_\n\x14ProposeBlocksRequest\x12/\n\x05\x62lock\x18\x01 \x01(\x0b\x32 .paceline.v1.ProposeBlockRequest\x12\x16\n\x0e\x65nded_sessions\x18\x02 \x03(\x04\"I\n\x15ProposeBlocksResponse\x12\x30\n\x05\x62lock\x18\x01 \x01(\x0b\x32!.paceline.v1.ProposeBlockResponse2\xc2\x01\n\x0fProposerService\x12S\n\x0cProposeBlock\x12 .paceline.v1.ProposeBlockRequest\x1a!.paceline.v1.ProposeBlockResponse\x12Z\n\rProposeBlocks\x12!.paceline.v1.ProposeBlocksRequest\x1a\".paceline.v1.ProposeBlocksResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROPOSEBLOCKREQUEST']._serialized_start=43
   _globals['_PROPOSEBLOCKREQUEST']._serialized_end=191
   _globals['_PROPOSEBLOCKRESPONSE']._serialized_start=194
-  _globals['_PROPOSEBLOCKRESPONSE']._serialized_end=428
-  _globals['_PROPOSEBLOCKSREQUEST']._serialized_start=430
-  _globals['_PROPOSEBLOCKSREQUEST']._serialized_end=525
-  _globals['_PROPOSEBLOCKSRESPONSE']._serialized_start=527
-  _globals['_PROPOSEBLOCKSRESPONSE']._serialized_end=600
-  _globals['_PROPOSERSERVICE']._serialized_start=603
-  _globals['_PROPOSERSERVICE']._serialized_end=797
+  _globals['_PROPOSEBLOCKRESPONSE']._serialized_end=410
+  _globals['_PROPOSEBLOCKSREQUEST']._serialized_start=412
+  _globals['_PROPOSEBLOCKSREQUEST']._serialized_end=507
+  _globals['_PROPOSEBLOCKSRESPONSE']._serialized_start=509
+  _globals['_PROPOSEBLOCKSRESPONSE']._serialized_end=582
+  _globals['_PROPOSERSERVICE']._serialized_start=585
+  _globals['_PROPOSERSERVICE']._serialized_end=779
 # @@protoc_insertion_point(module_scope)

@@ -71,9 +71,6 @@ class ProposeBlockResponse(_message.Message):
     PEAK_ACTIVATION_BYTES_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     SESSION_LOST_FIELD_NUMBER: _builtins.int
-    BRANCH_OFFSETS_FIELD_NUMBER: _builtins.int
-    BRANCH_LENGTHS_FIELD_NUMBER: _builtins.int
-    BRANCH_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     diffusion_steps: _builtins.int
     forward_passes: _builtins.int
     peak_activation_bytes: _builtins.int
@@ -83,16 +80,6 @@ class ProposeBlockResponse(_message.Message):
     """Nothing was drafted, because the session is not held as far as `first_position`: say all of it again, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def branch_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What follows where the block is right up to a token and that one is another. A branch each: where in the block, how many tokens, and,
-        of all branches one after the other, the tokens, of which the first is the other one.
-        """
-
-    @_builtins.property
-    def branch_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def branch_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -102,13 +89,10 @@ class ProposeBlockResponse(_message.Message):
         peak_activation_bytes: _builtins.int = ...,
         session: _builtins.int = ...,
         session_lost: _builtins.bool = ...,
-        branch_offsets: _abc.Iterable[_builtins.int] | None = ...,
-        branch_lengths: _abc.Iterable[_builtins.int] | None = ...,
-        branch_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_lengths", b"branch_lengths", "branch_offsets", b"branch_offsets", "branch_token_ids", b"branch_token_ids", "diffusion_steps", b"diffusion_steps", "forward_passes", b"forward_passes", "peak_activation_bytes", b"peak_activation_bytes", "session", b"session", "session_lost", b"session_lost", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diffusion_steps", b"diffusion_steps", "forward_passes", b"forward_passes", "peak_activation_bytes", b"peak_activation_bytes", "session", b"session", "session_lost", b"session_lost", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,6 @@
 """This machine's proposers, for its callers: members over gRPC, or an engine of the same process.
 
-Law: one block of a model at a time, in a thread that the model keeps; asks wait in line, and one whose asker gave up meanwhile is dropped. Prompt
-lookup of a few new tokens takes less time than going to a thread, and is done at once. Sessions
+Law: one block of a model at a time, in a thread that the model keeps; asks wait in line, and one whose asker gave up meanwhile is dropped. Sessions
 are bounded in number and in tokens: the one used longest ago is forgotten, and its owner says everything again. Lives on one event loop.
 
 ProposerService: drafts for another node. A wrong draft costs that node time and changes no byte, so nothing here need be right.
@@ -16,14 +15,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, islice, pairwise
 from typing import Any, Final
 
 import grpc.aio
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded, PacelineError
-from paceline.engine.drafts import BlockProposal, Branch, Proposer, ProposerStats
-from paceline.engine.proposers.ngram import NGramProposer, NGramSession
+from paceline.engine.drafts import BlockProposal, Proposer, ProposerStats
 from paceline.engine.proposers.session import DraftSession, open_session
 from paceline.net.mapper import Codec, Mapped, refuse_with
 from paceline.net.rpc_faults import abort
@@ -37,13 +34,9 @@ MAX_BLOCK = 256
 MAX_COMMITTED = 1 << 20
 """Tokens of one text."""
 MAX_STEPS = 1 << 10
-MOST_BRANCHES = 64
-"""Of a block. Raising it: a proposer can have more of its caller's time and memory."""
 MOST_SESSIONS = 256
 MOST_TOKENS = 1 << 20
-"""Over all sessions. Raising it: memory; prompt lookup's index is 400 bytes a token."""
-QUICK_TOKENS = 256
-"""New tokens that prompt lookup takes in on the event loop, in about 0.2 ms. Raising it: everything else on the loop waits longer."""
+"""Over all sessions. Raising it: memory."""
 MOST_WAITING = 64
 """Asks of one model. Raising it: askers wait for blocks that come too late."""
 
@@ -156,11 +149,6 @@ class ProposerDesk:
             if ask.session:
                 self.end(caller, (ask.session,), ask.model_id)
                 self._kept[key] = kept
-        if self.is_quick(caller, ask) and not kept.busy:
-            block = kept.session.propose(ask.first_position, ask.token_ids, ask.block_size, ask.num_steps)
-            self.stats[ask.model_id].count(block)
-            self._count(key, kept, ask.first_position + len(ask.token_ids))
-            return block
         model.waiting += 1
         kept.busy += 1
         kept.asks += 1
@@ -188,14 +176,6 @@ class ProposerDesk:
                 self._drop(model, key, kept)
         self.stats[ask.model_id].count(block)
         return block
-
-    def is_quick(self, caller: str, ask: BlockAsk) -> bool:
-        """Whether a block is made without waiting, unless others of its session are waited for."""
-        model = self._models.get(ask.model_id)
-        if model is None or not isinstance(model.proposer, NGramProposer) or not ask.session or len(ask.token_ids) > QUICK_TOKENS:
-            return False
-        kept = self._kept.get((caller, ask.model_id, ask.session))
-        return kept is None or (isinstance(kept.session, NGramSession) and kept.session.goes_on_cheaply(ask.first_position))
 
     def end(self, caller: str, sessions: Sequence[int], model_id: str | None = None) -> None:
         """Sessions of a caller are over, of one model or of any; unknown ones too."""
@@ -329,11 +309,8 @@ class ProposerServicer(ProposerServiceServicer):
                     seen[ask.session] = None
                     if len(seen) > MOST_SESSIONS:
                         del seen[next(iter(seen))]
-                    if self._desk.is_quick(caller, ask):
-                        await answer(ask)
-                    else:
-                        answering.create_task(answer(ask))
-                        await asyncio.sleep(0)  # so that it begins before news that its session is over
+                    answering.create_task(answer(ask))
+                    await asyncio.sleep(0)  # so that it begins before news that its session is over
         except BaseExceptionGroup as errors:
             error = _first(errors)
             if isinstance(error, PacelineError):
@@ -344,18 +321,6 @@ class ProposerServicer(ProposerServiceServicer):
             self._desk.end(caller, tuple(seen))
 
 
-def _write_branches(branches: Sequence[Branch]) -> tuple[list[int], list[int], list[int]]:
-    tokens = [token for branch in branches for token in branch.token_ids]
-    return [branch.offset for branch in branches], [len(branch.token_ids) for branch in branches], tokens
-
-
-def _read_branches(offsets: Sequence[int], lengths: Sequence[int], token_ids: Sequence[int]) -> tuple[Branch, ...]:
-    """What is missing of them is cut off, and so is what is too many; whether the rest are branches, `check_block` says."""
-    tokens, ends = tuple(token_ids), accumulate(lengths, initial=0)
-    places = islice(zip(offsets, pairwise(ends), strict=False), MOST_BRANCHES + 1)
-    return tuple(Branch(offset, tokens[start:end]) for offset, (start, end) in places)
-
-
 _ASK: Final = Codec(
     BlockAsk, wire.ProposeBlockRequest, refuse_with(InvalidRequest), {"token_ids": Mapped("committed_token_ids", read=list)}
 )
@@ -363,7 +328,6 @@ BLOCK: Final = Codec(
     BlockProposal,
     wire.ProposeBlockResponse,
     refuse_with(InvalidRequest),
-    {"branches": Mapped(("branch_offsets", "branch_lengths", "branch_token_ids"), None, _write_branches, _read_branches)},
     beside=["session", "session_lost"],
 )
 """Not checked: whether it is a draft at all, `check_block` says."""

@@ -29,10 +29,8 @@ from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
 from paceline.ways.draft.desk import BlockAsk, ProposerDesk
 from paceline.ways.draft.line import OnBlock, RemoteLine
-from paceline.ways.draft.price import DRAFT, LOOKUP_RATE, Drafted
+from paceline.ways.draft.price import DRAFT, Drafted
 
-LOOKUP_PROMPT_RATE = 1e6
-"""Tokens a second that prompt lookup takes in."""
 LEAST_ASK_S = 5e-4
 """What asking takes where the way is short."""
 MOST_BLOCK = 64
@@ -69,9 +67,8 @@ class Drafter:
 
 def drafter_of(node_id: NodeId, instance: bytes, model_id: str, offer: ModelOffer, rtt_s: float) -> Drafter:
     """A proposer as it is offered, whatever the offer says of its speed."""
-    lookup = not offer.weights
-    rate = sensible(offer.tokens_per_second, 1e-2, 1e9) or (LOOKUP_RATE if lookup else 1.0)
-    prompt_rate = sensible(offer.prefill_tokens_per_second, 1e-2, 1e9) or (LOOKUP_PROMPT_RATE if lookup else rate)
+    rate = sensible(offer.tokens_per_second, 1e-2, 1e9) or 1.0
+    prompt_rate = sensible(offer.prefill_tokens_per_second, 1e-2, 1e9) or rate
     return Drafter(node_id, instance, model_id, rate, prompt_rate, rtt_s)
 
 
@@ -211,7 +208,7 @@ def drafters(drafting: MayDraft, verifier: Verifier, model_id: str, left_out: Co
 
 
 def fitting_models(drafting: MayDraft, verifier: Verifier) -> frozenset[str]:
-    """Ids of all that could draft but prompt lookup, which every node has. As `drafters`."""
+    """Ids of all that could draft. As `drafters`."""
     try:
         return frozenset(name for _, name in _offers(live_cards(drafting.cards).values(), verifier, ""))
     except PlacementError:
@@ -226,7 +223,11 @@ def placed(drafting: MayDraft, draft: Draft) -> Drafter:
     """
     able = live_cards(drafting.cards)
     card = able.get(draft.node_id)
-    offers = () if card is None else (each for each in card.models if each.role is Role.PROPOSER and each.model_id == draft.model_id)
+    offers = (
+        ()
+        if card is None
+        else (each for each in card.models if each.role is Role.PROPOSER and each.weights and each.model_id == draft.model_id)
+    )
     offer = next(iter(offers), None)
     if card is None or offer is None:
         raise PlacementError(f"{draft.node_id} does not draft with {draft.model_id}", "Plan again: the fleet has changed.")
@@ -234,12 +235,12 @@ def placed(drafting: MayDraft, draft: Draft) -> Drafter:
 
 
 def _offers(cards: Collection[NodeCard], verifier: Verifier, model_id: str) -> dict[tuple[NodeId, str], ModelOffer]:
-    """By node and model: those that could draft. Without a model to name, only models: every node looks up its own prompts."""
+    """By node and model: those that could draft. Older nodes offer prompt lookup, which has no weights and which every node does for itself."""
     offers = {
         (card.node_id, offer.model_id): offer
         for card in cards
         for offer in card.models
-        if offer.role is Role.PROPOSER and (offer.model_id == model_id or (not model_id and offer.weights))
+        if offer.role is Role.PROPOSER and offer.weights and model_id in {"", offer.model_id}
     }
     if not offers:
         which, model = (f" with {model_id[:200]!r}", model_id[:200]) if model_id else ("", "MODEL")
@@ -248,7 +249,7 @@ def _offers(cards: Collection[NodeCard], verifier: Verifier, model_id: str) -> d
         )
         hint = f"Start a machine with --propose {model}" + (f", or choose of what there is: {there[:200]}." if there else ".")
         raise PlacementError(f"Nobody in the fleet drafts{which}", hint)
-    fitting = {key: offer for key, offer in offers.items() if not offer.weights or offer.vocabulary == verifier.vocabulary}
+    fitting = {key: offer for key, offer in offers.items() if offer.vocabulary == verifier.vocabulary}
     if not fitting:
         names = ", ".join(sorted({name for _, name in offers}))[:200]
         raise VocabularyMismatch(

@@ -18,15 +18,12 @@ from concurrent.futures import TimeoutError as LoopTimeoutError
 import grpc.aio
 
 from paceline.core.errors import FleetError, NodeUnreachable, RemoteProposerError
-from paceline.engine.drafts import BlockProposal, Branch, ProposerStats
+from paceline.engine.drafts import BlockProposal, ProposerStats
 from paceline.engine.proposers.session import common_length
 from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import propose_pb2 as wire
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
-from paceline.ways.draft.desk import BLOCK, MOST_BRANCHES, BlockAsk, write_ask
-
-LONGEST_BRANCH = 64
-"""Raising it: a proposer can have more of this machine's time and memory."""
+from paceline.ways.draft.desk import BLOCK, BlockAsk, write_ask
 
 OnBlock = Callable[[int, BlockProposal | None], None]
 """Told of a session's block; None: the session is lost, and all of it must be said again."""
@@ -41,20 +38,13 @@ def check_block(block: BlockProposal, asked: int, vocabulary_size: int, peer: st
     """Whether it is a draft at all; whether it is a good one, the model says.
 
     Raises:
-        RemoteProposerError: it is longer than was asked for, or has tokens that don't exist, or branches that are none of its own.
+        RemoteProposerError: it is longer than was asked for, or has tokens that don't exist.
     """
     if len(block.token_ids) > asked:
         raise RemoteProposerError(f"{peer} drafted {len(block.token_ids)} tokens, and {asked} were asked for", status="DATA_LOSS")
     unknown = next((token for token in block.token_ids if not 0 <= token < vocabulary_size), None)
     if unknown is not None:
         raise RemoteProposerError(f"{peer} drafted token {unknown} of a vocabulary of {vocabulary_size}", status="DATA_LOSS")
-    if len(block.branches) > MOST_BRANCHES or not all(_is_branch(branch, block, vocabulary_size) for branch in block.branches):
-        raise RemoteProposerError(f"{peer} drafted branches that its block has no place for", status="DATA_LOSS")
-
-
-def _is_branch(branch: Branch, block: BlockProposal, vocabulary_size: int) -> bool:
-    ids = branch.token_ids
-    return branch.offset < len(block.token_ids) and 2 <= len(ids) <= LONGEST_BRANCH and min(ids) >= 0 and max(ids) < vocabulary_size
 
 
 class RemoteLine:

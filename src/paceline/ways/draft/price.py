@@ -32,10 +32,6 @@ DRAFT_LENGTHS = (3, 7, 15)
 """Tokens proposed at a time: with the row before them they fill kernels' tiles of four rows."""
 MODEL_ACCEPTANCE = 0.6
 """Of a draft model's tokens, assumed until it was measured."""
-LOOKUP_ACCEPTANCE = 0.2
-"""Of tokens looked up in the text so far, assumed until it was measured: high in code and in quotes, near nothing elsewhere."""
-LOOKUP_RATE = 1e5
-"""Tokens a second of a proposer without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +137,6 @@ def can_draft(card: NodeCard, offer: ModelOffer, machine: Machine, request: Plan
         return f"{offer.model_id} is not offered for drafting"
     if request.draft_model not in {"", offer.model_id}:
         return f"{offer.model_id} is not the draft model asked for"
-    if offer.weights == "":
-        return None
     if not offer.vocabulary or offer.vocabulary != machine.offer.vocabulary:
         return f"{offer.model_id} is not known to have the vocabulary of {machine.offer.model_id}"
     if _rate(card, offer) is None:
@@ -155,8 +149,7 @@ def can_draft(card: NodeCard, offer: ModelOffer, machine: Machine, request: Plan
 
 
 def _proposer(card: NodeCard, offer: ModelOffer, request: PlanRequest) -> PricedProposer:
-    assumed = MODEL_ACCEPTANCE if offer.weights else LOOKUP_ACCEPTANCE
-    acceptance = assumed if request.acceptance is None else min(max(request.acceptance, 0.0), 1.0)
+    acceptance = MODEL_ACCEPTANCE if request.acceptance is None else min(max(request.acceptance, 0.0), 1.0)
     measured = sensible(offer.tokens_per_second, 1e-6, 1e9) is not None and request.acceptance is not None
     return PricedProposer(_rate(card, offer) or 1e-6, acceptance, measured)
 
@@ -166,8 +159,6 @@ def _rate(card: NodeCard, offer: ModelOffer) -> float | None:
     measured = sensible(offer.tokens_per_second, 1e-6, 1e9)
     if measured is not None:
         return measured
-    if offer.weights == "":
-        return LOOKUP_RATE
     memory, shape = memory_rate(card.running(offer.weights)), offer.shape
     if memory is None or shape is None or shape.n_layers * shape.layer_bytes + shape.edge_bytes <= 0:
         return None

@@ -25,7 +25,6 @@ from paceline.core.text import Tokenizer
 from paceline.engine.drafts import NGRAM, Proposer, ProposerStats
 from paceline.engine.local import LayerRunner
 from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer
-from paceline.engine.proposers.ngram import NGramProposer
 from paceline.engine.proposers.session import open_session
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.eligibility import Use
@@ -63,7 +62,7 @@ class LoadedProposer:
     proposer: Proposer
     offer: ModelOffer
     """What the card says of it."""
-    runner: LayerRunner[Any] | None
+    runner: LayerRunner[Any]
     """Its own; close it once nothing is drafted any more."""
 
 
@@ -99,15 +98,6 @@ def load_proposer(name: str, threads: int | None, progress: LoadProgress | None,
     rate = measure(proposer, PromptMaker(opened.tokenizer, 11).make(1, 64)[0], clock)
     offer = replace(warm_offer(setup.warm(kv, speed)), role=Role.PROPOSER, model_id=model_id, tokens_per_second=rate)
     return LoadedProposer(name, model_id, proposer, offer, runner)
-
-
-def lookup(clock: Clock) -> LoadedProposer:
-    """Prompt lookup, measured on a text that repeats."""
-    proposer = NGramProposer()
-    text = [*range(200), *range(200)]
-    return LoadedProposer(
-        NGRAM, NGRAM, proposer, ModelOffer(NGRAM, Role.PROPOSER, "", tokens_per_second=measure(proposer, text, clock)), None
-    )
 
 
 def measure(proposer: Proposer, text: Sequence[int], clock: Clock) -> float:
@@ -169,7 +159,7 @@ class DraftService:
 
     def __init__(self, fleet: FleetNode, proposers: Sequence[LoadedProposer]) -> None:
         self._fleet, self._proposers = fleet, proposers
-        self._desk = ProposerDesk({NGRAM: NGramProposer()})
+        self._desk = ProposerDesk({})
         self._drafts: list[NodeDrafts] = []
         """Of each engine; figures are of the first one's."""
         self._detaching: set[asyncio.Task[None]] = set()
@@ -282,8 +272,7 @@ async def close_proposers(desk: ProposerDesk, proposers: Sequence[LoadedProposer
     """Free what they run on, unless one still drafts: the process ends with it then."""
     if await asyncio.to_thread(desk.drained, DRAIN_S):
         for one in proposers:
-            if one.runner is not None:
-                one.runner.close()
+            one.runner.close()
 
 
 OFF_HERE = "a machine that runs some of the layers gives other bytes for other batches, and a draft would change the answer"

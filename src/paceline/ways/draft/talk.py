@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from paceline.core.clock import Clock
 from paceline.core.errors import RemoteProposerError
 from paceline.core.ids import SequenceId
-from paceline.engine.drafts import BlockProposal, Branch, DraftAnswer, DraftAsk
+from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
 from paceline.engine.proposers.session import retell
 from paceline.ways.draft.desk import BlockAsk
 from paceline.ways.draft.finding import Drafter, Line, OpenLine
@@ -121,10 +121,10 @@ class Mailbox:
             told = self._told.get(sequence, ())
             return told[:length] if len(told) >= length else None
 
-    def answer(self, ask: DraftAsk, token_ids: Sequence[int], branches: Sequence[Branch] = ()) -> None:
+    def answer(self, ask: DraftAsk, token_ids: Sequence[int]) -> None:
         """Once for every ask taken."""
         with self._changed:
-            self._answers.append(DraftAnswer(ask.sequence, ask.first_position + len(ask.token_ids), token_ids, branches))
+            self._answers.append(DraftAnswer(ask.sequence, ask.first_position + len(ask.token_ids), token_ids))
             self._changed.notify()
 
 
@@ -273,7 +273,7 @@ class Talk:
             slower = min(took_s / waiting.promised_s, MOST_SLOWER) if waiting.promised_s > 0 else 1.0
             self._slower = max(1.0, slower, self._slower + FASTER_AGAIN * (slower - self._slower))
             self._on_good(block, took_s, waiting.whole)
-            self._mailbox.answer(ask, block.token_ids, block.branches)
+            self._mailbox.answer(ask, block.token_ids)
 
     def _late(self, late_s: float) -> None:
         self._fail(RemoteProposerError(f"{self.drafter.node_id} drafted nothing in {late_s:.2f} s", status="DEADLINE_EXCEEDED"))

@@ -14,7 +14,6 @@ from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.engine.drafts import BlockProposal
 from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer, ModelProposer
-from paceline.engine.proposers.ngram import NGramProposer
 from paceline.engine.proposers.session import common_length, open_session
 from paceline.testing.null_backend import NullRunner
 
@@ -143,15 +142,6 @@ def test_any_proposer_has_sessions() -> None:
     assert session.propose(1, [9], 5, 0) == BlockProposal((1, 9))
     with pytest.raises(ValueError, match="position 7"):
         session.propose(7, [9], 5, 0)
-
-
-def test_prompt_lookup_follows_a_text_through_its_turns() -> None:
-    proposer = NGramProposer()
-    session = proposer.open()
-    assert session.propose(0, [1, 2, 3, 4, 1, 2], 3, 0).token_ids == (3, 4, 1)
-    assert session.propose(6, [3, 9], 3, 0).token_ids == ()
-    assert session.propose(7, [4], 3, 0).token_ids == (1, 2, 3)
-    assert proposer.propose_block([7, 8, 7], 1, 0).token_ids == (8,)
 
 
 @pytest.mark.parametrize("seed", range(5))

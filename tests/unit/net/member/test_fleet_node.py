@@ -16,7 +16,6 @@ from paceline.core.errors import ConfigError, FleetError, MembershipError, NodeU
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
 from paceline.core.trust import Trust
-from paceline.engine.drafts import NGRAM
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.links import LinkTimes
 from paceline.fleet.messages import ExchangeRequest, GossipCall
@@ -34,7 +33,8 @@ from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
 from paceline.store.home import Home
 from paceline.testing.fleets import TestFleet
 
-LOOKUP = ModelOffer(NGRAM, Role.PROPOSER, "")
+DRAFTS = ModelOffer("small", Role.PROPOSER, "int4", digest="e", vocabulary="v")
+MODEL = ModelOffer("m", Role.VERIFIER, "int4", digest="d", warm=True, vocabulary="v")
 
 
 @in_loop
@@ -282,9 +282,9 @@ async def test_one_identity_runs_once(tmp_path: Path) -> None:
 @in_loop
 async def test_links_between_nodes_that_may_share_a_plan_are_measured_and_told(tmp_path: Path) -> None:
     fleet = TestFleet()
-    a = make_node(fleet, tmp_path, "a", offers=(LOOKUP, ModelOffer("m", Role.VERIFIER, "int4", digest="d", warm=True)))
+    a = make_node(fleet, tmp_path, "a", offers=(DRAFTS, MODEL))
     async with running(a):
-        b = make_node(fleet, tmp_path, "b", a, offers=(LOOKUP,))
+        b = make_node(fleet, tmp_path, "b", a, offers=(DRAFTS,))
         async with running(b):
             await until(lambda: [[link.to for link in card.links] for card in b.view().cards] == [["b"], ["a"]])
             (link,) = b.view().cards[0].links
@@ -306,9 +306,9 @@ async def test_a_peer_that_leaves_while_it_is_measured_ends_no_more_than_that_me
 
     monkeypatch.setattr(CapabilityServicer, "MeasureLink", late)
     fleet = TestFleet()
-    a = make_node(fleet, tmp_path, "a", offers=(LOOKUP, ModelOffer("m", Role.VERIFIER, "int4", digest="d", warm=True)))
+    a = make_node(fleet, tmp_path, "a", offers=(DRAFTS, MODEL))
     async with running(a):
-        b = make_node(fleet, tmp_path, "b", a, offers=(LOOKUP,))
+        b = make_node(fleet, tmp_path, "b", a, offers=(DRAFTS,))
         for node in (a, b):
             node._links._watch._times = replace(LinkTimes(), retry_s=0.1)
         async with running(b):

@@ -12,6 +12,7 @@ SHAPE = ModelShape(12, 512, 1 << 22, 1 << 24, 512, 8192)
 VERIFIER = ModelOffer("big", Role.VERIFIER, "int4", 50.0, 400.0, "d" * 64, warm=True, shape=SHAPE, vocabulary="v")
 SMALL = replace(VERIFIER, model_id="small", role=Role.PROPOSER, tokens_per_second=200.0, digest="e" * 64)
 LOOKUP = ModelOffer("ngram", Role.PROPOSER, "")
+"""What older nodes offer: each looks its own prompts up."""
 A = Verifier(NodeId("a"), "d" * 64, "int4", "v")
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 from tests.unit.net.member.nodes import BOUND_S, make_node, until, until_seen
 from tests.unit.ways.draft.cards import SMALL
-from tests.unit.ways.draft.proposers import Hangs
+from tests.unit.ways.draft.proposers import Hangs, Lookup
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
 from paceline.core.ids import SequenceId
-from paceline.engine.drafts import NGRAM, DraftAnswer, DraftAsk, Proposer
-from paceline.engine.proposers.ngram import NGramProposer
+from paceline.engine.drafts import DraftAnswer, DraftAsk, Proposer
 from paceline.net.member.node import FleetNode
 from paceline.net.member.state import Claim
 from paceline.net.server import Service
@@ -31,6 +30,8 @@ from paceline.ways.draft.remote import RemoteDrafts
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 VOCAB = 100
+LOOKUP = "lookup"
+"""Every node drafts with it."""
 
 
 class DraftNode(FleetNode):
@@ -38,7 +39,7 @@ class DraftNode(FleetNode):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.desk = ProposerDesk({NGRAM: NGramProposer()})
+        self.desk = ProposerDesk({LOOKUP: Lookup()})
 
     async def start(self, *services: Callable[[PeerGuard], Service], claim: Claim | None = None) -> None:
         await super().start(lambda guard: proposer_service(self.desk, guard.peer), *services, claim=claim)

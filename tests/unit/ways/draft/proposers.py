@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from paceline.engine.drafts import BlockProposal, Branch
+from paceline.engine.drafts import BlockProposal
+from paceline.engine.prompt_lookup import NGramIndex
 
 
 class Scripted:
@@ -27,18 +28,22 @@ class TooLong(Scripted):
 
 
 class Floods(Scripted):
-    """One token, and so many ways to go on.
+    """More than is read."""
 
-    Args:
-        branches: that many.
-    """
-
-    def __init__(self, branches: int) -> None:
-        super().__init__(1)
-        self._branches = (Branch(0, (2, 3)),) * branches
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__(*[1] * n_tokens)
 
     def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
-        return BlockProposal((1,), branches=self._branches)
+        return BlockProposal(self.token_ids)
+
+
+class Lookup:
+    """Drafts what followed the last tokens before."""
+
+    def propose_block(self, committed: Sequence[int], block_size: int, num_steps: int) -> BlockProposal:
+        index = NGramIndex()
+        index.extend(committed)
+        return BlockProposal(tuple(index.propose(block_size)))
 
 
 class Breaks(Scripted):

@@ -60,9 +60,9 @@ def test_other_tokens_are_an_error() -> None:
         names([card("a", VERIFIER), card("b", other)], "")
 
 
-def test_prompt_lookup_needs_no_tokens_of_its_own() -> None:
-    (found,) = drafters(Eligible(Use.DRAFT, A.node_id, (card("a", VERIFIER), card("b", LOOKUP))), A, "ngram")
-    assert found.takes_s(1000, 10) < 0.01
+def test_prompt_lookup_that_older_nodes_offer_is_not_asked_for() -> None:
+    with pytest.raises(PlacementError, match="Nobody in the fleet drafts with 'ngram'"):
+        names([card("a", VERIFIER), card("b", LOOKUP)], "ngram")
     with pytest.raises(PlacementError, match="Start a machine with --propose tiny"):
         names([card("a", VERIFIER), card("b", LOOKUP)], "tiny")
 

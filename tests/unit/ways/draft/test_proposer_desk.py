@@ -11,7 +11,6 @@ from tests.unit.ways.draft.proposers import Hangs, Scripted
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from paceline.engine.drafts import BlockProposal
-from paceline.engine.proposers.ngram import NGramProposer
 from paceline.net.wire import propose_pb2 as wire
 from paceline.testing.fleets import TestFleet
 from paceline.ways.draft import desk as proposer_desk
@@ -183,36 +182,6 @@ async def test_a_long_call_remembers_no_session_that_ended() -> None:
     await servicer.ProposeBlocks(asks(), Read())  # type: ignore[arg-type]
     assert ended == [*range(400)]  # each once
     assert (desk.sessions, desk.tokens) == (0, 0)
-    desk.close()
-
-
-@in_loop
-async def test_what_takes_long_is_not_looked_up_on_the_loop() -> None:
-    desk = ProposerDesk({"m": NGramProposer()})
-    text = list(range(2000))
-    assert not desk.is_quick("a", BlockAsk("m", 1, 0, text, 3))
-    await desk.propose("a", BlockAsk("m", 1, 0, text, 3))
-    assert desk.is_quick("a", ask(1, 1990, 7))
-    assert not desk.is_quick("a", ask(1, 1000, 7))
-    for _ in range(9):  # what is taken back again and again is remembered no longer
-        if quick := desk.is_quick("a", ask(1, desk.tokens - 50, 7)):
-            await desk.propose("a", ask(1, desk.tokens - 50, 7))
-    assert not quick
-    desk.close()
-
-
-@in_loop
-async def test_what_is_quick_overtakes_nothing_of_its_session() -> None:
-    desk = ProposerDesk({"m": NGramProposer()})
-    await desk.propose("a", ask(1, 0, 5))
-    kept = desk._kept["a", "m", 1]
-    await kept.turn.acquire()
-    asked = [asyncio.create_task(desk.propose("a", BlockAsk("m", 1, 1, range(2000), 3)))]
-    await asyncio.sleep(0)
-    kept.turn.release()  # it is its turn, and it has not begun
-    assert await desk.propose("a", ask(1, 2001, 7)) is not None
-    assert None not in await asyncio.gather(*asked)
-    assert list(kept.session.told) == [5, *range(2000), 7]
     desk.close()
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 from tests.unit.ways.draft.cards import LOOKUP, SMALL, VERIFIER, A, card
+from tests.unit.ways.draft.proposers import Scripted
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId, SequenceId
 from paceline.core.stats import DraftUse, EngineStats
-from paceline.engine.proposers.ngram import NGramProposer
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.eligibility import Eligible, MayDraft, Use
 from paceline.ways.draft.desk import BlockAsk, ProposerDesk
@@ -123,7 +123,7 @@ def test_sources_of_sequences_that_go_on_are_kept_however_many_they_are() -> Non
 def test_use_is_counted_by_kind() -> None:
     async def begin() -> tuple[DraftUse, ...]:
         drafts = NodeDrafts("small", SystemClock(), in_fleet=False)
-        desk = ProposerDesk({"small": NGramProposer()})
+        desk = ProposerDesk({"small": Scripted(5)})
         drafts.attach_alone(desk, {"small": ModelOffer("small", Role.PROPOSER, "int4", 0.0, float("nan"))}, 100)
         drafts.meter.hop.observe(0.25, 2)
         stats = EngineStats(drafted_tokens={"ngram": 9}, accepted_tokens={"ngram": 5}, draft_blocks={"ngram": 2})
