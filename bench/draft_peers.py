@@ -1,6 +1,6 @@
 """Machines that draft, for bench/speculate.py: a member of a fleet in a process of its own, and sources of drafts that reach it.
 
-Everything between them is real: certificates, mTLS, gRPC, gossip. Its proposers are what nobody should trust.
+Everything between them is real: certificates, mTLS, gRPC, gossip. Its proposers are a draft model, where one is asked for, and what nobody should trust.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.bench.local_fleet import found_fleet
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
-from paceline.engine.drafts import BlockProposal
+from paceline.engine.drafts import BlockProposal, Proposer
 from paceline.fleet.card import Link, NodeCard
 from paceline.machine.loop_thread import LoopThread
 from paceline.net.channels import Purpose
@@ -34,9 +34,10 @@ from paceline.ways.draft.finding import Drafter, Key, Line, OnEnd
 from paceline.ways.draft.line import OnBlock, RemoteLine
 from paceline.ways.draft.meter import DraftMeter
 from paceline.ways.draft.remote import RemoteDrafts
+from paceline.ways.draft.service import load_proposer
 
 PRESET = "desk,exchange_s=0.2,restamp_s=1,ttl_s=20"
-SEEN_S = 30.0
+SEEN_S = 120.0
 GARBAGE = ("random", "too long", "hangs", "dies")
 """The last one takes its process with it."""
 DIES_AT = 20
@@ -75,12 +76,16 @@ def make_node(home: Path, peers: Sequence[str] = ()) -> FleetNode:
     return FleetNode(settings, FleetFolder(home / "fleet"), Portrait(), SystemClock())
 
 
-def peer_process(home: Path, address: str, vocabulary: int) -> None:
+def peer_process(home: Path, address: str, vocabulary: int, model: str, core: int) -> None:
     """The other machine, until it is killed."""
+    proposers: dict[str, Proposer] = {kind: Garbage(kind, vocabulary) for kind in GARBAGE}
+    if model:
+        os.sched_setaffinity(0, {core})
+        proposers["model"] = load_proposer(model, 1, None, SystemClock()).proposer
 
     async def live() -> None:
         node = make_node(home, [address])
-        desk = ProposerDesk({kind: Garbage(kind, vocabulary) for kind in GARBAGE})
+        desk = ProposerDesk(proposers)
         await node.start(lambda guard: proposer_service(desk, guard.peer))
         await asyncio.Event().wait()
 
@@ -92,9 +97,11 @@ class DraftPeers:
 
     Args:
         vocabulary: of the model that is drafted for.
+        model: that the other machine drafts with, as "model"; empty: garbage alone.
+        core: that it has then.
     """
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, model: str = "", core: int = 0) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="paceline-drafts-"))
         homes = found_fleet(self._root, Home.from_environment(), ("here", "there"))
         self._vocabulary = vocabulary
@@ -103,10 +110,10 @@ class DraftPeers:
         self._spawn = multiprocessing.get_context("spawn")
         self._sources: list[RemoteDrafts] = []
         self._processes: list[Any] = []
-        self._begin(partial(peer_process, homes["there"], self._node.addresses[0], vocabulary))
+        self._begin(partial(peer_process, homes["there"], self._node.addresses[0], vocabulary, model, core))
         self._loop.run(self._seen())
 
-    def source(self, model_id: str) -> RemoteDrafts:
+    def source(self, model_id: str, tokens_per_s: float = 1e5) -> RemoteDrafts:
         """Drafts by a proposer of the other machine."""
         address = self._there.addresses[0]
         made = RemoteDrafts(model_id, DraftMeter(), SystemClock())
@@ -114,7 +121,7 @@ class DraftPeers:
 
         def find(left_out: Collection[Key]) -> Sequence[Drafter]:
             card = self._there
-            found = Drafter(card.node_id, card.instance, model_id, 1e5, 1e6, 0.0005)
+            found = Drafter(card.node_id, card.instance, model_id, tokens_per_s, 10 * tokens_per_s, 0.0005)
             if found.key in left_out:
                 raise PlacementError(f"{model_id} is left out")
             return [found]
