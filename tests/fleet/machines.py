@@ -160,7 +160,8 @@ class Up:
         self.process.send_signal(signal.SIGINT)
         assert self.process.wait(BOUND_S) == 0, "".join(self.said)
         self._reader.join(BOUND_S)
-        assert "Traceback" not in "".join(self.said)
+        said = "".join(self.said)
+        assert "Traceback" not in said, said
 
     def kill(self) -> None:
         """As a power cut does."""

@@ -52,12 +52,15 @@ class BoundedProtocol(HttpToolsProtocol):
         """Uvicorn's cycles, one a request, in their order; those whose answers are over are dropped when the next comes."""
         self._early = b""
         """What came while a request was answered."""
+        self.is_connected = False
+        """A transport has been given to it. Stays so after the end."""
         self.left: Callable[[], None] = lambda: None
         """Called once the connection is gone."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Its first request has its time from here on."""
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.is_connected = True
         self._arm_arriving()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -42,8 +42,11 @@ class _Client:
         self.opening: asyncio.Task[None] | None = None
         self.protocol: BoundedProtocol | None = None
         """Its transport owns the socket."""
-        self.is_open = False
-        """Its handshake is over."""
+
+    @property
+    def is_open(self) -> bool:
+        """Its handshake is over, and a request may have come. From then on the protocol alone ends it: a cancelled opening closes the socket unsaid."""
+        return self.protocol is not None and self.protocol.is_connected
 
     def drop(self) -> None:
         if self.opening is not None and not self.is_open:
@@ -76,7 +79,9 @@ class Acceptor:
 
     async def close(self) -> None:
         """Accept no more, and end what is no HTTP yet."""
-        tasks = [task for task in (self._accepting, *(client.opening for client in self._clients)) if task is not None]
+        tasks = [
+            task for task in (self._accepting, *(client.opening for client in self._clients if not client.is_open)) if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,7 +137,6 @@ class Acceptor:
         timeout_s = None if self._context is None else self._bounds.request_timeout_s
         with suppress(OSError):  # TLS refuses what is no handshake
             await asyncio.get_running_loop().connect_accepted_socket(made, connection, ssl=self._context, ssl_handshake_timeout=timeout_s)
-            client.is_open = True
 
     def _opened(self, client: _Client, connection: socket.socket) -> None:
         if client.protocol is None:  # told to end before it began

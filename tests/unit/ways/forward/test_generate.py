@@ -120,7 +120,7 @@ async def test_an_engine_that_stands_still_is_left_though_its_machine_answers() 
         models.works = False
         with pytest.raises(NodeUnreachable, match="b has said nothing"):
             assert [item async for item in stream]
-    assert models.closed
+    await until(lambda: models.closed)  # the other side learns of the end a little later
 
 
 @in_loop
