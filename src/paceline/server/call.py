@@ -11,6 +11,7 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
@@ -129,13 +130,17 @@ def _join(parts: list[Part], more: Sequence[Part]) -> None:
                 parts.append(part)
 
 
+class Endpoint(StrEnum):
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What any of the APIs was asked for."""
+    """What `/v1/chat/completions` or `/v1/completions` was asked for."""
 
     id: str
-    shape: Callable[[Call], Shape]
-    """Of its answer: what its API writes."""
+    endpoint: Endpoint
     model: ServedModel
     created: int
     """Unix seconds."""
@@ -153,6 +158,8 @@ class Call:
     """Texts that the answers begin with, one a prompt; none where prompts are not repeated."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that the server does not know."""
+    shape: Callable[[Call], Shape] | None = None
+    """Of its answer, where the API is another than `endpoint`."""
 
     def readers(self) -> Sequence[Reader]:
         """A reader for each choice."""
