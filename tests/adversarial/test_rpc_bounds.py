@@ -41,7 +41,7 @@ from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.net.wire.weights_pb2_grpc import WeightsServiceStub, add_WeightsServiceServicer_to_server
 from paceline.ways.draft.desk import proposer_service
 from paceline.ways.forward.service import generate_service
-from paceline.ways.pipeline.service import shard_service
+from paceline.ways.pipeline.host.host import shard_service
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 extremes = st.sampled_from(

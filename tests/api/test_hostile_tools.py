@@ -62,9 +62,8 @@ def test_places_are_the_clients_where_a_header_was_dropped(
 )
 def test_a_schema_that_is_none(schema: dict[str, Any]) -> None:
     from paceline.server.call import Reading
-    from paceline.server.forms import answer_grammar
     from paceline.server.requests import ChatCompletionRequest
-    from paceline.server.tools import Tools
+    from paceline.server.tools import Tools, answer_grammar
 
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
     asked = ChatCompletionRequest.model_validate(

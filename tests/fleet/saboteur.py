@@ -25,10 +25,10 @@ from paceline.engine.local import WireBits
 from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.node.serving import FleetServing
 from paceline.store.home import Home
-from paceline.ways.pipeline.executor.stage import StageBatch
+from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.serving import Hosting
-from paceline.ways.pipeline.host.session import RunsBatches, Session
+from paceline.ways.pipeline.host.session import Session
 
 SLOW_S = 8.0
 """More than an orchestrator waits for a batch, also where the machine is busy with other programs."""
@@ -47,7 +47,7 @@ class Deed:
 class BadStage:
     """A session's stage, until its node is told to be bad."""
 
-    def __init__(self, stage: RunsBatches, session: Session, deed: Deed) -> None:
+    def __init__(self, stage: Stage, session: Session, deed: Deed) -> None:
         self._stage, self._session, self._deed = stage, session, deed
 
     def take_blocks_of(self, tokens: int) -> None:

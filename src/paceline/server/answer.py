@@ -27,7 +27,6 @@ from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines, of_error, server_fault
 from paceline.server.fields import ignored_header
 from paceline.server.metrics import Meter
-from paceline.server.shapes import shape_of
 
 OBJECT = "paceline.event"
 
@@ -186,7 +185,7 @@ class Answer(Response):
         self._call = call
         self._inference = inference
         self._meter = meter
-        self._shape = shape_of(call)
+        self._shape = call.shape(call)
         self._tally = Tally(call, meter, clock, arrived_s)
         self._stopping = stopping
         self._comment_s = comment_s

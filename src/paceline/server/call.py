@@ -11,7 +11,6 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
@@ -130,17 +129,13 @@ def _join(parts: list[Part], more: Sequence[Part]) -> None:
                 parts.append(part)
 
 
-class Endpoint(StrEnum):
-    CHAT = "chat"
-    COMPLETION = "completion"
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What `/v1/chat/completions` or `/v1/completions` was asked for."""
+    """What any of the APIs was asked for."""
 
     id: str
-    endpoint: Endpoint
+    shape: Callable[[Call], Shape]
+    """Of its answer: what its API writes."""
     model: ServedModel
     created: int
     """Unix seconds."""
@@ -158,8 +153,6 @@ class Call:
     """Texts that the answers begin with, one a prompt; none where prompts are not repeated."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that the server does not know."""
-    shape: Callable[[Call], Shape] | None = None
-    """Of its answer, where the API is another than `endpoint`."""
 
     def readers(self) -> Sequence[Reader]:
         """A reader for each choice."""

@@ -16,6 +16,7 @@ import re
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
+from uuid import uuid4
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
-from paceline.server.anthropic import routes as anthropic_routes
+from paceline.server.anthropic.routes import PATHS as ANTHROPIC_PATHS
 from paceline.server.faults import BAD_KEY, Fault, Refusal, api_of, overloaded
 from paceline.server.metrics import Meter
 from paceline.server.ollama.routes import PATHS as OLLAMA_PATHS
@@ -220,7 +221,7 @@ OWNER_PATHS = "/owner/"
 KNOWN_PATHS = (
     frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/health", "/metrics"})
     | OLLAMA_PATHS
-    | anthropic_routes.PATHS
+    | ANTHROPIC_PATHS
     | frozenset({"/tokenize", "/detokenize"})
 )
 BUSY_RETRY_S = 1
@@ -245,6 +246,7 @@ class Guard:
         label = path if path in KNOWN_PATHS else "other"
         meter, headers = self._meter, headers_of(scope)
         shared = self._pages.sharing(headers)
+        own = [(b"request-id", b"req_" + uuid4().hex.encode())] if path in ANTHROPIC_PATHS else []  # which its clients show
         begun = False
 
         def counted(message: Message) -> Awaitable[None]:
@@ -252,7 +254,7 @@ class Guard:
             if not begun:
                 begun = True
                 meter.answers[label, message["status"]] += 1
-                message["headers"] = [*message.get("headers", ()), *shared, *anthropic_routes.own_headers(path)]
+                message["headers"] = [*message.get("headers", ()), *shared, *own]
             return send(message)
 
         meter.in_flight += 1

@@ -18,13 +18,13 @@ from paceline.core.errors import ContextOverflow, InvalidRequest, ModelAway, Unk
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
 from paceline.core.inference import Inference, ServedModel
-from paceline.server.call import Call, Endpoint, Reading
+from paceline.server.call import Call, Reading
 from paceline.server.fields import ignored_fields, read_body
-from paceline.server.forms import answer_grammar, grammar_of
 from paceline.server.messages import check_messages, json_bytes, without_headers
 from paceline.server.requests import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, Sampling
+from paceline.server.shapes import ChatShape, CompletionShape
 from paceline.server.tokenizing import infill_ids
-from paceline.server.tools import ModelFormats, Tools, write_chat
+from paceline.server.tools import ModelFormats, Tools, answer_grammar, grammar_of, write_chat
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -110,7 +110,7 @@ class Intake:
         most, replacing = _most(asked.max_tokens, "max_tokens"), _most(asked.max_completion_tokens, "max_completion_tokens")
         if most is not None and replacing not in (None, most):
             raise InvalidRequest("max_completion_tokens: differs from max_tokens, which it replaces", field="max_completion_tokens")
-        call = self._call(Endpoint.CHAT, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
+        call = self._call(ChatShape, asked, prompt.model, [prompt.ids], most if replacing is None else replacing, logprobs, "messages")
         grammar = answer_grammar(asked, prompt.tools, prompt.reading, prompt.model.tokenizer.special_tokens)
         return replace(call, reading=prompt.reading, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
 
@@ -149,7 +149,7 @@ class Intake:
             self._check_length(model, [asked.suffix], "suffix")
             prompts = infill_ids(model.tokenizer, prompts, asked.suffix)
         most = 0 if asked.echo and asked.max_tokens == 0 else _most(asked.max_tokens, "max_tokens")
-        call = self._call(Endpoint.COMPLETION, asked, model, prompts, most, asked.logprobs, "prompt")
+        call = self._call(CompletionShape, asked, model, prompts, most, asked.logprobs, "prompt")
         grammar = grammar_of(asked)
         call = replace(call, requests=tuple(replace(request, grammar=grammar) for request in call.requests))
         if asked.echo:
@@ -239,7 +239,7 @@ class Intake:
 
     def _call(
         self,
-        endpoint: Endpoint,
+        shape: type[ChatShape | CompletionShape],
         asked: Sampling,
         model: ServedModel,
         prompts: list[list[int]],
@@ -251,13 +251,13 @@ class Intake:
             raise InvalidRequest("stream_options: only together with stream: true", field="stream_options")
         defaults = model.tokenizer.sampling_defaults if self._uses_model_sampling else {}
         sampling = _sampling(asked, logprobs, model.tokenizer.size, defaults)
-        call_id = ("chatcmpl-" if endpoint is Endpoint.CHAT else "cmpl-") + uuid4().hex
+        call_id = shape.id_prefix + uuid4().hex
         n = asked.n or 1
         stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         stop_ids = frozenset(_in_vocabulary(asked.stop_token_ids or (), model.tokenizer.size, "stop_token_ids"))
         return Call(
             id=call_id,
-            endpoint=endpoint,
+            shape=shape,
             model=model,
             created=int(self._clock.wall()),
             requests=tuple(

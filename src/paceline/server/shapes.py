@@ -15,7 +15,7 @@ import orjson
 
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.text import Vocabulary
-from paceline.server.call import Call, Endpoint, Reader, Usage
+from paceline.server.call import Call, Reader, Usage
 from paceline.server.faults import Fault
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 
@@ -121,6 +121,7 @@ class Shape(ABC):
 class OpenAIShape(Shape):
     """What the chat and the completion endpoint's answers share. What a stream repeats is built once; a token costs one escape."""
 
+    id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     event_object: ClassVar[str]
 
@@ -177,6 +178,7 @@ def finish_reason(finish: FinishReason | None, has_called: bool) -> str | None:
 class ChatShape(OpenAIShape):
     """The chat endpoint's answers."""
 
+    id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
@@ -261,6 +263,7 @@ def _entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, o
 class CompletionShape(OpenAIShape):
     """The plain completion endpoint's answers."""
 
+    id_prefix = "cmpl-"
     whole_object = event_object = "text_completion"
 
     def __init__(self, call: Call) -> None:
@@ -333,14 +336,3 @@ def completion_logprobs(
         "text_offset": offsets,
     }
     return shown, offset
-
-
-def shape_of(call: Call) -> Shape:
-    """The shape that the API of a call wants its answer in."""
-    if call.shape is not None:
-        return call.shape(call)
-    match call.endpoint:
-        case Endpoint.CHAT:
-            return ChatShape(call)
-        case Endpoint.COMPLETION:
-            return CompletionShape(call)

@@ -12,17 +12,18 @@ from tests.fakes.scripted_inference import ScriptedInference
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
 from paceline.core.ids import RequestId
 from paceline.server.answer import merged
-from paceline.server.call import Call, Endpoint, Usage
+from paceline.server.call import Call, Usage
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.shapes import DONE, Collected, Shape, shape_of
+from paceline.server.shapes import DONE, ChatShape, Collected, CompletionShape, OpenAIShape, Shape
 
+SHAPES = (ChatShape, CompletionShape)
 MODEL = ScriptedInference().models()[0]
 
 
-def shape(endpoint: Endpoint, *, usage: bool = False) -> Shape:
+def shape(endpoint: type[OpenAIShape], *, usage: bool = False) -> Shape:
     requests = (GenerationRequest(RequestId("r"), (1,), 8, n=2),)
     call = Call("id-1", endpoint, MODEL, 5, requests, 2, stream=True, include_usage=usage, logprobs=False)
-    return shape_of(call)
+    return endpoint(call)
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -36,11 +37,11 @@ def text_of(choice: dict[str, Any]) -> str:
     return choice["delta"].get("content", "") if "delta" in choice else choice["text"]
 
 
-@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize("endpoint", SHAPES)
 @pytest.mark.parametrize("usage", [False, True])
 @given(text=st.text(min_size=1), index=st.sampled_from([0, 1]), finish=st.sampled_from([None, FinishReason.STOP, FinishReason.LENGTH]))
 def test_an_event_is_json_and_holds_its_text(
-    endpoint: Endpoint, *, usage: bool, text: str, index: int, finish: FinishReason | None
+    endpoint: type[OpenAIShape], *, usage: bool, text: str, index: int, finish: FinishReason | None
 ) -> None:
     got = events(shape(endpoint, usage=usage).event(index, [Content(text)], (), finish))
     assert "".join(text_of(event["choices"][0]) for event in got) == text
@@ -51,20 +52,20 @@ def test_an_event_is_json_and_holds_its_text(
         assert ("usage" in event) == usage
 
 
-@pytest.mark.parametrize("endpoint", list(Endpoint))
-def test_text_held_back_makes_no_event(endpoint: Endpoint) -> None:
+@pytest.mark.parametrize("endpoint", SHAPES)
+def test_text_held_back_makes_no_event(endpoint: type[OpenAIShape]) -> None:
     assert shape(endpoint).event(0, [], (), None) == b""
     assert len(events(shape(endpoint).event(0, [], (), FinishReason.STOP))) == 1
 
 
 def test_the_opening_gives_every_choice_its_role() -> None:
-    got = events(shape(Endpoint.CHAT).first_events())
+    got = events(shape(ChatShape).first_events())
     assert [(event["choices"][0]["index"], event["choices"][0]["delta"]["role"]) for event in got] == [(0, "assistant"), (1, "assistant")]
-    assert shape(Endpoint.COMPLETION).first_events() == b""
+    assert shape(CompletionShape).first_events() == b""
 
 
-@pytest.mark.parametrize("endpoint", list(Endpoint))
-def test_usage_comes_without_choices(endpoint: Endpoint) -> None:
+@pytest.mark.parametrize("endpoint", SHAPES)
+def test_usage_comes_without_choices(endpoint: type[OpenAIShape]) -> None:
     ending = shape(endpoint, usage=True).ending(Usage(prompt=3, completion=4, cached=2))
     assert ending.endswith(DONE)
     (event,) = events(ending.removesuffix(DONE))
@@ -75,18 +76,18 @@ def test_usage_comes_without_choices(endpoint: Endpoint) -> None:
 
 def test_logprobs_of_half_a_character_and_of_the_impossible() -> None:
     logprobs = [TokenLogprob(0xC3, -0.5, ((0xC3, -0.5), (0xC4, -math.inf))), TokenLogprob(256, -1.0)]
-    (event,) = events(shape(Endpoint.CHAT).event(0, [], logprobs, None))
+    (event,) = events(shape(ChatShape).event(0, [], logprobs, None))
     first, last = event["choices"][0]["logprobs"]["content"]
     assert (first["token"], first["bytes"], first["logprob"]) == ("\ufffd", [0xC3], -0.5)
     assert [top["logprob"] for top in first["top_logprobs"]] == [-0.5, -9999.0]
     assert (last["token"], last["bytes"], last["top_logprobs"]) == ("", [], [])
-    (event,) = events(shape(Endpoint.COMPLETION).event(0, [], logprobs, None))
+    (event,) = events(shape(CompletionShape).event(0, [], logprobs, None))
     assert event["choices"][0]["logprobs"]["text_offset"] == [0, 1]
     assert event["choices"][0]["logprobs"]["top_logprobs"][0] == {"\ufffd": -0.5}
 
 
 def test_text_offsets_go_on_from_event_to_event() -> None:
-    one = shape(Endpoint.COMPLETION)
+    one = shape(CompletionShape)
     offsets = [
         events(one.event(0, [Content("ab")], [TokenLogprob(97, 0.0), TokenLogprob(98, 0.0)], None))[0]["choices"][0]["logprobs"][
             "text_offset"
@@ -96,8 +97,8 @@ def test_text_offsets_go_on_from_event_to_event() -> None:
     assert offsets == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("endpoint", list(Endpoint))
-def test_a_whole_answer(endpoint: Endpoint) -> None:
+@pytest.mark.parametrize("endpoint", SHAPES)
+def test_a_whole_answer(endpoint: type[OpenAIShape]) -> None:
     choices = [Collected(["a", "b"], finish=FinishReason.STOP), Collected(finish=FinishReason.LENGTH)]
     answer = orjson.loads(shape(endpoint).whole(choices, Usage(1, 2, 0)))
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length"]
@@ -115,7 +116,7 @@ PARTS: list[Part] = [
 
 
 def test_calls_and_reasoning_streamed_are_those_of_the_whole_answer() -> None:
-    one, collected = shape(Endpoint.CHAT), Collected()
+    one, collected = shape(ChatShape), Collected()
     streamed = events(b"".join(one.event(0, [part], (), None) for part in PARTS) + one.event(0, [], (), FinishReason.STOP))
     collected.add(PARTS, (), FinishReason.STOP)
     (choice, _) = orjson.loads(one.whole([collected, Collected(finish=FinishReason.STOP)], Usage(1, 2, 0)))["choices"]

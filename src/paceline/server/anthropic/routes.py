@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
 
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
     from paceline.server.app import ApiService
 
 PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
-
-
-def own_headers(path: str) -> list[tuple[bytes, bytes]]:
-    """What every answer of this API has, errors too: an id of the request, which its clients show."""
-    return [(b"request-id", b"req_" + uuid4().hex.encode())] if path in PATHS else []
 
 
 def add_routes(app: FastAPI, service: ApiService) -> None:

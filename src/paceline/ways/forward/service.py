@@ -8,17 +8,17 @@ What this node has loaded, as it offers it to the fleet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from uuid import uuid4
 
 import grpc.aio
 
 from paceline.core.errors import ContextOverflow, PacelineError, UnknownModel
-from paceline.core.generation import GenerationChunk, GenerationRequest
+from paceline.core.generation import GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference, ServedModel
 from paceline.core.shown import printable
@@ -56,36 +56,13 @@ class LoadedModel:
     """A row's bytes don't depend on what runs beside it."""
 
 
-class Chunks(Protocol):
-    """As `core.inference.ChunkStream`."""
-
-    def __aiter__(self) -> AsyncIterator[Sequence[GenerationChunk]]: ...
-    def aclose(self) -> Coroutine[Any, Any, None]: ...
-
-
-class LoadedModels(Protocol):
-    """What a node runs itself."""
-
-    def find(self, name: str) -> LoadedModel | None: ...
-
-    async def packed_tokenizer(self, name: str) -> tuple[str, bytes]:
-        """SHA-256 (hex) and bytes of a loaded model's tokenizer."""
-        ...
-
-    def generate(self, model: str, request: GenerationRequest) -> Chunks: ...
-
-    def advances(self) -> bool:
-        """Whether the engine gets on with what it has to do."""
-        ...
-
-
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerateServicer(GenerateServiceServicer):
     """Answers members."""
 
-    def __init__(self, models: LoadedModels) -> None:
+    def __init__(self, models: LocalModels) -> None:
         self._models = models
 
     # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
@@ -184,7 +161,7 @@ def _not_here(name: str) -> UnknownModel:
     return UnknownModel(f"The model {name[:200]!r} is not loaded here")
 
 
-def generate_service(models: LoadedModels) -> Service:
+def generate_service(models: LocalModels) -> Service:
     """What a node's server registers."""
     limits = {
         # Half a million tokens and more. An answer that goes on here is the longest of what else there is.
@@ -201,7 +178,7 @@ STALLED_TIMES = 5.0
 
 
 class LocalModels:
-    """A `generate_service.LoadedModels` over this node's own engine.
+    """What this node runs itself: models of its own engine.
 
     Args:
         inference: the engine; None for a node that serves no model.

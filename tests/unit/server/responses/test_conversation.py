@@ -20,7 +20,6 @@ from paceline.server.intake import Intake
 from paceline.server.responses.conversation import SEAL, KeptBounds, KeptResponses, closed, translated, write_messages
 from paceline.server.responses.requests import AnyItem
 from paceline.server.responses.routes import Responses
-from paceline.server.shapes import shape_of
 from paceline.store.chat_template import ChatTemplate
 from paceline.testing.clock import FakeClock
 
@@ -133,7 +132,7 @@ def test_a_turns_prompt_begins_with_what_was_said_before_it(*, streamed: bool) -
         prompt = bytes(call.requests[0].prompt_ids).decode()
         assert prompt.startswith(said)
         said = prompt + text
-        shape, usage = shape_of(call), Usage(1, 1, 0)
+        shape, usage = call.shape(call), Usage(1, 1, 0)
         if streamed:
             shape.first_events()
             shape.event(0, parts, (), FinishReason.STOP)

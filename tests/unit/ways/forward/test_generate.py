@@ -30,7 +30,7 @@ REQUEST = GenerationRequest(RequestId("r"), (1, 2), 8, so_far={0: (3, 4)})
 
 
 class Slow:
-    """`LoadedModels` whose answer comes when it is told to."""
+    """`LocalModels` whose answer comes when it is told to."""
 
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []

@@ -47,7 +47,7 @@ from paceline.ways.pipeline.executor.sessions import (
     StageReport,
     StageRequest,
 )
-from paceline.ways.pipeline.service import ShardServicer
+from paceline.ways.pipeline.host.host import ShardServicer
 
 REQUEST = StageRequest(bytes(16), "m", "ab" * 32, WeightsFormat.INT4, LayerRange(2, 5), 8, 2, 64, ActivationDtype.BF16, 0.02)
 OPENED = StageOpened(1234, bytes(32), 4, 16, "numerics", one_path=True, holds_identity=False)
@@ -56,7 +56,7 @@ SOON_S = 100.0
 
 
 class ScriptedHost:
-    """A `ShardHost` that says what it is told to, then reports for ever."""
+    """A `NodeShardHost` that says what it is told to, then reports for ever."""
 
     def __init__(self) -> None:
         self.script: list[StageEvent | PacelineError] = [OPENED]

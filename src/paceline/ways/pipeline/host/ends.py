@@ -1,8 +1,6 @@
-"""Where activations come in and go out, as a host sees it; `tensor_ends` has the real ones. What blocks says so, and is for threads.
+"""Where a node's activations come in and go out: its tensor port, and members of its fleet by their certificates.
 
-To stages activations are bf16 bits, whatever was agreed for the wire.
-
-`TensorEnds` of a node: its tensor port, and members of its fleet by their certificates.
+What blocks says so, and is for threads. To stages activations are bf16 bits, whatever was agreed for the wire.
 """
 
 from __future__ import annotations
@@ -25,75 +23,7 @@ from paceline.net.trust.credentials import check_callable
 from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import Voids
 from paceline.ways.pipeline.batches import StreamSink, StreamSource
-from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, NextStage
-
-
-class Incoming(ActivationSource, Protocol):
-    """Activations of a sender whose certificate was checked. `receive` raises StreamIdle where no batch has begun to come."""
-
-    @property
-    def peer(self) -> NodeId: ...
-
-    def acknowledge(self) -> None:
-        """The last batch is passed on.
-
-        Raises:
-            TensorStreamError: the stream is broken.
-        """
-        ...
-
-
-class ExpectedInput(Protocol):
-    """A ticket that was given out."""
-
-    def accept(self, deadline: float) -> Incoming:
-        """The stream that brought the ticket. Blocks.
-
-        Raises:
-            StreamStalled: none did until `deadline` on the monotonic clock.
-            StreamClosed: it was closed.
-        """
-        ...
-
-    def close(self) -> None:
-        """The ticket is good no more. Idempotent; wakes the threads that wait."""
-        ...
-
-
-class Dial(Protocol):
-    """A way to a node."""
-
-    def __call__(self, deadline: float, /) -> ActivationSink:
-        """Go it. Blocks.
-
-        Raises:
-            FleetError: the node can't be reached, or does not take the ticket.
-        """
-        ...
-
-
-class TensorEnds(Protocol):
-    """A node's tensor port, and the way to others'."""
-
-    @property
-    def port(self) -> int: ...
-
-    def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> ExpectedInput:
-        """A stream will bring this ticket, and then rows of `width`.
-
-        Raises:
-            StreamClosed: the port is closed.
-        """
-        ...
-
-    def way(self, to: NextStage, dtype: ActivationDtype) -> Dial:
-        """How to reach a node of the fleet. On the event loop; does not wait.
-
-        Raises:
-            BadPipelineRequest: there is no such node.
-            NotTrusted: it may not be reached.
-        """
-        ...
+from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage
 
 
 class Closes(Protocol):
@@ -138,8 +68,8 @@ def _hang_up(opened: asyncio.Future[End]) -> None:
         opened.result().close()
 
 
-class NodeTensorEnds:
-    """The real ones.
+class TensorEnds:
+    """A node's tensor port, and the way to others'.
 
     Args:
         listener: gives the node's tensor port; raises StreamClosed while there is none.
@@ -158,11 +88,23 @@ class NodeTensorEnds:
         return self._listener().port
 
     def expect(self, ticket: bytes, dtype: ActivationDtype, width: int) -> ExpectedInput:
-        """As `TensorEnds.expect`."""
-        return _Expected(self._listener().expect(ticket), dtype, width)
+        """A stream will bring this ticket, and then rows of `width`.
 
-    def way(self, to: NextStage, dtype: ActivationDtype) -> Dial:
-        """As `TensorEnds.way`."""
+        Raises:
+            StreamClosed: the port is closed.
+        """
+        return ExpectedInput(self._listener().expect(ticket), dtype, width)
+
+    def way(self, to: NextStage, dtype: ActivationDtype) -> Callable[[float], ActivationSink]:
+        """How to reach a node of the fleet. On the event loop; does not wait.
+
+        Returns:
+            Opens the stream; blocks until a deadline on the monotonic clock, and raises FleetError where the node can't be reached, or does not take the ticket.
+
+        Raises:
+            BadPipelineRequest: there is no such node.
+            NotTrusted: it may not be reached.
+        """
         member = self._member_of(to.node_id)
         check_callable(member, self._voids)
 
@@ -172,20 +114,27 @@ class NodeTensorEnds:
         return go
 
 
-class _Expected:
-    """A ticket, and what its bearer will send."""
+class ExpectedInput:
+    """A ticket that was given out, and what its bearer will send."""
 
     def __init__(self, ticket: Ticket, dtype: ActivationDtype, width: int) -> None:
         self._ticket, self._dtype, self._width = ticket, dtype, width
 
     def accept(self, deadline: float) -> StreamSource:
+        """The stream that brought the ticket. Blocks.
+
+        Raises:
+            StreamStalled: none did until `deadline` on the monotonic clock.
+            StreamClosed: it was closed.
+        """
         return StreamSource(self._ticket.wait(deadline), self._dtype, self._width)
 
     def close(self) -> None:
+        """The ticket is good no more. Idempotent; wakes the threads that wait."""
         self._ticket.cancel()
 
 
-def tensor_ends(fleet: FleetNode) -> NodeTensorEnds:
+def tensor_ends(fleet: FleetNode) -> TensorEnds:
     """Those of a node of a fleet."""
 
     def member_of(node_id: NodeId) -> Member:
@@ -194,4 +143,4 @@ def tensor_ends(fleet: FleetNode) -> NodeTensorEnds:
             raise BadPipelineRequest(f"There is no node {node_id} in this fleet's view")
         return member
 
-    return NodeTensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, member_of)
+    return TensorEnds(lambda: fleet.tensors, fleet.identity, fleet.gossip.voids, member_of)

@@ -1,7 +1,8 @@
-"""Runs layers for other members: the `ShardHost` of a node.
+"""Runs layers for other members: ShardService, and the sessions behind it. Only rare and small messages pass here; activations have sockets of their own.
 
-A session is what its caller's call iterates over: leaving the iteration, however, stops the session, and its stream and its KV are free once its
-thread has ended. Weights go on loading for a caller that went away, and stay for a while: it finds them when it comes again.
+A session is the call that opened it: grpc cancels the handler when the caller goes away, is cut off or is revoked, and closing the host's events
+then ends the session. Its stream and its KV are free once its thread has ended. Weights go on loading for a caller that went away, and stay for a
+while: it finds them when it comes again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+
+import grpc.aio
 
 from paceline.core.background import Background
 from paceline.core.clock import Clock
@@ -20,14 +24,21 @@ from paceline.core.errors import (
     BadPipelineRequest,
     FleetError,
     NodeUnreachable,
+    PacelineError,
     PipelineError,
     ShardUnavailable,
     TensorStreamError,
 )
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS
+from paceline.net.rpc_faults import abort
+from paceline.net.server import KIB, Service
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import Member
+from paceline.net.trust.handlers import Limit
+from paceline.net.wire import shard_pb2 as wire
+from paceline.net.wire.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+from paceline.ways.pipeline.codec import read_connect, read_open, read_warm, write_event
 from paceline.ways.pipeline.executor.sessions import NextStage, PipelineFault, StageEvent, StageLoading, StageOpened, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 from paceline.ways.pipeline.host.leases import HostLimits
@@ -38,6 +49,10 @@ from paceline.ways.pipeline.host.warm import WarmShards
 
 logger = logging.getLogger(__name__)
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
+WRITE_S = 20.0
+"""How long a caller may take no reports. Raising it keeps the KV of callers that hang."""
 JOIN_S = 1.0
 """What a stop gives sessions to end: a batch in progress is computed to its end."""
 LOOK_S = 5.0
@@ -127,11 +142,19 @@ class NodeShardHost:
     # --------------------------------------------------------------------------------------------------------------- for callers
 
     def admit(self, caller: Member) -> None:
-        """As `ShardHost.admit`."""
+        """Check a caller before anything else is looked at.
+
+        Raises:
+            NotTrusted: this caller is not served.
+        """
         self._check(caller)
 
     async def open(self, request: StageRequest, caller: Member) -> AsyncGenerator[StageEvent]:
-        """As `ShardHost.open`."""
+        """A session: loading, opened, then reports, at worst a fault as the last. Closing it ends the session.
+
+        Raises:
+            PipelineError: it can't be had.
+        """
         key = (caller.node_id, request.session_id)
         if key in self._open:
             raise BadPipelineRequest("A session of this id is open")
@@ -178,12 +201,22 @@ class NodeShardHost:
             session.stop()
 
     def warm_layers(self, request: StageRequest) -> StageLoading | None:
-        """As `ShardHost.warm_layers`."""
+        """Load layers that may come to be needed, or go on keeping them. Returns how far the load is; None: they are in memory.
+
+        Raises:
+            ShardUnavailable: memory, or the machine, is wanted for others.
+        """
         shard = self.warm.prepare(request)
         return None if shard.loaded is not None else StageLoading(*shard.meter.progress)
 
     async def connect(self, session_id: bytes, caller: Member, to: NextStage) -> None:
-        """As `ShardHost.connect`."""
+        """Say where a session's results go, and let it begin.
+
+        Raises:
+            BadPipelineRequest: the caller has no such session, or it is connected, or there is no such node.
+            ShardUnavailable: that node can't be reached.
+            NotTrusted: it may not be reached.
+        """
         found = self._find(session_id, caller)
         session = found.session
         if session is None or found.connecting:
@@ -272,3 +305,70 @@ def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
     """From any thread. A loop that is closed is told nothing."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(what)
+
+
+class ShardServicer(ShardServiceServicer):
+    """Answers members.
+
+    Args:
+        host: does what is asked.
+        who: the caller of a context (`PeerGuard.peer`).
+    """
+
+    def __init__(self, host: NodeShardHost, who: Callable[[Context], Member]) -> None:
+        self._host, self._who = host, who
+
+    # Written to the context rather than yielded: a generator that is not asked for more would be closed only when it is collected.
+    async def OpenStage(self, request: wire.OpenStageRequest, context: Context) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            caller = self._admitted(context)
+            async with aclosing(self._host.open(read_open(request), caller)) as events:
+                async for event in events:
+                    async with asyncio.timeout(WRITE_S):
+                        await context.write(write_event(event))
+        except TimeoutError:
+            await abort(context, ShardUnavailable("The caller takes no reports, so its session ended"))
+        except PacelineError as error:
+            await abort(context, error)
+
+    async def ConnectStage(self, request: wire.ConnectStageRequest, context: Context) -> wire.ConnectStageResponse:
+        try:
+            await self._host.connect(request.session_id, self._admitted(context), read_connect(request))
+        except PacelineError as error:
+            await abort(context, error)
+        return wire.ConnectStageResponse()
+
+    async def WarmLayers(self, request: wire.WarmLayersRequest, context: Context) -> wire.WarmLayersResponse:
+        try:
+            self._admitted(context)
+            loading = self._host.warm_layers(read_warm(request))
+        except PacelineError as error:
+            await abort(context, error)
+        if loading is None:
+            return wire.WarmLayersResponse(loaded=True)
+        told = wire.StageLoading(bytes_done=loading.bytes_done, bytes_total=loading.bytes_total)
+        return wire.WarmLayersResponse(loading=told)
+
+    async def EchoRows(self, request: wire.EchoRowsRequest, context: Context) -> wire.EchoRowsResponse:
+        del request
+        try:
+            self._admitted(context)
+        except PacelineError as error:
+            await abort(context, error)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Rows are no longer read back")
+
+    def _admitted(self, context: Context) -> Member:
+        caller = self._who(context)
+        self._host.admit(caller)
+        return caller
+
+
+def shard_service(host: NodeShardHost, who: Callable[[Context], Member]) -> Service:
+    """What a node's server registers."""
+    limits = {
+        "ShardService/OpenStage": Limit(4 * KIB, 64),
+        "ShardService/ConnectStage": Limit(64 * KIB, 128),
+        "ShardService/WarmLayers": Limit(4 * KIB, 64),
+        "ShardService/EchoRows": Limit(KIB, 16),
+    }
+    return Service(partial(add_ShardServiceServicer_to_server, ShardServicer(host, who)), limits)

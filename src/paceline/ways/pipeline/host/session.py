@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.core.clock import Clock
 from paceline.core.errors import (
@@ -28,9 +27,10 @@ from paceline.core.errors import (
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import WireBits
+from paceline.ways.pipeline.batches import StreamSource
 from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, PipelineFault, StageReport, StageRequest
-from paceline.ways.pipeline.executor.stage import StageBatch
-from paceline.ways.pipeline.host.ends import ExpectedInput, Incoming
+from paceline.ways.pipeline.executor.stage import Stage, StageBatch
+from paceline.ways.pipeline.host.ends import ExpectedInput
 from paceline.ways.pipeline.host.leases import HostLimits, Lease, Turns
 from paceline.ways.pipeline.host.shard_meter import Latencies, ShardMeter
 
@@ -40,20 +40,12 @@ IDLE_S = 5.0
 """A thread that waits for work looks so often whether it was stopped, should nothing wake it."""
 
 
-class RunsBatches(Protocol):
-    """`ways.pipeline.executor.stage.Stage`."""
-
-    def take_blocks_of(self, tokens: int) -> None: ...
-    def run(self, batch: StageBatch, x_TD: WireBits) -> WireBits: ...
-    def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """A session's part of a shard."""
 
     shard_id: str
-    stage: RunsBatches
+    stage: Stage
     turns: Turns
     lease: Lease
     width: int
@@ -93,7 +85,7 @@ class Session:
         self._on_fault, self._on_end = around.on_fault, around.on_end
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._source: Incoming | None = None
+        self._source: StreamSource | None = None
         self._sink: ActivationSink | None = None
         self._to: NodeId | None = None
         self.stopping = False
@@ -234,7 +226,7 @@ class Session:
             self._latencies.add(took_ms)
             self._meter.observe(shard_id, took_ms)
 
-    def _accept(self) -> Incoming | None:
+    def _accept(self) -> StreamSource | None:
         """The input, however long it takes: the caller that opened the session ends it when that is too long."""
         while not self.stopping:
             try:
@@ -251,7 +243,7 @@ class Session:
             return source
         return None
 
-    def _receive(self, source: Incoming) -> tuple[StageBatch, WireBits] | None:
+    def _receive(self, source: StreamSource) -> tuple[StageBatch, WireBits] | None:
         """The next batch; None where none came yet."""
         now = self._clock.monotonic
         try:

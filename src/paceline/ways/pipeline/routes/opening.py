@@ -37,6 +37,7 @@ from paceline.core.trust import Trust
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
 from paceline.net.tensor.frames import TICKET_BYTES
+from paceline.ways.pipeline.batches import StreamSource
 from paceline.ways.pipeline.client import RemoteStage, error_of_fault, open_stage, tensor_addresses
 from paceline.ways.pipeline.executor.route import Opening, RouteStage
 from paceline.ways.pipeline.executor.sessions import (
@@ -50,7 +51,7 @@ from paceline.ways.pipeline.executor.sessions import (
     StageRequest,
 )
 from paceline.ways.pipeline.executor.stage import StageBatch
-from paceline.ways.pipeline.host.ends import Incoming, TensorEnds, opened_in_thread
+from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 
 
 class FleetRoute:
@@ -69,7 +70,7 @@ class FleetRoute:
         block_size: int,
         sessions: Sequence[RemoteStage],
         sink: ActivationSink,
-        incoming: Incoming,
+        incoming: StreamSource,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.stages, self.block_size = tuple(stages), block_size
@@ -139,7 +140,7 @@ class FleetRoute:
 class _Acknowledging:
     """Tells the last stage, with each batch that is asked for, that the one before is done with."""
 
-    def __init__(self, incoming: Incoming) -> None:
+    def __init__(self, incoming: StreamSource) -> None:
         self._incoming = incoming
 
     def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:

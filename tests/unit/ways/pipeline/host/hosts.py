@@ -39,13 +39,12 @@ from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.client import RemoteStage, open_stage
 from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch
-from paceline.ways.pipeline.host.ends import ExpectedInput, NodeTensorEnds
-from paceline.ways.pipeline.host.host import NodeShardHost
+from paceline.ways.pipeline.host.ends import ExpectedInput, TensorEnds
+from paceline.ways.pipeline.host.host import NodeShardHost, shard_service
 from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.loading import FoundWeights, LoadMeter, LoadsLayers
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
-from paceline.ways.pipeline.service import shard_service
 
 Result = TypeVar("Result")
 Bits = npt.NDArray[np.uint16]
@@ -155,10 +154,10 @@ class Net:
             raise BadPipelineRequest(f"There is no node {node_id}")
         return self.members[node_id]
 
-    def ends(self, identity: Identity) -> tuple[TensorListener, NodeTensorEnds]:
+    def ends(self, identity: Identity) -> tuple[TensorListener, TensorEnds]:
         listener = TensorListener(identity, self.fleet.revocations.voids, self.fleet.clock, Refusals())
         listener.start("127.0.0.1")
-        return listener, NodeTensorEnds(lambda: listener, identity, self.fleet.revocations.voids, self.member_of)
+        return listener, TensorEnds(lambda: listener, identity, self.fleet.revocations.voids, self.member_of)
 
 
 @dataclass(slots=True)

@@ -16,8 +16,9 @@ from tests.unit.ways.pipeline.routes.test_spot_check import Eyes, part
 
 from paceline.core.errors import StreamStalled, UnsupportedModel
 from paceline.core.ids import NodeId
+from paceline.ways.pipeline.batches import StreamSource
 from paceline.ways.pipeline.executor.sessions import PipelineFault
-from paceline.ways.pipeline.host.ends import ExpectedInput, Incoming
+from paceline.ways.pipeline.host.ends import ExpectedInput
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 
@@ -106,7 +107,7 @@ class Held:
     fetched: threading.Event
     gate: threading.Event
 
-    def accept(self, deadline: float) -> Incoming:
+    def accept(self, deadline: float) -> StreamSource:
         if not self.comes:
             raise StreamStalled("Nobody came")
         stream = self.inner.accept(deadline)
