@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 from pydantic import TypeAdapter
+from tests.fakes.clock import FakeClock
 from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 
 from paceline.core.clock import SystemClock
@@ -21,7 +22,6 @@ from paceline.server.responses.conversation import SEAL, KeptBounds, KeptRespons
 from paceline.server.responses.requests import AnyItem
 from paceline.server.responses.routes import Responses
 from paceline.store.chat_template import ChatTemplate
-from paceline.testing.clock import FakeClock
 
 QWEN = Path(__file__).parents[3] / "data" / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
 ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[AnyItem])

@@ -5,10 +5,10 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.clock import FakeClock
 
 from paceline.server.responses.conversation import PLACE, Kept, KeptBounds, KeptItem, KeptResponses, keep_item
 from paceline.server.responses.requests import AnyItem, CallItem, MessageItem
-from paceline.testing.clock import FakeClock
 
 
 def said(text: str) -> KeptItem:

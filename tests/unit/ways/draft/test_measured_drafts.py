@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from tests.fakes.clock import FakeClock
 from tests.unit.ways.draft.cards import SMALL, VERIFIER, A, card
 from tests.unit.ways.draft.test_sources import nowhere
 
@@ -12,7 +13,6 @@ from paceline.core.ids import NodeId
 from paceline.core.stats import EngineStats
 from paceline.fleet.card import MeasuredDraft
 from paceline.fleet.eligibility import Eligible, MayDraft, Use
-from paceline.testing.clock import FakeClock
 from paceline.ways.draft.sources import SEEN, TRIED_AGAIN_S, NodeDrafts
 
 
