@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import threading
 import time
 import zlib
@@ -27,13 +26,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import paceline  # noqa: F401 - before grpc  # isort: skip
 import grpc
 import grpc.aio
 import numpy as np
-from tests.fakes.fleets import TestFleet
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
@@ -44,6 +40,7 @@ from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.identity import Identity
+from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.batches import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
 
@@ -167,7 +164,6 @@ async def _far(identity: Identity, pipe: Connection, took: Any) -> None:
                 sink.prepare(batch, WIDTH)
             took.value = work(orders)
             sink.send(batch, x_TD, clock() + PATIENCE_S)
-            source.acknowledge()
 
     thread = threading.Thread(target=echo_tensors)
     thread.start()
@@ -214,9 +210,7 @@ class Near:
         began = clock()
         self._sink.send(batch, x_TD, clock() + PATIENCE_S)
         self._source.receive(clock() + PATIENCE_S, rehearse if orders.ready else None)
-        seconds = clock() - began
-        self._source.acknowledge()
-        return seconds
+        return clock() - began
 
     async def over_grpc(self, batch: StageBatch, x_TD: Any) -> float:
         work(Orders.of(batch))

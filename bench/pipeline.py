@@ -14,16 +14,11 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from tests.fakes.fleets import TestFleet
 
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
@@ -41,11 +36,12 @@ from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
+from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.batches import StreamSink, StreamSource
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import RouteStage
-from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, PipelineFault, Rehearse
+from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, PipelineFault
 from paceline.ways.pipeline.executor.stage import Stage
 
 MODEL = "smollm2-135m"
@@ -92,7 +88,6 @@ def stage_process(core: int, cut: int, identity_pem: bytes, other_certificate: b
         batch, x_TD = source.receive(time.perf_counter() + PATIENCE_S, stage.rehearse)
         sink.prepare(batch, x_TD.shape[1])
         sink.send(batch, stage.run(batch, x_TD), time.perf_counter() + PATIENCE_S)
-        source.acknowledge()
 
 
 @dataclass
@@ -139,19 +134,11 @@ def connect(cut: int, n_layers: int, core: int, block_size: int) -> tuple[TwoPro
     their_port, ticket = ours.recv()
     ours.send((port, expected.ticket))
     sink = StreamSink(dial([f"127.0.0.1:{their_port}"], b.member, ticket, a, never, time.perf_counter() + PATIENCE_S))
-    source = Acknowledged(expected.wait(time.perf_counter() + PATIENCE_S))
+    source = StreamSource(expected.wait(time.perf_counter() + PATIENCE_S))
     stage = RouteStage(
         NodeId("b"), LayerRange(cut, n_layers), f"{MODEL}:{cut}-{n_layers - 1}", "", holds_identity=True, kv_tokens=BLOCKS * block_size
     )
     return TwoProcesses((stage,), sink, source, block_size), process
-
-
-class Acknowledged(StreamSource):
-    """Says with each `receive` that the batch before is done with."""
-
-    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> Any:
-        self.acknowledge()
-        return super().receive(deadline, rehearse)
 
 
 def main() -> None:

@@ -34,7 +34,6 @@ from paceline.engine.grammar import VERSION
 from paceline.fleet.card import (
     Device,
     Link,
-    MeasuredDraft,
     ModelOffer,
     ModelShape,
     NodeCard,
@@ -45,7 +44,6 @@ from paceline.fleet.card import (
     SealedList,
     SealedRevocation,
     ShardState,
-    StepTime,
 )
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
 from paceline.fleet.view import Clash, FleetView, LiveCard
@@ -54,7 +52,7 @@ from paceline.net.control_service import Sight, sight_of, write_sight
 from paceline.net.discovery import Failure
 from paceline.net.exchange_codec import read_reply, read_request, write_reply, write_request
 from paceline.net.tensor import frames
-from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, Signal, TensorMessage
+from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, IncomingBytes, TensorMessage
 from paceline.net.weights_codec import WeightsDescription, parts
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.ways.draft.desk import BlockAsk, read_ask, write_ask, write_block
@@ -195,23 +193,11 @@ def listed() -> SealedList:
 
 
 STAMPS = (Stamp(1 << 63, 12, 3, b"p" * 16, 1.25), Stamp(5, 13, 256, b"q" * 16, 0.0))
-SERVED_CARD = replace(
-    MINIMAL_CARD,
-    models=(
-        ModelOffer(
-            "served",
-            Role.VERIFIER,
-            "int4",
-            steps=(StepTime(1, 0.0091), StepTime(4, 0.012)),
-            drafts=(MeasuredDraft(NodeId("node-2"), "tiny", 0.63),),
-        ),
-    ),
-)
 PASSED = (PassedCard(sealed(RICH_CARD, b"certificate"), 3, b"p" * 16, 0.5), PassedCard(sealed(MINIMAL_CARD, b""), with_certificate=True))
 
 
 def fleet_examples() -> Iterator[Example]:
-    for name, card in (("rich", RICH_CARD), ("minimal", MINIMAL_CARD), ("served", SERVED_CARD)):
+    for name, card in (("rich", RICH_CARD), ("minimal", MINIMAL_CARD)):
         yield Example(f"NodeCapability/{name}", card, partial(write_card, card), read_card, fleet_pb2.NodeCapability)
     rich = ExchangeRequest(frozenset({Digest(1 << 60, 9, 2)}), STAMPS, PASSED, (revoked(),), b"set", listed())
     reply = Reply(STAMPS, PASSED, (Digest(7, 0), Digest(8, 2, 1)), (revoked(),), b"set", more=True, revocation_list=listed())
@@ -392,11 +378,11 @@ def tensor_examples() -> Iterator[Example]:
         frames.close(frames.CloseCode.DONE, ""),
     ]
     tensors = (("head", "uint16", (2, 3), data), ("", "float32", (3,), data))
-    told = ("Hello(ticket=" + repr(b"t" * 32) + ")", tensors[0], "PART", tensors[1], "Closed(code=0, message='')")
+    told = ("Hello(ticket=" + repr(b"t" * 32) + ")", tensors[0], tensors[1], "Closed(code=0, message='')")
     yield Example("frames/of a sender", told, partial(b"".join, sent), read_sender)
-    answered = [frames.WELCOME, frames.ack(0), frames.close(frames.CloseCode.STALLED, "nothing came")]
+    answered = [frames.WELCOME, frames.close(frames.CloseCode.STALLED, "nothing came")]
     yield Example(
-        "frames/of a receiver", ("WELCOME", "ACK", "Closed(code=4, message='nothing came')"), partial(b"".join, answered), read_receiver
+        "frames/of a receiver", ("Welcome()", "Closed(code=4, message='nothing came')"), partial(b"".join, answered), read_receiver
     )
 
 
@@ -425,8 +411,6 @@ def events(incoming: IncomingBytes, data: bytes, after_first: Callable[[], None]
         match event:
             case TensorMessage(header, array):
                 heard.append((header.decode(), str(array.dtype), array.shape, array.tobytes()))
-            case Signal():
-                heard.append(event.name)
             case _:
                 heard.append(repr(event))
         if len(heard) == 1:

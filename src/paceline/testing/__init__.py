@@ -1,1 +1,1 @@
-"""Conformance suites for other implementations of the seams."""
+"""Fakes and conformance suites for tests: fake clock, null backend."""

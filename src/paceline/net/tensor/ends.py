@@ -1,12 +1,7 @@
-"""What the two ends of a tensor stream have in common: one sends tensors (`TensorSender`), one receives them (`TensorReceiver`). Each is for one thread; `close`
-is for any.
+"""The two ends of a tensor stream: one sends tensors (`TensorSender`: a small one in one write, a large one in chunks), the other receives whole
+tensors (`TensorReceiver`). Each is for one thread; `close` is for any.
 
-Acknowledgements stay off the path of a message: the receiver sends one when half the window lacks it, and after its user says that the result is
-passed on; the sender looks for them when half the window is used, and waits for them when all of it is.
-
-The end of a tensor stream that sends: small tensors in one write, large ones in chunks, no more than the window on their way.
-
-The end of a tensor stream that receives: whole tensors, acknowledged once their user is done with them.
+After the greeting nothing goes from the receiver to the sender but a CLOSE, which the sender reads when a write fails.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
+from paceline.core.errors import StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
 from paceline.core.ids import NodeId
 from paceline.net.tensor.frames import (
     CODES,
@@ -25,11 +20,9 @@ from paceline.net.tensor.frames import (
     MAX_HEADER_BYTES,
     MAX_START_BYTES,
     MAX_TENSOR_BYTES,
-    WINDOW,
     CloseCode,
     Conversation,
     Event,
-    ack,
     chunk_start,
     close,
     code_of,
@@ -39,8 +32,6 @@ from paceline.net.tensor.frames import (
 )
 from paceline.net.tensor.incoming import BUFFER_BYTES, FROM_RECEIVER, FROM_SENDER, Array, Closed, IncomingBytes, TensorMessage
 from paceline.net.tensor.pipe import Pipe, PipeSilence
-
-HALF = WINDOW // 2
 
 
 class End:
@@ -99,31 +90,20 @@ class TensorSender(End):
             with self._pipe:
                 self._conversation.on(Event.HELLO)
                 self._pipe.send(hello(ticket), deadline)
-                self._hear(deadline)
+                while not self._heard():
+                    self._incoming.filled(self._pipe.receive(self._incoming.space(), deadline))
         except TensorStreamError as error:
             self.fail(error)
             raise
 
     def prepare(self, header: bytes, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
-        """Write what comes before a tensor, so that `send_prepared` has only its data to add. Does nothing where the tensor is not small, and
-        where it would have to wait.
-
-        Raises:
-            TensorStreamError: the stream is broken.
+        """Write what comes before a tensor, so that `send_prepared` has only its data to add. Does nothing where the tensor is not
+        small.
         """
         self._ready_for = None
         code, total = CODES.get(dtype), prod(shape) * dtype.itemsize
         if code is None or len(shape) > MAX_DIMENSIONS or len(header) + total + MAX_START_BYTES > JOINED_BYTES:
             return
-        if self._conversation.unacknowledged >= HALF:
-            try:
-                with self._pipe:
-                    while self._hear_now():
-                        pass
-            except TensorStreamError as error:
-                raise self._broken(error) from error
-            if self._conversation.unacknowledged >= WINDOW:
-                return
         start = tensor_start(self._conversation.next_seq, len(header), total, code, shape, total) + header
         self._joined[: len(start)] = start
         self._ready_for, self._ready_bytes = (dtype, shape), len(start)
@@ -170,12 +150,10 @@ class TensorSender(End):
         conversation, silence = self._conversation, PipeSilence(deadline, self._pipe.now, total)
         try:
             with self._pipe:
-                self._make_way(silence)
                 seq, at = conversation.next_seq, min(total, MAX_CHUNK_BYTES - n_header)
                 conversation.tensor(seq, total, at)
                 self._put(tensor_start(seq, n_header, total, code, array.shape, at) + header, data[:at], silence)
                 while at < total:
-                    self._make_way(silence)
                     seq, n = conversation.next_seq, min(total - at, MAX_CHUNK_BYTES)
                     conversation.chunk(seq, n)
                     self._put(chunk_start(seq, n), data[at : at + n], silence)
@@ -197,30 +175,12 @@ class TensorSender(End):
             self._pipe.send(data, deadline)
         silence.moved()
 
-    def _make_way(self, silence: PipeSilence) -> None:
-        """Have room for a chunk in the window."""
-        conversation = self._conversation
-        if conversation.unacknowledged >= HALF:
-            while self._hear_now():
-                pass
-            while conversation.unacknowledged >= WINDOW:
-                self._hear(silence.deadline)
-                silence.moved()
-
-    def _hear(self, deadline: float) -> None:
-        """One thing that the other side says."""
-        while not self._heard():
-            self._incoming.filled(self._pipe.receive(self._incoming.space(), deadline))
-
-    def _hear_now(self) -> bool:
-        """Likewise, if it has been said."""
-        if self._heard():
-            return True
-        n = self._pipe.receive_now(self._incoming.space())
-        self._incoming.filled(n)
-        return n > 0
-
     def _heard(self) -> bool:
+        """Whether the other side has said something.
+
+        Raises:
+            TensorStreamError: it was a CLOSE.
+        """
         event = self._incoming.next()
         if isinstance(event, Closed):
             raise error_of(event.code, event.message, self.peer)
@@ -238,8 +198,8 @@ class TensorSender(End):
             return error
         try:
             with self._pipe:
-                while self._hear_now():
-                    pass
+                while not self._heard() and (n := self._pipe.receive_now(self._incoming.space())):
+                    self._incoming.filled(n)
         except TensorStreamError as reason:
             return reason if self._conversation.over else error
         return error
@@ -282,7 +242,6 @@ class Rehearsal:
         incoming.space()[: len(frame)] = frame
         incoming.filled(len(frame))
         message = incoming.next()
-        conversation.acknowledge(conversation.next_seq)
         return message if isinstance(message, TensorMessage) else None
 
 
@@ -331,20 +290,6 @@ class TensorReceiver(End):
         self.fail(error)
         return error
 
-    def acknowledge(self) -> None:
-        """The user is done with what it received, so more may come.
-
-        Raises:
-            TensorStreamError: the stream is broken.
-        """
-        if self._conversation.unacknowledged >= HALF:
-            try:
-                with self._pipe:
-                    self._ack(None)
-            except TensorStreamError as error:
-                self.fail(error)
-                raise
-
     def _rehearsing(self, rehearse: Callable[[TensorMessage], None]) -> Callable[[], None]:
         """Read a message like the last one, and do with it what is done with the next."""
 
@@ -356,10 +301,7 @@ class TensorReceiver(End):
         return again
 
     def _next(self, deadline: float, rehearse: Callable[[], None] | None) -> TensorMessage | Closed:
-        incoming, pipe, conversation = self._incoming, self._pipe, self._conversation
-        if conversation.unacknowledged > HALF + HALF // 2:
-            # Nothing is acknowledged; but asking for more says as much.
-            self._ack(deadline)
+        incoming, pipe = self._incoming, self._pipe
         silence = PipeSilence(deadline, pipe.now)
         while True:
             event = incoming.next()
@@ -368,14 +310,3 @@ class TensorReceiver(End):
                 silence.moved(incoming.tensor_bytes)
             elif isinstance(event, TensorMessage | Closed):
                 return event
-            elif conversation.unacknowledged >= HALF:
-                self._ack(silence.deadline)
-
-    def _ack(self, deadline: float | None) -> None:
-        """For every chunk that has come. It is a few bytes: who can't take them takes nothing any more."""
-        seq = self._conversation.next_seq
-        self._conversation.acknowledge(seq)
-        try:
-            self._pipe.send(ack(seq), deadline)
-        except StreamStalled as error:
-            raise StreamClosed(f"{self.peer} takes no acknowledgements") from error

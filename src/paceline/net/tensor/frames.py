@@ -5,12 +5,12 @@
     receiver   WELCOME
     sender     TENSOR   seq u32, header length u32, bytes of the whole tensor u64, dtype u8, dimensions u8, each u32, header, first data
     sender     CHUNK    seq u32, data
-    receiver   ACK      seq u32: every chunk before it has arrived
     either     CLOSE    code u8, message (UTF-8)
 
 Header and data of a TENSOR, or the data of a CHUNK, are at most 1 MiB.
 
-What may follow what on a tensor stream, as a table that both ends keep, and the window. What is illegal raises and changes nothing.
+What may follow what on a tensor stream, as a table that both ends keep. What is illegal raises and changes nothing. How much is on its way
+TCP bounds, and how long it may take the deadlines of `pipe` (docs/adr/0013).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from paceline.core.shown import printable
 
 TICKET_BYTES = 32
 """Drawn by who expects a stream, shown by who opens it."""
-MAGIC = b"PLTS\x01"
-"""The last byte is the version of all this."""
+VERSION = 2
+"""Of all this. Version 1 had acknowledgements and a window of its own."""
+PROTOCOL = b"PLTS"
+MAGIC = PROTOCOL + bytes([VERSION])
 MAX_CHUNK_BYTES = 1 << 20
 MAX_HEADER_BYTES = 512 << 10
 MAX_TENSOR_BYTES = 64 << 20
 MAX_DIMENSIONS = 4
 MAX_MESSAGE_BYTES = 512
-WINDOW = 16
-"""Chunks that may be on their way, unacknowledged."""
 
 HEAD = Struct("!BI")
 TENSOR = Struct("!IIQBB")
@@ -50,8 +50,8 @@ class FrameKind(IntEnum):
     WELCOME = 2
     TENSOR = 3
     CHUNK = 4
-    ACK = 5
     CLOSE = 6
+    """As in every version, so that a node of another one learns why it is refused."""
 
 
 class CloseCode(IntEnum):
@@ -69,7 +69,6 @@ LENGTHS: dict[int, tuple[int, int]] = {
     FrameKind.WELCOME: (0, 0),
     FrameKind.TENSOR: (TENSOR.size, TENSOR.size + 4 * MAX_DIMENSIONS + MAX_CHUNK_BYTES),
     FrameKind.CHUNK: (SEQ.size + 1, SEQ.size + MAX_CHUNK_BYTES),
-    FrameKind.ACK: (SEQ.size, SEQ.size),
     FrameKind.CLOSE: (1, 1 + MAX_MESSAGE_BYTES),
 }
 """The shortest and the longest body of each kind."""
@@ -103,10 +102,6 @@ def tensor_start(seq: int, header_bytes: int, total: int, dtype: int, shape: Seq
 def chunk_start(seq: int, n_data: int) -> bytes:
     """What comes before a CHUNK's data."""
     return _CHUNK_START.pack(FrameKind.CHUNK, SEQ.size + n_data, seq)
-
-
-def ack(seq: int) -> bytes:
-    return _CHUNK_START.pack(FrameKind.ACK, SEQ.size, seq)
 
 
 def close(code: int, message: str) -> bytes:
@@ -150,7 +145,6 @@ class Event(Enum):
     FIRST = auto()
     NEXT = auto()
     LAST = auto()
-    ACK = auto()
     CLOSE = auto()
 
 
@@ -161,8 +155,6 @@ TABLE: dict[tuple[State, Event], State] = {
     (State.BETWEEN, Event.FIRST): State.INSIDE,
     (State.INSIDE, Event.NEXT): State.INSIDE,
     (State.INSIDE, Event.LAST): State.BETWEEN,
-    (State.BETWEEN, Event.ACK): State.BETWEEN,
-    (State.INSIDE, Event.ACK): State.INSIDE,
     (State.FRESH, Event.CLOSE): State.CLOSED,
     (State.GREETED, Event.CLOSE): State.CLOSED,
     (State.BETWEEN, Event.CLOSE): State.CLOSED,
@@ -177,13 +169,11 @@ class Conversation:
         first_seq: of the first chunk.
     """
 
-    __slots__ = ("next_seq", "remaining", "state", "unacknowledged")
+    __slots__ = ("next_seq", "remaining", "state")
 
     def __init__(self, first_seq: int = 0) -> None:
         self.state = State.FRESH
         self.next_seq = first_seq
-        self.unacknowledged = 0
-        """Chunks before `next_seq` that no ack has covered."""
         self.remaining = 0
         """Bytes of the tensor under way that are still to come."""
 
@@ -209,7 +199,7 @@ class Conversation:
         """A tensor's first chunk, which has `n_data` of its `total` bytes.
 
         Raises:
-            StreamCorrupt: not now, a gap, beyond the window, or more than the tensor has.
+            StreamCorrupt: not now, a gap, or more than the tensor has.
         """
         if n_data > total or (not n_data and total):
             raise StreamCorrupt(f"A tensor of {total} bytes begins with {n_data}")
@@ -221,7 +211,7 @@ class Conversation:
         """One of its other chunks.
 
         Raises:
-            StreamCorrupt: not now, a gap, beyond the window, or more than the tensor has.
+            StreamCorrupt: not now, a gap, or more than the tensor has.
         """
         remaining = self.remaining - n_data
         state = self._after(Event.LAST if not remaining else Event.NEXT)
@@ -229,18 +219,6 @@ class Conversation:
             raise StreamCorrupt(f"A chunk of {n_data} bytes where the tensor lacks {self.remaining}")
         self._count(seq)
         self.state, self.remaining = state, remaining
-
-    def acknowledge(self, seq: int) -> None:
-        """Every chunk before `seq` has arrived.
-
-        Raises:
-            StreamCorrupt: not now, or of chunks that were never sent.
-        """
-        state = self._after(Event.ACK)
-        left = (self.next_seq - seq) & SEQ_MASK
-        if left > self.unacknowledged:
-            raise StreamCorrupt(f"An acknowledgement up to chunk {seq}, where {self.unacknowledged} before {self.next_seq} lack one")
-        self.state, self.unacknowledged = state, left
 
     def _after(self, event: Event) -> State:
         state = TABLE.get((self.state, event))
@@ -251,7 +229,4 @@ class Conversation:
     def _count(self, seq: int) -> None:
         if seq != self.next_seq:
             raise StreamCorrupt(f"Chunk {seq} where {self.next_seq} was to come")
-        if self.unacknowledged >= WINDOW:
-            raise StreamCorrupt(f"More than {WINDOW} chunks without an acknowledgement")
         self.next_seq = (seq + 1) & SEQ_MASK
-        self.unacknowledged += 1

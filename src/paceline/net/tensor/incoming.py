@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum, auto
 from math import prod
 from typing import NamedTuple
 
@@ -20,14 +19,15 @@ from paceline.net.tensor.frames import (
     DTYPES,
     HEAD,
     LENGTHS,
-    MAGIC,
     MAX_CHUNK_BYTES,
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
     MAX_TENSOR_BYTES,
+    PROTOCOL,
     SEQ,
     SHAPES,
     TENSOR,
+    VERSION,
     Conversation,
     Event,
     FrameKind,
@@ -56,17 +56,15 @@ class Closed:
     message: str
 
 
-class Signal(Enum):
-    WELCOME = auto()
-    ACK = auto()
-    PART = auto()
-    """A chunk has come, its tensor has not."""
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The hello was taken."""
 
 
-Happened = TensorMessage | Hello | Closed | Signal
+Happened = TensorMessage | Hello | Welcome | Closed
 
 FROM_SENDER = frozenset({FrameKind.HELLO, FrameKind.TENSOR, FrameKind.CHUNK, FrameKind.CLOSE})
-FROM_RECEIVER = frozenset({FrameKind.WELCOME, FrameKind.ACK, FrameKind.CLOSE})
+FROM_RECEIVER = frozenset({FrameKind.WELCOME, FrameKind.CLOSE})
 BUFFER_BYTES = 64 << 10
 
 
@@ -132,22 +130,24 @@ class IncomingBytes:
             StreamCorrupt: bytes that are no frame, or one that may not come now.
             TensorTooLarge: a tensor beyond the bound.
         """
-        if not self._parts:
-            # A frame that was not whole leaves nothing but its bytes; one that began a chunk leaves its parts.
-            event = self._frame()
-            if event is not None or not self._parts:
-                return event
-        while self._parts:
-            part = self._parts[0]
-            n = min(len(part), self._end - self._start)
-            if n:
-                part[:n] = self._buffer[self._start : self._start + n]
-                self._start += n
-            if n < len(part):
-                self._parts[0] = part[n:]
-                return None
-            del self._parts[0]
-        return self._chunk_over()
+        while True:
+            if not self._parts:
+                # A frame that was not whole leaves nothing but its bytes; one that began a chunk leaves its parts.
+                event = self._frame()
+                if event is not None or not self._parts:
+                    return event
+            while self._parts:
+                part = self._parts[0]
+                n = min(len(part), self._end - self._start)
+                if n:
+                    part[:n] = self._buffer[self._start : self._start + n]
+                    self._start += n
+                if n < len(part):
+                    self._parts[0] = part[n:]
+                    return None
+                del self._parts[0]
+            if self._conversation.state is not State.INSIDE:
+                return TensorMessage(bytes(self._header), self._array)
 
     def _frame(self) -> Happened | None:
         """The next frame: an event of its own, or the parts that it begins are noted."""
@@ -181,17 +181,17 @@ class IncomingBytes:
 
     def _small(self, kind: int, body: bytes) -> Happened:
         conversation = self._conversation
-        if kind == FrameKind.ACK:
-            conversation.acknowledge(SEQ.unpack(body)[0])
-            return Signal.ACK
         if kind == FrameKind.WELCOME:
             conversation.on(Event.WELCOME)
-            return Signal.WELCOME
+            return Welcome()
         if kind == FrameKind.HELLO:
-            if not body.startswith(MAGIC):
-                raise StreamCorrupt("A hello of another protocol, or of another version of it")
+            if not body.startswith(PROTOCOL):
+                raise StreamCorrupt("A hello of another protocol")
+            version, ticket = body[len(PROTOCOL)], body[len(PROTOCOL) + 1 :]
+            if version != VERSION:
+                raise StreamCorrupt(f"it speaks version {version} of the tensor stream, this node version {VERSION}")
             conversation.on(Event.HELLO)
-            return Hello(body[len(MAGIC) :])
+            return Hello(ticket)
         conversation.on(Event.CLOSE)
         return Closed(body[0], body[1:].decode(errors="replace"))
 
@@ -241,8 +241,3 @@ class IncomingBytes:
     def _expect_data(self, n: int) -> None:
         self._parts.append(self._data[self._filled : self._filled + n])
         self._filled += n
-
-    def _chunk_over(self) -> Happened:
-        if self._conversation.state is State.INSIDE:
-            return Signal.PART
-        return TensorMessage(bytes(self._header), self._array)

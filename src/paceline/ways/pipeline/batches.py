@@ -163,9 +163,5 @@ class StreamSource:
             raise self._receiver.refuse(error) from error
         return batch, read(x_TD)
 
-    def acknowledge(self) -> None:
-        """The last batch is done with and passed on. Costs nothing most times."""
-        self._receiver.acknowledge()
-
     def close(self) -> None:
         self._receiver.close()

@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from tests.fakes.fleets import TestFleet
 
 from paceline.core.clock import SystemClock
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.ends import TensorReceiver, TensorSender
-from paceline.net.tensor.frames import WINDOW
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
+from paceline.testing.fleets import TestFleet
 
 SOON_S = 100.0
+MOST_SENT = 64 << 20
+"""Bytes; far more than a system queues for a socket."""
 
 
 def soon(seconds: float = SOON_S) -> float:
@@ -79,10 +80,10 @@ class Meeting:
         return sender, expected.wait(soon())
 
 
-def until_it_breaks(sender: TensorSender) -> None:
-    """Send more than a window holds; somebody will have noticed by then."""
-    for _ in range(3 * WINDOW):
-        sender.send(b"", np.zeros((1, 576), np.uint16), soon())
+def until_it_breaks(sender: TensorSender, seconds: float = SOON_S) -> None:
+    """Send until the other side's going is noticed, at the latest when the system takes no more."""
+    for _ in range(MOST_SENT // 1152):
+        sender.send(b"", np.zeros((1, 576), np.uint16), soon(seconds))
 
 
 @contextmanager

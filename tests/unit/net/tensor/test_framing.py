@@ -18,19 +18,18 @@ from paceline.net.tensor.frames import (
     DTYPES,
     FP32,
     HEAD,
+    MAGIC,
     MAX_CHUNK_BYTES,
     MAX_HEADER_BYTES,
     MAX_TENSOR_BYTES,
     SEQ_MASK,
     TABLE,
     WELCOME,
-    WINDOW,
     CloseCode,
     Conversation,
     Event,
     FrameKind,
     State,
-    ack,
     chunk_start,
     close,
     code_of,
@@ -38,9 +37,11 @@ from paceline.net.tensor.frames import (
     hello,
     tensor_start,
 )
-from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, Closed, Hello, IncomingBytes, Signal, TensorMessage
+from paceline.net.tensor.incoming import FROM_RECEIVER, FROM_SENDER, Closed, Hello, IncomingBytes, TensorMessage
 
 SMALL_BUFFER = 1024
+ACKNOWLEDGEMENT = HEAD.pack(5, 4) + bytes(4)
+"""Of version 1."""
 
 
 def opened(first_seq: int = 0) -> Conversation:
@@ -88,8 +89,6 @@ def fed(incoming: IncomingBytes, data: bytes, cuts: list[int]) -> list[object]:
         while (event := incoming.next()) is not None:
             if isinstance(event, TensorMessage):
                 out.append((event.header, event.array.dtype, event.array.shape, event.array.tobytes()))
-            elif event is Signal.PART:
-                incoming._conversation.acknowledge(incoming._conversation.next_seq)
             else:
                 out.append(event)
     return out
@@ -174,7 +173,7 @@ def raw_tensor(seq: int = 0, n_header: int = 0, total: int = 4, dtype: int = BF1
         HEAD.pack(0, 0),
         HEAD.pack(77, 0),
         WELCOME,
-        ack(0),
+        ACKNOWLEDGEMENT,
         hello(bytes(32)),
         close(0, "") + raw_tensor(),
     ],
@@ -184,47 +183,39 @@ def test_what_a_sender_may_not_say(data: bytes) -> None:
         fed(IncomingBytes(opened(), FROM_SENDER), data, [50_000])
 
 
-@pytest.mark.parametrize("data", [ack(1), ack(SEQ_MASK), WELCOME, raw_tensor(), hello(bytes(32)), chunk_start(0, 1) + b"x"])
+@pytest.mark.parametrize("data", [ACKNOWLEDGEMENT, WELCOME, raw_tensor(), hello(bytes(32)), chunk_start(0, 1) + b"x"])
 def test_what_a_receiver_may_not_say(data: bytes) -> None:
     with pytest.raises(StreamCorrupt):
         fed(IncomingBytes(opened(), FROM_RECEIVER), data, [7])
 
 
-def test_a_hello_of_another_version_is_refused() -> None:
-    with pytest.raises(StreamCorrupt, match="version"):
-        fed(IncomingBytes(Conversation(), FROM_SENDER), hello(bytes(32)).replace(b"PLTS\x01", b"PLTS\x02"), [100])
+@pytest.mark.parametrize(
+    ("said", "why"), [(b"PLTS\x01", "version 1 of the tensor stream, this node version 2"), (b"HTTP/", "another protocol")]
+)
+def test_a_hello_of_another_version_or_protocol_is_refused(said: bytes, why: str) -> None:
+    with pytest.raises(StreamCorrupt, match=why):
+        fed(IncomingBytes(Conversation(), FROM_SENDER), hello(bytes(32)).replace(MAGIC, said), [100])
 
 
 def test_a_hello_brings_its_ticket() -> None:
     assert fed(IncomingBytes(Conversation(), FROM_SENDER), hello(bytes(range(32))), [3]) == [Hello(bytes(range(32)))]
 
 
-def test_no_more_than_a_window_comes_without_an_acknowledgement() -> None:
-    conversation = opened()
-    window = b"".join(raw_tensor(seq) for seq in range(WINDOW))
-    incoming = IncomingBytes(conversation, FROM_SENDER)
-    assert len(fed(incoming, window, [100])) == WINDOW
-    with pytest.raises(StreamCorrupt, match="acknowledgement"):
-        fed(incoming, raw_tensor(WINDOW), [100])
-
-
 def test_sequence_numbers_go_round() -> None:
     sender, receiver = opened(SEQ_MASK - 1), opened(SEQ_MASK - 1)
-    incoming, back = IncomingBytes(receiver, FROM_SENDER), IncomingBytes(sender, FROM_RECEIVER)
+    incoming = IncomingBytes(receiver, FROM_SENDER)
     for _ in range(4):
         data = raw_tensor(sender.next_seq)
         sender.tensor(sender.next_seq, 4, 4)
         assert len(fed(incoming, data, [100])) == 1
-    assert (sender.next_seq, sender.unacknowledged) == (2, 4)
-    fed(back, ack(1), [100])
-    assert sender.unacknowledged == 1
+    assert (sender.next_seq, receiver.next_seq) == (2, 2)
 
 
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("event", Event)
 def test_what_the_table_does_not_have_raises_and_changes_nothing(state: State, event: Event) -> None:
     conversation = opened()
-    conversation.state, conversation.remaining, conversation.unacknowledged, conversation.next_seq = state, 100, 3, 7
+    conversation.state, conversation.remaining, conversation.next_seq = state, 100, 7
     acts = {
         Event.HELLO: lambda: conversation.on(event),
         Event.WELCOME: lambda: conversation.on(event),
@@ -233,7 +224,6 @@ def test_what_the_table_does_not_have_raises_and_changes_nothing(state: State, e
         Event.FIRST: lambda: conversation.tensor(7, 10, 5),
         Event.NEXT: lambda: conversation.chunk(7, 10),
         Event.LAST: lambda: conversation.chunk(7, 100),
-        Event.ACK: lambda: conversation.acknowledge(6),
     }
     if (state, event) in TABLE:
         acts[event]()
@@ -241,18 +231,15 @@ def test_what_the_table_does_not_have_raises_and_changes_nothing(state: State, e
         return
     with pytest.raises(StreamCorrupt):
         acts[event]()
-    assert (conversation.state, conversation.remaining, conversation.unacknowledged, conversation.next_seq) == (state, 100, 3, 7)
+    assert (conversation.state, conversation.remaining, conversation.next_seq) == (state, 100, 7)
 
 
-@pytest.mark.parametrize(
-    "illegal", [lambda c: c.tensor(8, 10, 10), lambda c: c.tensor(7, 10, 11), lambda c: c.acknowledge(8), lambda c: c.acknowledge(3)]
-)
+@pytest.mark.parametrize("illegal", [lambda c: c.tensor(8, 10, 10), lambda c: c.tensor(7, 10, 11)])
 def test_numbers_that_do_not_fit_change_nothing(illegal: Callable[[Conversation], None]) -> None:
     conversation = opened(7)
-    conversation.unacknowledged = 3
     with pytest.raises(StreamCorrupt):
         illegal(conversation)
-    assert (conversation.state, conversation.unacknowledged, conversation.next_seq) == (State.BETWEEN, 3, 7)
+    assert (conversation.state, conversation.next_seq) == (State.BETWEEN, 7)
 
 
 @pytest.mark.parametrize("error", [StreamCorrupt("x"), TensorTooLarge("x"), StreamStalled("x"), StreamClosed("x")])

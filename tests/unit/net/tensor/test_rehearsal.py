@@ -72,7 +72,6 @@ def test_prepared_tensors_arrive_as_others_do(met: Meeting) -> None:
         message = receiver.receive(soon())
         assert message.header == header
         np.testing.assert_array_equal(message.array, x)
-        receiver.acknowledge()
 
 
 def test_what_was_not_prepared_is_not_sent_as_if_it_were(met: Meeting) -> None:

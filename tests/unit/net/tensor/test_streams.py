@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.fakes.clock import FakeClock
 from tests.unit.net.tensor.meeting import Meeting, soon, until_it_breaks
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
 from paceline.net.tensor import pipe
-from paceline.net.tensor.frames import MAX_TENSOR_BYTES, WINDOW, chunk_start, tensor_start
+from paceline.net.tensor.frames import MAX_TENSOR_BYTES, chunk_start, tensor_start
 from paceline.net.tensor.pipe import LEAST_BYTES_PER_S, PipeSilence
+from paceline.testing.clock import FakeClock
 
 SHORT_S = 0.2
 
@@ -60,21 +60,19 @@ def test_a_tensor_arrives_as_it_was_sent(met: Meeting, array: np.ndarray) -> Non
         assert message.header == header
         assert message.array.dtype == array.dtype
         np.testing.assert_array_equal(message.array, array)
-        receiver.acknowledge()
     sender.close()
 
 
-def test_a_small_tensor_is_one_write_and_its_acknowledgement_is_off_its_path(met: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_tensor_is_one_write_and_nothing_is_answered(met: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = met.stream()
     writes: list[str] = []
-    for name, end in (("data", sender), ("ack", receiver)):
+    for name, end in (("data", sender), ("answer", receiver)):
         pipe = end._pipe
         monkeypatch.setattr(pipe, "send", lambda data, deadline, name=name, send=pipe.send: (writes.append(name), send(data, deadline)))
     for _ in range(16):
         sender.send(b"h", bits(1), soon())
         receiver.receive(soon())
-        receiver.acknowledge()
-    assert writes == [*["data"] * 8, "ack"] * 2
+    assert writes == ["data"] * 16
 
 
 def test_the_largest_tensor_passes_and_a_larger_one_is_refused_here(met: Meeting) -> None:
@@ -102,6 +100,16 @@ def test_a_tensor_that_claims_too_much_ends_the_stream_and_its_sender_learns_why
         until_it_breaks(sender)
 
 
+def test_what_a_receiver_said_before_it_went_is_read_when_a_write_fails(met: Meeting) -> None:
+    sender, receiver = met.stream()
+    sending = InThread(lambda: sender.send(b"", np.zeros(MAX_TENSOR_BYTES // 2, np.uint16), soon()))
+    while not sender._pipe._using.locked():
+        os.sched_yield()
+    receiver.refuse(TensorTooLarge("no more of it"))
+    with pytest.raises(TensorTooLarge, match="far ended the tensor stream: no more of it"):
+        sending.result()
+
+
 def test_a_gap_ends_the_stream(met: Meeting) -> None:
     sender, receiver = met.stream()
     sender._pipe.send(tensor_start(0, 0, 20, 1, (10,), 10) + bytes(10) + chunk_start(2, 10) + bytes(10), soon())
@@ -113,23 +121,10 @@ def test_a_gap_ends_the_stream(met: Meeting) -> None:
         receiver.receive(soon())
 
 
-def test_more_than_a_window_ends_the_stream(met: Meeting) -> None:
-    sender, receiver = met.stream()
-    for seq in range(WINDOW + 1):
-        sender._pipe.send(tensor_start(seq, 0, 2, 1, (1,), 2) + bytes(2), soon())
-    receiver._ack = lambda _: None
-    for _ in range(WINDOW):
-        receiver.receive(soon())
-    with pytest.raises(StreamCorrupt, match=f"More than {WINDOW}"):
-        receiver.receive(soon())
-
-
 def test_a_reader_that_stops_reading_stalls_its_sender(met: Meeting) -> None:
     sender, _receiver = met.stream()
-    for _ in range(WINDOW):
-        sender.send(b"", bits(1), soon(SHORT_S))
-    with pytest.raises(StreamStalled, match="far sends nothing"):
-        sender.send(b"", bits(1), soon(SHORT_S))
+    with pytest.raises(StreamStalled, match="far takes nothing"):
+        until_it_breaks(sender, SHORT_S)
     assert sender.closed
 
 
@@ -213,13 +208,6 @@ def test_a_sender_that_sends_nothing_is_waited_for_again(met: Meeting) -> None:
     np.testing.assert_array_equal(receiver.receive(soon()).array, bits(1))
 
 
-def test_a_user_that_never_acknowledges_does_so_by_asking_for_more(met: Meeting) -> None:
-    sender, receiver = met.stream()
-    for n in range(10 * WINDOW):
-        sender.send(b"%d" % n, bits(1), soon())
-        assert receiver.receive(soon()).header == b"%d" % n
-
-
 @pytest.mark.parametrize("look_s", [0.0, 5.0])
 def test_closing_wakes_a_reader(met: Meeting, look_s: float) -> None:
     _sender, receiver = met.stream()
@@ -236,8 +224,8 @@ def test_closing_wakes_a_reader(met: Meeting, look_s: float) -> None:
 
 def test_closing_wakes_a_writer(met: Meeting) -> None:
     sender, receiver = met.stream()
-    writing = InThread(lambda: until_it_breaks(sender))
-    while sender._conversation.unacknowledged < WINDOW or not sender._pipe._using.locked():
+    writing = InThread(lambda: sender.send(b"", np.zeros(MAX_TENSOR_BYTES // 2, np.uint16), soon()))
+    while not sender._pipe._using.locked():
         os.sched_yield()
     sender.close()
     with pytest.raises(StreamClosed, match="closed here"):
@@ -256,10 +244,10 @@ def test_a_closed_stream_says_so_at_once(met: Meeting) -> None:
 
 def test_what_was_sent_before_a_close_arrives(met: Meeting) -> None:
     sender, receiver = met.stream()
-    for _ in range(WINDOW):
+    for _ in range(16):
         sender.send(b"h", bits(16), soon())
     sender.close()
-    for _ in range(WINDOW):
+    for _ in range(16):
         np.testing.assert_array_equal(receiver.receive(soon()).array, bits(16))
     with pytest.raises(StreamClosed, match="near ended"):
         receiver.receive(soon())
@@ -271,7 +259,6 @@ def test_looking_before_sleeping_changes_nothing_but_time(met: Meeting) -> None:
     for n in range(20):
         sender.send(b"%d" % n, bits(1), soon())
         assert receiver.receive(soon()).header == b"%d" % n
-        receiver.acknowledge()
     with pytest.raises(StreamStalled):
         receiver.receive(soon(SHORT_S))
 

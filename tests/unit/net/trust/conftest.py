@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.fakes.fleets import TestFleet
+
+from paceline.testing.fleets import TestFleet
 
 
 @pytest.fixture

@@ -217,10 +217,6 @@ class Session:
                 sink.send(behind, out_TD, now() + limits.stall_s + 4 * slowest_s)
             except FleetError as error:
                 raise _Ended(_broken(error, "The output", to)) from error
-            try:
-                source.acknowledge()
-            except FleetError as error:
-                raise _Ended(_broken(error, "The input", source.peer)) from error
             self._sent += 1
             took_ms = 1000 * (now() - arrived)
             self._latencies.add(took_ms)

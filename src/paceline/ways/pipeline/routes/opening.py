@@ -34,7 +34,6 @@ from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerSpan
 from paceline.core.trust import Trust
-from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.ways.pipeline.batches import StreamSource
@@ -46,11 +45,9 @@ from paceline.ways.pipeline.executor.sessions import (
     ActivationSource,
     NextStage,
     PipelineFault,
-    Rehearse,
     StageLoading,
     StageRequest,
 )
-from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
 
 
@@ -75,7 +72,7 @@ class FleetRoute:
     ) -> None:
         self.stages, self.block_size = tuple(stages), block_size
         self.sink: ActivationSink = sink
-        self.source: ActivationSource = _Acknowledging(incoming)
+        self.source: ActivationSource = incoming
         self.sessions = tuple(sessions)
         self._loop = loop
         self._closed = False
@@ -135,20 +132,6 @@ class FleetRoute:
     def _wake(self) -> None:
         self.source.close()
         self.sink.close()
-
-
-class _Acknowledging:
-    """Tells the last stage, with each batch that is asked for, that the one before is done with."""
-
-    def __init__(self, incoming: StreamSource) -> None:
-        self._incoming = incoming
-
-    def receive(self, deadline: float, rehearse: Rehearse | None = None) -> tuple[StageBatch, WireBits]:
-        self._incoming.acknowledge()
-        return self._incoming.receive(deadline, rehearse)
-
-    def close(self) -> None:
-        self._incoming.close()
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from tests.unit.ways.pipeline.host.hosts import SPEC, Bits, Net, User, batch_of,
 
 from paceline.core.errors import PacelineError, PipelineStalled, ShardCorrupt, ShardUnavailable
 from paceline.core.ids import NodeId
+from paceline.net.tensor import dialling, listener
+from paceline.net.tensor.pipe import tune
 from paceline.ways.pipeline.client import RemoteStage
 from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBatch
@@ -111,8 +114,17 @@ async def test_an_output_that_breaks_is_the_receivers_fault() -> None:
         assert loss.node_id == "b"
 
 
+def _tuned_to_hold_little(sock: socket.socket) -> None:
+    """Have the system queue some KB of a connection, where it would some MB."""
+    tune(sock)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, buffer, 4096)
+
+
 @in_loop
-async def test_a_receiver_that_takes_nothing_is_a_stall_of_its_own() -> None:
+async def test_a_receiver_that_takes_nothing_is_a_stall_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dialling, listener):
+        monkeypatch.setattr(module, "tune", _tuned_to_hold_little)
     net = Net()
     async with hosting(net, "a", limits=HostLimits(stall_s=0.1)) as a, User(net) as user:
         stage = await user.open(a)
