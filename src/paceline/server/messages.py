@@ -71,6 +71,17 @@ def off(what: str, *offs: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def only_types(why: str, *served: str) -> BeforeValidator:
+    """Of an object that is refused where its `type` is none of these. `why` has it as `{kind}`."""
+
+    def check(value: object) -> object:
+        if isinstance(kind := kind_of(value), str) and kind not in served:
+            raise refused(why.format(kind=kind[:80]))
+        return value
+
+    return BeforeValidator(check)
+
+
 class Strict(BaseModel):
     """No coercion ("1" is not 1). What becomes of fields that it does not have, which are kept, `server.fields` says."""
 

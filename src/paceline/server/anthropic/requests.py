@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AwareDatetime, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, string_or_list
+from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, only_types, string_or_list
 from paceline.server.requests import ExtendedSampling, ModelName, StopString
 
 IGNORED = "Ignored."
@@ -69,16 +69,13 @@ class ToolUseBlock(Strict):
     toolset_name: str | None = Field(default=None, description=IGNORED)
 
 
-def _text_block(value: object) -> object:
-    kind = kind_of(value)
-    if isinstance(kind, str) and kind != "text":
-        raise PydanticCustomError("block", "Only text blocks are served here, not {kind}", {"kind": kind})
-    return value
-
-
 TextBlocks = Annotated[
     Annotated[str, Tag("as-string")]
-    | Annotated[list[Annotated[TextBlock, BeforeValidator(_text_block)]], Field(fail_fast=True), Tag("as-list")],
+    | Annotated[
+        list[Annotated[TextBlock, only_types("Only text blocks are served here, not {kind}", "text")]],
+        Field(fail_fast=True),
+        Tag("as-list"),
+    ],
     Discriminator(string_or_list),
 ]
 
@@ -116,12 +113,7 @@ class MessageTurn(Strict):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-def _client_tool(value: object) -> object:
-    kind = kind_of(value)
-    if isinstance(kind, str) and kind != "custom":
-        why = "Tools of type {kind} are Anthropic's own: only tools with a name and an input_schema are served"
-        raise PydanticCustomError("tool", why, {"kind": kind})
-    return value
+ONLY_CUSTOM = only_types("Tools of type {kind} are Anthropic's own: only tools with a name and an input_schema are served", "custom")
 
 
 class ClientTool(Strict):
@@ -180,7 +172,7 @@ class CountTokensRequest(Strict):
     model: ModelName
     messages: Annotated[list[MessageTurn], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
-    tools: Annotated[list[Annotated[ClientTool, BeforeValidator(_client_tool)]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Annotated[ClientTool, ONLY_CUSTOM]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceAsked | None = Field(default=None, description="Where missing: `auto`.")
     thinking: ThinkingAsked | None = Field(default=None, description="Where missing: as the model's template has it.")
     output_config: OutputConfig | None = None

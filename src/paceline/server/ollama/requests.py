@@ -154,11 +154,8 @@ def chat(intake: Intake, body: bytes) -> Call | LoadOnly:
     asked = intake.parse(OllamaChatRequest, body)
     if not asked.messages:
         return LoadOnly.of(intake, asked, OllamaChatShape)
-    fields = {**_shared(asked), **_thinking(asked), "messages": _messages(asked.messages), "logprobs": asked.logprobs}
-    fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
-    if asked.tools:
-        fields["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
-    return _completed(intake.chat_of(inner_request(ChatCompletionRequest, fields)), asked, OllamaChatShape)
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] or None
+    return _completed(intake.chat_of(_chat(asked, _messages(asked.messages), tools)), asked, OllamaChatShape)
 
 
 def generate(intake: Intake, body: bytes) -> Call | LoadOnly:
@@ -166,17 +163,15 @@ def generate(intake: Intake, body: bytes) -> Call | LoadOnly:
     asked = intake.parse(OllamaGenerateRequest, body)
     if not asked.prompt:
         return LoadOnly.of(intake, asked, OllamaTextShape)
-    fields = _shared(asked)
     if asked.raw:
         if asked.system:
             raise InvalidRequest("system: a raw prompt has no system message", "Write it into the prompt.", field="system")
-        fields["prompt"] = asked.prompt
-        fields["logprobs"] = (asked.top_logprobs or 0) if asked.logprobs else None
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        fields = {**_shared(asked), "prompt": asked.prompt, "logprobs": logprobs}
         return _completed(intake.completion_of(inner_request(CompletionRequest, fields)), asked, OllamaTextShape)
     system = [{"role": "system", "content": asked.system}] if asked.system else []
-    fields |= {**_thinking(asked), "messages": [*system, {"role": "user", "content": asked.prompt}], "logprobs": asked.logprobs}
-    fields["top_logprobs"] = asked.top_logprobs if asked.logprobs else None
-    return _completed(intake.chat_of(inner_request(ChatCompletionRequest, fields)), asked, OllamaTextShape)
+    messages = [*system, {"role": "user", "content": asked.prompt}]
+    return _completed(intake.chat_of(_chat(asked, messages)), asked, OllamaTextShape)
 
 
 def name_to_show(intake: Intake, body: bytes) -> str:
@@ -218,11 +213,13 @@ def _shared(asked: OllamaRequest) -> dict[str, Any]:
     return fields
 
 
-def _thinking(asked: OllamaRequest) -> dict[str, Any]:
+def _chat(asked: OllamaRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> ChatCompletionRequest:
+    """The chat that a request comes to."""
     think = asked.think
-    if isinstance(think, str):
-        return reasoning_fields(think, None)
-    return reasoning_fields("none" if think is False else None, None, thinks=think)
+    effort, thinks = (think, None) if isinstance(think, str) else ("none" if think is False else None, think)
+    fields = {**_shared(asked), **reasoning_fields(effort, None, thinks=thinks), "messages": messages, "tools": tools}
+    top_logprobs = asked.top_logprobs if asked.logprobs else None
+    return inner_request(ChatCompletionRequest, {**fields, "logprobs": asked.logprobs, "top_logprobs": top_logprobs})
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.core.generation import LOGPROBS
-from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, refused, string_or_list
+from paceline.server.messages import MAX_TOOLS, NAME, Strict, kind_of, off, only_types, refused, string_or_list
 from paceline.server.requests import BY_KIND_OF_FORMAT, JsonObjectFormat, JsonSchema, ResponseFormat, Sampling, TextFormat
 
 MAX_ITEMS = 1 << 16
@@ -123,12 +123,6 @@ def _kind_of_item(value: object) -> str | None:
     return f"as-{kind}" if kind in ITEMS else None
 
 
-def _check_item(value: object) -> object:
-    if _kind_of_item(value) is None and isinstance(kind := kind_of(value), str):
-        raise refused(f"Items of type {kind[:80]!r} are not served, only {', '.join(ITEMS)}")
-    return value
-
-
 InputItem = Annotated[
     Annotated[MessageItem, Tag("as-message")]
     | Annotated[CallItem, Tag("as-function_call")]
@@ -136,7 +130,7 @@ InputItem = Annotated[
     | Annotated[ReasoningItem, Tag("as-reasoning")]
     | Annotated[ReferenceItem, Tag("as-item_reference")],
     Discriminator(_kind_of_item, custom_error_type="item", custom_error_message="Input should be an item: an object with a type"),
-    BeforeValidator(_check_item),
+    only_types(f"Items of type {{kind!r}} are not served, only {', '.join(ITEMS)}", *ITEMS),
 ]
 Input = Annotated[
     Annotated[str, Tag("as-string")]
@@ -156,11 +150,7 @@ class FunctionTool(Strict):
     output_schema: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
 
-def _check_tool(value: object) -> object:
-    kind = kind_of(value)
-    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise refused(f"Only tools of type function are served: no {kind[:80]}")
-    return value
+ONLY_FUNCTIONS = only_types("Only tools of type function are served: no {kind}", "function", "allowed_tools")
 
 
 def shown_name(namespace: str | None, name: str) -> str:
@@ -174,7 +164,7 @@ class NamespaceTool(Strict):
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = Field(default=None, description="Shown in front of the first function's.")
-    tools: list[Annotated[FunctionTool, BeforeValidator(_check_tool)]]
+    tools: list[Annotated[FunctionTool, ONLY_FUNCTIONS]]
 
     @model_validator(mode="after")
     def _short(self) -> NamespaceTool:
@@ -188,7 +178,7 @@ def _kind_of_tool(value: object) -> str:
 
 
 AnyTool = Annotated[
-    Annotated[Annotated[FunctionTool, BeforeValidator(_check_tool)], Tag("as-function")] | Annotated[NamespaceTool, Tag("as-namespace")],
+    Annotated[Annotated[FunctionTool, ONLY_FUNCTIONS], Tag("as-function")] | Annotated[NamespaceTool, Tag("as-namespace")],
     Discriminator(_kind_of_tool),
 ]
 
@@ -212,7 +202,7 @@ class NamedChoice(Strict):
 class AllowedChoice(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Annotated[NamedChoice, BeforeValidator(_check_tool)]], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[Annotated[NamedChoice, ONLY_FUNCTIONS]], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 def _kind_of_choice(value: object) -> str:
@@ -226,7 +216,7 @@ Choice = Annotated[
     | Annotated[NamedChoice, Tag("as-named")]
     | Annotated[AllowedChoice, Tag("as-allowed")],
     Discriminator(_kind_of_choice),
-    BeforeValidator(_check_tool),
+    ONLY_FUNCTIONS,
 ]
 
 
