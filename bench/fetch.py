@@ -20,9 +20,12 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import paceline  # noqa: F401 - before grpc  # isort: skip
 import grpc.aio
 import numpy as np
+from tests.fakes.fleets import TestFleet
 
 from paceline.core.ids import NodeId
 from paceline.core.manifest import pieces_needed
@@ -40,7 +43,6 @@ from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.library import Library
 from paceline.store.staging import staged
-from paceline.testing.fleets import TestFleet
 
 MIB = 1 << 20
 

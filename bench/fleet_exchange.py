@@ -11,11 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.fakes.fleets import TestFleet
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
@@ -26,7 +31,6 @@ from paceline.net.exchange import Exchanger
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.folder import FleetFolder
-from paceline.testing.fleets import TestFleet
 
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)
 OFFER = ModelOffer("smollm2-135m", Role.VERIFIER, "int4", 200.0, 3300.0, "d" * 64, True, "n" * 64, True, 98_362_432, SHAPE, "v" * 64)

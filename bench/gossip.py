@@ -13,10 +13,14 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.fakes.gossip_network import SimulatedNetwork, SimulatedNode
 
 from gossip_wire import size
 from paceline.fleet.presets import Preset, lan, simulation
-from paceline.testing.gossip_network import SimulatedNetwork, SimulatedNode
 
 CARD_BYTES = 760
 """A signed card: two models, four links, two addresses."""

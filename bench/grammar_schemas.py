@@ -4,7 +4,7 @@
     python bench/grammar_schemas.py run /tmp/openapi [FOLDER ...] [--each 60] [--listed schemas.txt]
 
 Of an OpenAPI document the schemas of JSON bodies and answers are taken, each with the components that it refers to; of JSON Schema's test suite (jsonschema's
-source archive has it: json/tests/draft*) all. Each is put and compiled as a request's `response_format` is: `as_followed`, the trial in its own process, then this one. Prints wall and
+source archive has it: json/tests/draft*) all. Each is put and compiled as a request's `response_format` is: `followed_schema`, the trial in its own process, then this one. Prints wall and
 processor time, and what is refused and why; the list written has every schema's file, place, milliseconds and answer.
 """
 
@@ -30,7 +30,7 @@ import yaml
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import Grammar, GrammarKind
 from paceline.engine.grammar import Grammars
-from paceline.server.formats.lax_grammar import as_followed
+from paceline.server.formats.lax_grammar import followed_schema
 from paceline.store.catalog import open_model
 
 NPM = ("@octokit/openapi@23.0.2", "@octokit/openapi-webhooks@12.1.0", "@directus/specs@15.2.0", "@blockfrost/openapi@0.1.93")
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> None:
         for document, place, schema in schemas_of(folder, arguments.each):
             began, began_work = time.perf_counter(), time.thread_time()
             try:
-                text = json.dumps(as_followed(schema) if isinstance(schema, dict) else schema)
+                text = json.dumps(followed_schema(schema) if isinstance(schema, dict) else schema)
                 grammars.prepare(Grammar(GrammarKind.JSON_SCHEMA, text))
                 answer = "taken"
             except InvalidRequest as error:

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import threading
 import time
 import zlib
@@ -26,10 +27,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import paceline  # noqa: F401 - before grpc  # isort: skip
 import grpc
 import grpc.aio
 import numpy as np
+from tests.fakes.fleets import TestFleet
 
 from paceline.core.clock import SystemClock
 from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
@@ -40,7 +44,6 @@ from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.identity import Identity
-from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.batches import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
 

@@ -14,8 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.testing.seeded_blocks import BLOCK_TYPES, DENSE
-from paceline.testing.seeded_models import MIXES, PRESETS, shape, write_folder, write_gguf
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.fakes.seeded_blocks import BLOCK_TYPES, DENSE
+from tests.fakes.seeded_models import MIXES, PRESETS, shape, write_folder, write_gguf
 
 CHANGES = {"layers": "n_layers", "hidden": "hidden", "heads": "n_heads", "kv_heads": "n_kv_heads", "head_dim": "head_dim", "ffn": "ffn", "vocab": "vocab", "context": "max_context"}  # fmt: skip
 

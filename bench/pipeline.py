@@ -14,11 +14,16 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.fakes.fleets import TestFleet
 
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import choose
@@ -36,7 +41,6 @@ from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.batches import StreamSink, StreamSource
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor

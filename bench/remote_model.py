@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ from random import Random
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import numpy as np
+from tests.fakes.seeded_models import PRESETS, shape, write_gguf
 
 from draft_peers import DraftPeers
 from paceline.bench.draft.drive import DraftTally, answer_all
@@ -38,7 +42,6 @@ from paceline.engine.executor import StepBatch, StepOutput
 from paceline.engine.local import LayerRunner, LocalExecutor, RowPlan
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
-from paceline.testing.seeded_models import PRESETS, shape, write_gguf
 
 MODEL, DRAFTER = "smollm2-135m", "model"
 BLOCKS, MAX_ROWS, CONTEXT = 64, 256, 1024

@@ -20,7 +20,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import httpx
+from tests.fakes.seeded_models import shape, write_gguf
 
 import size_fleet
 import size_load
@@ -28,7 +31,6 @@ import size_speed
 import size_steps
 import size_weights
 from contender import ContenderError, Kind, kinds
-from paceline.testing.seeded_models import shape, write_gguf
 from quiet import Patience
 from size_builds import BEFORE, OURS, ROOT, Build, earlier
 from size_rows import Row, machine

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.fakes.fleets import TestFleet
+from tests.fakes.memory_limit import MemoryLimit, NoMemoryLimitsError
 
 from endpoint import Endpoint
 from paceline.core.errors import MembershipError
@@ -27,8 +29,6 @@ from paceline.fleet.card import ModelOffer
 from paceline.net.member.state import look
 from paceline.net.trust.folder import FleetFolder
 from paceline.store.home import Home
-from paceline.testing.fleets import TestFleet
-from paceline.testing.memory_limit import MemoryLimit, NoMemoryLimitsError
 from size_builds import Build, fresh_home, read_into_cache
 from size_load import warm_up
 from size_rows import Row

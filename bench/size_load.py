@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.fakes.seeded_models import shape, write_gguf
 
 from contender import Contender, ContenderError, Kind
 from endpoint import Endpoint
 from engines.worker import Job
-from paceline.testing.seeded_models import shape, write_gguf
 from size_builds import Build, fresh_home, read_into_cache
 from size_rows import Row, spread
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from tests.fakes.seeded_models import shape, write_gguf
+
 from contender import Contender, Kind
 from engines.worker import Job
 from paceline.machine.timing import PromptMaker
 from paceline.store.catalog import open_model
-from paceline.testing.seeded_models import shape, write_gguf
 from peers import Scenario, compare, enter, result, try_settings
 from quiet import Patience
 from size_builds import Build

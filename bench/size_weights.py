@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf.quants import dequantize
+from tests.fakes.seeded_models import shape, write_gguf
 
 from paceline.backends.cpu import step
 from paceline.backends.cpu.embed import embed_rows
@@ -26,7 +27,6 @@ from paceline.core.model import LayerRange
 from paceline.core.weights import HEAD, tensor_shapes
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
-from paceline.testing.seeded_models import shape, write_gguf
 from size_rows import Row
 
 KINDS = ("Q5_K", "Q6_K", "Q8_0")

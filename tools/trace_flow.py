@@ -204,7 +204,7 @@ def pipeline(nodes: Machines) -> tuple[str, Callable[[int], None]]:
 
 
 def draft(nodes: Machines) -> tuple[str, Callable[[int], None]]:
-    from paceline.testing.seeded_models import shape, write_gguf
+    from tests.fakes.seeded_models import shape, write_gguf
 
     # The bundled model is so quick that no other machine's drafts would pay.
     small, large = (write_gguf(nodes.folder.parent / f"{n}.gguf", shape("llama-1b", n_layers=n, vocab=32_768), "Q4_0", 0) for n in (1, 12))
@@ -240,7 +240,7 @@ def trace(flow: str) -> set[str]:
 
 
 def main(flows: list[str]) -> None:
-    sys.path.insert(0, str(SOURCE.parent))
+    sys.path[:0] = [str(SOURCE.parent), str(Path(__file__).parents[1])]
     chats: set[str] = set()
     for flow in flows or list(FLOWS):
         files = trace(flow)

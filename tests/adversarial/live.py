@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 from tests.fakes.engines import VOCAB, VOCABULARY
 from tests.fakes.executors import InOrderExecutor
+from tests.fakes.fleets import TestFleet
+from tests.fakes.null_backend import NullRunner
 from tests.unit.net.member.nodes import make_node
 from tests.unit.ways.draft.proposers import Lookup
 
@@ -30,8 +32,6 @@ from paceline.net.member.node import FleetNode
 from paceline.net.server import Service
 from paceline.net.wire import generate_pb2
 from paceline.net.wire.generate_pb2_grpc import GenerateServiceStub
-from paceline.testing.fleets import TestFleet
-from paceline.testing.null_backend import NullRunner
 from paceline.ways.draft.desk import ProposerDesk, proposer_service
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import QUICK, Still, until_seen
 from tests.unit.store.conftest import GgufModel
 
@@ -32,7 +33,6 @@ from paceline.net.trust.guard import PeerGuard
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
-from paceline.testing.fleets import TestFleet
 from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.forward.tokenizers import TokenizerStore

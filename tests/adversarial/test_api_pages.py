@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 from starlette.routing import Route
+from tests.fakes.clock import FakeClock
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.fakes.served import Served
 
 from paceline.server.guard import REFILL_S, WRONG_KEYS, Keys, headers_of
 from paceline.server.settings import ServerSettings
-from paceline.testing.clock import FakeClock
 
 Serve = Callable[[ServerSettings], Served[ScriptedInference]]
 BODY = json.dumps({"model": "echo", "prompt": "ab", "max_tokens": 2})

@@ -14,6 +14,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from tests.adversarial.handshakes import until_cut
+from tests.fakes.clock import FakeClock
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.trust.joining import IssuerNode, begun_calls
 from tests.unit.net.trust.logs import logged
 from tests.unit.net.trust.served import ECHO, SOON_S, Services, served
@@ -24,8 +26,6 @@ from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.connections import MAX_OF_NODE, SILENT_S, ConnectionWatch, Refusals, connections
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
-from paceline.testing.clock import FakeClock
-from paceline.testing.fleets import TestFleet
 
 MOST = 400
 

@@ -17,7 +17,7 @@ from paceline.core.trust import Trust
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.net.channels import Purpose
 from paceline.net.weights_client import WeightsClient
-from paceline.server.intake import find_model, listed
+from paceline.server.intake import find_model, listed_models
 from paceline.store.home import Home
 
 Homes = Callable[[str], Home]
@@ -175,7 +175,7 @@ async def test_a_member_that_offers_a_model_by_a_served_name_of_another_machine_
     async with machines(tmp_path, desk, laptop) as (desk_, _):
         await until(lambda: {model.name for model in desk_.inference.models()} == {NAME, alias, longer})
         assert find_model(alias, desk_.inference, (alias,)).name == NAME
-        assert [model.name for model in listed(desk_.inference, (alias,))] == [NAME, longer, alias]
-        assert listed(desk_.inference, (alias,))[-1].fingerprint == find_model(NAME, desk_.inference, ()).fingerprint
+        assert [model.name for model in listed_models(desk_.inference, (alias,))] == [NAME, longer, alias]
+        assert listed_models(desk_.inference, (alias,))[-1].fingerprint == find_model(NAME, desk_.inference, ()).fingerprint
         # Without regard to case, nobody takes this machine's name from it either.
         assert find_model(f"{NAME}:latest", desk_.inference, ()).name == NAME

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.adversarial.machines import NAME, Engine, Machine, Made, machines, offer, packed, with_template
+from tests.fakes.fleets import TestFleet
 from tests.unit.machine.weights.conftest import new_home, sharded  # noqa: F401
 from tests.unit.machine.weights.members import belongs, member
 from tests.unit.net.member.nodes import in_loop, until
@@ -28,7 +29,6 @@ from paceline.store.catalog import MANIFEST, open_model
 from paceline.store.home import Home, read_json_object
 from paceline.store.staging import staged
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
-from paceline.testing.fleets import TestFleet
 from paceline.ways.forward.routes import MOST_MODELS
 
 REF = "org/tiny"

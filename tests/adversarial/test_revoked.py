@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from tests.adversarial.handshakes import until_cut
+from tests.fakes.clock import FakeClock
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.trust.joining import IssuerNode, begun_calls
 from tests.unit.net.trust.logs import logged
 from tests.unit.net.trust.served import COUNT, ECHO, SOON_S, Served, served
@@ -18,8 +20,6 @@ from paceline.net.join_client import join
 from paceline.net.trust.connections import IDLE_S, SILENT_S, connections
 from paceline.net.trust.folder import FleetFolder
 from paceline.node import enrolment
-from paceline.testing.clock import FakeClock
-from paceline.testing.fleets import TestFleet
 
 
 @pytest.fixture

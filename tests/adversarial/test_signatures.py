@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.adversarial.handshakes import ask_for_signature
+from tests.fakes.fleets import TestFleet, card_of
 from tests.unit.net.trust.joining import IssuerNode, request_for
 from tests.unit.net.trust.served import served
 
@@ -30,7 +31,6 @@ from paceline.net.trust.seals import open_card, open_revocation, sign_revocation
 from paceline.net.trust.signing import CONTEXT, SignedKind, verifies
 from paceline.net.trust.tokens import JoinToken
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.testing.fleets import TestFleet, card_of
 
 
 @pytest.fixture

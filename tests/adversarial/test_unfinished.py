@@ -9,13 +9,13 @@ import grpc
 import grpc.aio
 import pytest
 from tests.adversarial.test_revoked import UNFINISHED
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.trust.joining import begun_calls
 from tests.unit.net.trust.logs import logged
 from tests.unit.net.trust.served import CARD, COUNT, ECHO, SOON_S, served
 
 from paceline.net.trust import handlers
 from paceline.net.trust.handlers import MOST_BEGUN
-from paceline.testing.fleets import TestFleet
 
 
 @pytest.mark.parametrize("path", [ECHO, COUNT, CARD])

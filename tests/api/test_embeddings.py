@@ -24,7 +24,7 @@ from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node
 from paceline.server import embeddings
-from paceline.server.embeddings import Embedder, EmbeddingRequest, parts
+from paceline.server.embeddings import Embedder, EmbeddingRequest, parts_of_work
 from paceline.server.metrics import Meter
 from paceline.store.home import Home
 
@@ -255,6 +255,6 @@ def test_what_waiting_requests_hold_is_bounded(encoder: LoadedEncoder, monkeypat
 
 def test_parts_hold_every_text_once_and_few_tokens() -> None:
     texts = [np.zeros(length, np.int32) for length in (1000, 24, 1, 5000, 1, 1, 1023, 7)]
-    cut = list(parts(texts))
+    cut = list(parts_of_work(texts))
     assert [place for part in cut for place in range(len(texts))[part]] == list(range(len(texts)))
     assert [sum(len(ids) for ids in texts[part]) for part in cut] == [1024, 1, 5000, 2, 1023, 7]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.executors import InOrderExecutor
+from tests.fakes.null_backend import NullRunner
 from tests.fakes.pipelines import Machine, MemoryRouter
 
 from paceline.backends import cpu, torch
@@ -20,7 +21,6 @@ from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.testing.conformance.executor import BLOCKS, VOCAB, ExecutorSuite
-from paceline.testing.null_backend import NullRunner
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.search import Fallback, LocalRoute

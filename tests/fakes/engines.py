@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from tests.fakes.clock import FakeClock
 from tests.fakes.executors import InOrderExecutor
+from tests.fakes.null_backend import ByteVocabulary, NullRunner
 
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, Notice, TokenLogprob
 from paceline.core.ids import RequestId, SequenceId
@@ -16,8 +18,6 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import DraftAnswer, DraftAsk
 from paceline.engine.engine import Engine
-from paceline.testing.clock import FakeClock
-from paceline.testing.null_backend import ByteVocabulary, NullRunner
 
 VOCAB = 32
 # Token 3 and 4 are halves of one character, 5 spells two letters: texts that lag behind their tokens.

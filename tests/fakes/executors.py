@@ -11,13 +11,14 @@ from collections.abc import Collection, Sequence
 from itertools import count
 from math import inf
 
+from tests.fakes.null_backend import NullRunner
+
 from paceline.core.errors import ExecutorLost
 from paceline.core.ids import BatchId, BlockId, NodeId, SequenceId
 from paceline.core.model import LayerRange, LayerSpan
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import LocalExecutor, blocks_for
 from paceline.engine.restoring import Restored, restoring_batches
-from paceline.testing.null_backend import NullRunner
 
 
 class InOrderExecutor:

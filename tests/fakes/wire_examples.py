@@ -34,6 +34,7 @@ from paceline.engine.grammar import VERSION
 from paceline.fleet.card import (
     Device,
     Link,
+    MeasuredDraft,
     ModelOffer,
     ModelShape,
     NodeCard,
@@ -44,6 +45,7 @@ from paceline.fleet.card import (
     SealedList,
     SealedRevocation,
     ShardState,
+    StepTime,
 )
 from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, Stamp
 from paceline.fleet.view import Clash, FleetView, LiveCard
@@ -193,11 +195,23 @@ def listed() -> SealedList:
 
 
 STAMPS = (Stamp(1 << 63, 12, 3, b"p" * 16, 1.25), Stamp(5, 13, 256, b"q" * 16, 0.0))
+SERVED_CARD = replace(
+    MINIMAL_CARD,
+    models=(
+        ModelOffer(
+            "served",
+            Role.VERIFIER,
+            "int4",
+            steps=(StepTime(1, 0.0091), StepTime(4, 0.012)),
+            drafts=(MeasuredDraft(NodeId("node-2"), "tiny", 0.63),),
+        ),
+    ),
+)
 PASSED = (PassedCard(sealed(RICH_CARD, b"certificate"), 3, b"p" * 16, 0.5), PassedCard(sealed(MINIMAL_CARD, b""), with_certificate=True))
 
 
 def fleet_examples() -> Iterator[Example]:
-    for name, card in (("rich", RICH_CARD), ("minimal", MINIMAL_CARD)):
+    for name, card in (("rich", RICH_CARD), ("minimal", MINIMAL_CARD), ("served", SERVED_CARD)):
         yield Example(f"NodeCapability/{name}", card, partial(write_card, card), read_card, fleet_pb2.NodeCapability)
     rich = ExchangeRequest(frozenset({Digest(1 << 60, 9, 2)}), STAMPS, PASSED, (revoked(),), b"set", listed())
     reply = Reply(STAMPS, PASSED, (Digest(7, 0), Digest(8, 2, 1)), (revoked(),), b"set", more=True, revocation_list=listed())

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from paceline.testing.memory_limit import MemoryLimit, NoMemoryLimitsError
+from tests.fakes.memory_limit import MemoryLimit, NoMemoryLimitsError
 
 MIB = 1 << 20
 SEEN = "from paceline.backends.memory import available_bytes, total_bytes; print(total_bytes(), available_bytes())"

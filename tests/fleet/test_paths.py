@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from psutil import Process
+from tests.fakes.seeded_models import write_gguf
 from tests.fleet.machines import free_port, machines
 from tests.fleet.test_forwarding import client_of
 from tests.fleet.test_pipeline import found_fleet
 
 from paceline.core.model import ModelSpec, RopeSpec
 from paceline.store.home import Home
-from paceline.testing.seeded_models import write_gguf
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=6, hidden=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn=96, vocab=512, max_context=1024, rms_eps=1e-5,

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.memory_limit import MemoryLimit, NoMemoryLimitsError
+from tests.fakes.seeded_models import shape, write_gguf
 from tests.fleet.machines import Machine, free_port, machines, until
 from tests.fleet.test_forwarding import client_of
 from tests.fleet.test_pipeline import found_fleet
 
 from paceline.store.home import Home
-from paceline.testing.memory_limit import MemoryLimit, NoMemoryLimitsError
-from paceline.testing.seeded_models import shape, write_gguf
 
 MIB = 1 << 20
 LIMIT_BYTES = 640 * MIB

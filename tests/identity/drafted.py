@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.fakes.engines import UnsteadySource
+from tests.fakes.null_backend import ByteVocabulary
 from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.identity.draft_rounds import HITS, PLAIN, PREEMPTED, PROPOSERS, Configuration
 
@@ -35,7 +36,6 @@ from paceline.engine.proposers.session import DraftSession, SessionProposer
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.testing.null_backend import ByteVocabulary
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterable, Iterator
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.identity.draft_rounds import DISTINCT, FEW, PREEMPTED, PROPOSERS, ROUND, STAGES, Configuration, rounds_of, runs
 from tests.identity.drafted import Subject, bundled, tiny
 
 from paceline.core.clock import SystemClock
-from paceline.testing.clock import FakeClock
 
 PAIRS = int(os.environ.get("PACELINE_SOAK_PAIRS", "200"))
 SOAKS = "PACELINE_SOAK_PAIRS" in os.environ

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from tests.fakes.clock import FakeClock
 from tests.identity.drafted import drain
 
 from paceline.backends.options import LoadOptions
@@ -20,7 +21,6 @@ from paceline.engine.local import LocalExecutor
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.testing.clock import FakeClock
 
 FORM = {
     "type": "object",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.identity.drafted import Answers, drain
 from tests.identity.test_forms import FORM
@@ -31,7 +32,6 @@ from paceline.server.formats.format import find_format
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.pipelines import Machine, MemoryRouter
+from tests.fakes.seeded_models import shape, write_folder, write_gguf
 from tests.identity.test_matrix import needs_avx512
 from tests.identity.test_pipeline import run
 
@@ -24,7 +25,6 @@ from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
-from paceline.testing.seeded_models import shape, write_folder, write_gguf
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 

@@ -5,6 +5,7 @@
       has MODEL [warm] [shard] [decode RATE] [prefill RATE] [numerics ID]
       loaded MODEL FIRST-LAST
       drafts MODEL [decode RATE]
+      saw step ROWS TIMEms | saw drafts NODE MODEL SHARE        (of the model named last, as the node served it)
       link NODE RTTms BYTES
 
 Bytes take a suffix: K, M, G. A rate is tokens a second; without one it was not measured.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.core.trust import Trust
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
+from paceline.fleet.card import Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -40,6 +41,8 @@ class FleetText:
                 self._node(words[0], words[1:])
             case "has" | "drafts":
                 self._offer(kind, words)
+            case "saw":
+                self._saw(*words)
             case "loaded":
                 self._loaded(*words)
             case "link":
@@ -80,6 +83,14 @@ class FleetText:
             memory_total_bytes=total, memory_free_bytes=free, memory_bytes_per_s=int(number(said.get("rate", "0"))), leaving="leaving" in words,
             serves_shards="shards" in said, shard_memory_bytes=int(number(said.get("shards", "0"))),
         )  # fmt: skip
+
+    def _saw(self, what: str, *words: str) -> None:
+        offer = self._last.models[-1]
+        if what == "step":
+            seen = replace(offer, steps=(*offer.steps, StepTime(int(words[0]), float(words[1].removesuffix("ms")) / 1000)))
+        else:
+            seen = replace(offer, drafts=(*offer.drafts, MeasuredDraft(NodeId(words[0]), words[1], float(words[2]))))
+        self._change(models=(*self._last.models[:-1], seen))
 
     def _loaded(self, name: str, span: str) -> None:
         """Layers of a model that the node has, in the memory that it gives to that."""

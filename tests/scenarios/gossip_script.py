@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tests.fakes.gossip_network import SimulatedNetwork, SimulatedNode
+
 from paceline.core.ids import NodeId
 from paceline.fleet.messages import (
     Appeared,
@@ -34,7 +36,6 @@ from paceline.fleet.messages import (
     Revoked,
 )
 from paceline.fleet.presets import lan
-from paceline.testing.gossip_network import SimulatedNetwork, SimulatedNode
 
 
 def told(effect: Effect) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from paceline.core.errors import ConfigError
 from paceline.core.ids import NodeId
 from paceline.fleet.choices import seconds
-from paceline.fleet.placement import headline, parts
+from paceline.fleet.placement import basis, headline, parts
 from paceline.fleet.plan import Choice, PlanRequest, Way
 from paceline.node.planning import Explained, View, explained, parse_pin
 from paceline.node.ways import WAYS
@@ -64,6 +64,7 @@ def show(console: Console, made: Explained) -> None:
     table.add_column("plan", overflow="fold")
     for heading in ("tokens/s", "first token", "all"):
         table.add_column(heading, justify="right")
+    table.add_column("")
     for place, choice in enumerate((plan.chosen, *plan.runners_up)):
         table.add_row(*(Text(cell, "bold" if place == 0 else "dim") for cell in _row(choice)))
     console.print(table)
@@ -77,10 +78,9 @@ def show(console: Console, made: Explained) -> None:
         console.print(Text(f"not alone: {each.node_id} {each.why}", "dim"))
 
 
-def _row(choice: Choice) -> tuple[str, str, str, str]:
+def _row(choice: Choice) -> tuple[str, str, str, str, str]:
     estimate = choice.estimate
-    about = "" if estimate.measured else "about "
-    return headline(choice), f"{about}{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s)
+    return headline(choice), f"{estimate.tokens_per_s:.3g}", seconds(estimate.ttft_s), seconds(estimate.total_s), basis(estimate.measured)
 
 
 def _ways(text: str) -> frozenset[Way] | None:

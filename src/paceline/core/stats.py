@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+_OF_ONE_ENGINE = frozenset({"max_context", "steps_expected_s", "drafts_off", "step_seconds", "prefill_per_s"})
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -39,15 +41,23 @@ class EngineStats:
     """Those of them that the model would have drawn itself: each is a step saved."""
     draft_blocks: dict[str, int] = field(default_factory=dict[str, int])
     """Verified drafts."""
+    compared_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """Guessed tokens that were held against what was drawn, verified or not, by what guessed them."""
+    true_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """Those of them that were the same."""
+    step_seconds: dict[int, float] = field(default_factory=dict[int, float])
+    """Of a step without prompts, by its rows, where that was seen often enough."""
+    prefill_per_s: float = 0.0
+    """Tokens of prompts, as steps with prompts took; 0: not seen often enough."""
     drafts_off: bool = False
     """Nothing is drafted at present: a machine that runs some of the layers gives other bytes for other batches."""
     finished: dict[str, int] = field(default_factory=dict[str, int])
     """Sequences ended, by finish reason."""
 
     def plus(self, other: EngineStats) -> EngineStats:
-        """Of two engines together. What they expect of a step, and the context, can't be added: the longest, and none."""
+        """Of two engines together. What they expect of a step, and the context, can't be added: the longest, and none. Nor can steps' times."""
         sums: dict[str, Any] = {}
-        for name in (one.name for one in fields(self) if one.name not in {"max_context", "steps_expected_s", "drafts_off"}):
+        for name in (one.name for one in fields(self) if one.name not in _OF_ONE_ENGINE):
             mine, others = getattr(self, name), getattr(other, name)
             sums[name] = (
                 {key: mine.get(key, 0) + others.get(key, 0) for key in {**mine, **others}} if isinstance(mine, dict) else mine + others

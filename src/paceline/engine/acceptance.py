@@ -36,7 +36,7 @@ UNLIKELY = 0.03
 class Acceptance:
     """Shares of drafted tokens that came true, by run."""
 
-    __slots__ = ("_common", "fresh", "rates")
+    __slots__ = ("_common", "came_true", "compared", "fresh", "rates")
 
     def __init__(self, common: Acceptance | None = None) -> None:
         """Begin with what is known.
@@ -48,10 +48,14 @@ class Acceptance:
         self.rates = list(ASSUMED if common is None else common.rates)
         self.fresh = 1.0 if common is None else common.fresh
         """How many tokens of a new draft come true before the first that does not."""
+        self.compared, self.came_true = 0, 0
+        """Tokens this was told of, and those of them that came true."""
 
     def learn(self, run: int, came_true: bool) -> None:
         """A token with such a run behind it came true, or did not."""
         group = _GROUP[min(run, _STARTS[-1])]
+        self.compared += 1
+        self.came_true += came_true
         hit = 1.0 if came_true else 0.0
         self.rates[group] += (hit - self.rates[group]) * (COMMON_GAIN if self._common is None else OWN_GAIN)
         if self._common is not None:

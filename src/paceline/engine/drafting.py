@@ -214,6 +214,11 @@ class Drafting:
         self.blocks: Counter[str] = Counter()
 
     @property
+    def compared(self) -> dict[str, tuple[int, int]]:
+        """By maker: guessed tokens that were held against what was drawn, and those of them that came true."""
+        return {maker: (rates.compared, rates.came_true) for maker, rates in tuple(self._common.items())}
+
+    @property
     def names(self) -> Collection[str]:
         """What a request may name beyond `DRAFTS`."""
         more = self._config.more

@@ -35,6 +35,8 @@ from paceline.engine.stops import TextStream
 SHORTER = 4
 """How many times more rows a step of prompts must have than a prompt that comes, to be given up for it. Raising it: less is run twice, and a
 prompt of some length waits longer."""
+TOLD_EVERY = 64
+"""Steps from one look at what steps cost to the next. Raising it: figures for other nodes are older, and steps have less beside them."""
 WAIT_S = 0.005
 """Between two looks whether a live sequence can run, where none could. Raising it: an answer begins later once what it waited for is there."""
 _NO_ROOM = "What is left of the machines has not the memory for this sequence"
@@ -72,7 +74,9 @@ class Engine:
         """
         self._executor, self._vocabulary, self._config = executor, vocabulary, config
         self._clock, self._entropy = clock, entropy
-        costs = StepCosts()
+        costs = self._costs = StepCosts()
+        self._told_at, self._step_seconds, self._prefill_per_s = 0, dict[int, float](), 0.0
+        """Of costs, as they were after so many steps."""
         self._times = StepTimes(costs, clock)
         self._drafting = Drafting(drafting, vocabulary.size, costs, clock)
         self._drafts = executor.holds_identity
@@ -220,7 +224,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges, now."""
-        scheduler, pool = self._scheduler, self._scheduler.pool
+        scheduler, pool, compared = self._scheduler, self._scheduler.pool, self._drafting.compared
+        if self._steps >= self._told_at + TOLD_EVERY:
+            self._told_at, self._step_seconds, self._prefill_per_s = self._steps, self._costs.seen_seconds(), self._costs.seen_prefill()
         return EngineStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
@@ -239,6 +245,10 @@ class Engine:
             drafted_tokens=dict(self._drafting.drafted),
             accepted_tokens=dict(self._drafting.accepted),
             draft_blocks=dict(self._drafting.blocks),
+            compared_tokens={maker: times for maker, (times, _) in compared.items()},
+            true_tokens={maker: true for maker, (_, true) in compared.items()},
+            step_seconds=self._step_seconds,
+            prefill_per_s=self._prefill_per_s,
             drafts_off=not self._drafts,
             finished=dict(self._finished),
         )

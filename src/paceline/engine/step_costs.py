@@ -31,6 +31,9 @@ PROMPT_GAIN = 0.5
 """As `OWN_GAIN`, of steps with prompts. Raising it: the budget of a step is kept sooner after a change, and missed oftener by chance."""
 FIRST, MUCH = 16, 8.0
 """So many steps, if they are faster than expected, lower all estimates by as much, but for those of counts that were measured twice."""
+OFTEN = 8
+"""Measurements of a row count that make a figure for other nodes. Raising it: what is seldom seen is guessed for longer."""
+LEAST_CHUNK, TYPICAL_PROMPT = 32, 512
 HALF_LIFE = 1024
 """Steps after which half of an old measurement is forgotten."""
 
@@ -103,6 +106,16 @@ class StepCosts:
             return self.seconds(load.rows)
         return self._rows_with_prompts(load.rows) + load.keys * (self._key_s or ASSUMED_KEY * (self._answers.level or 1.0))
 
+    def seen_seconds(self) -> dict[int, float]:
+        """Of steps without prompts, by rows: of row counts that were measured often, the largest between two powers of two."""
+        often = self._answers.seen_often()
+        return {rows: self._answers.seconds(rows) for rows in {rows.bit_length(): rows for rows in often}.values()}
+
+    def seen_prefill(self) -> float:
+        """Tokens of a prompt of `TYPICAL_PROMPT` a second, by the largest chunks that were measured often; 0: there are none of `LEAST_CHUNK`."""
+        rows = max(self._prompts.seen_often(), default=0)
+        return rows / self.of(StepLoad(rows, rows, rows * TYPICAL_PROMPT // 2)) if rows >= LEAST_CHUNK else 0.0
+
     # -------------------------------------------------------------------------------------------------------------------- inside
 
     def _took_prompts(self, load: StepLoad, seconds: float) -> None:
@@ -148,6 +161,10 @@ class _Curve:
     def assumed(self, rows: int) -> float:
         """Of a step of one row, so many times."""
         return 1 + self._row * (rows - 1)
+
+    def seen_often(self) -> list[int]:
+        """Row counts, few to many, that were measured often enough to be told to others."""
+        return [rows for rows in self._order if self._seen[rows].times >= OFTEN]
 
     def correct(self, rows: int, factor: float, off: float, share: float = 1.0) -> None:
         """A step took `off` times what was expected by a factor, of which `share` is this curve's."""

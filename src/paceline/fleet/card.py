@@ -66,6 +66,24 @@ class ShardState:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step without prompts took as a model was served. Two significant digits."""
+
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDraft:
+    """What became of the drafts that one node made with one model, seen by the node they were made for."""
+
+    node_id: NodeId
+    model_id: str
+    acceptance: float
+    """Share of the drafted tokens that came true. Two significant digits."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOffer:
     """One model in one role on one node. Rates have two significant digits; 0 means not measured."""
 
@@ -96,6 +114,10 @@ class ModelOffer:
     """Sequences that run and wait, where it is loaded: a power of four, 0 below four."""
     files: str = ""
     """One SHA-256 for all of its files, hex: those that `digest` leaves out too. Empty where it is not known."""
+    steps: tuple[StepTime, ...] = ()
+    """Of a model that answers: what was seen, few rows to many."""
+    drafts: tuple[MeasuredDraft, ...] = ()
+    """Of a model that answers: what was seen of the drafts that it had, by node and model."""
 
 
 @dataclass(frozen=True, slots=True)

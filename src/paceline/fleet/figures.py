@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+WITHIN = 0.1
+"""Of a figure that is measured while requests are answered, by how much it may be off. Raising it: fewer new cards, and prices that are older."""
 SLACK = 0.25
 """How far, in steps of the last digit, a value must be past the edge where rounding changes. Raising it shows changes later."""
 
@@ -25,6 +27,11 @@ def settled(value: float, shown: float) -> float:
     # Below a power of ten steps are ten times finer: the finer ones count, or 9.7 would hide behind 10.
     step = min(_step(rounded), _step(shown)) if value != 0 else 0.0
     return shown if abs(value - shown) <= step * (0.5 + SLACK) else rounded
+
+
+def kept(value: float, shown: float) -> float:
+    """What to show of a figure that is measured again and again: what was shown, until it is off by more than a tenth."""
+    return shown if shown > 0 and abs(value - shown) <= shown * WITHIN else two_digits(value)
 
 
 def settled_within(value: float, shown: float) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
-from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role
+from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, StepTime
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.plan import PlanRequest
 
@@ -60,6 +60,8 @@ class Machine:
     """Seconds that reading one sequence's KV takes in a layer; part of `layer_s`."""
     edge_row_s: float = 0.0
     """Seconds that each row beyond the first adds in the head."""
+    steps: tuple[StepTime, ...] = ()
+    """What steps took as the model was served there, few rows to many."""
     fetch_from: NodeId | None = None
     takes_layers: bool = True
     """False: only embedding and head, as a pipeline's first stage."""
@@ -75,11 +77,39 @@ class Machine:
 
     def layer_batch_s(self, sequences: float) -> float:
         """Seconds one decoded token of each of several sequences takes in a layer: weights are read once, KV by each."""
-        return self.layer_s + (sequences - 1) * (self.kv_layer_s + self.prompt_layer_s)
+        more, measured = sequences - 1, self._rows_measured_s(sequences - 1)
+        rows = more * self.prompt_layer_s if measured is None else measured * (1 - self._edge_share) / self.shape.n_layers
+        return self.layer_s + more * self.kv_layer_s + rows
 
     def edge_batch_s(self, sequences: float) -> float:
         """The same for embedding, norm and head."""
-        return self.edge_s + (sequences - 1) * self.edge_row_s
+        measured = self._rows_measured_s(sequences - 1)
+        return self.edge_s + ((sequences - 1) * self.edge_row_s if measured is None else measured * self._edge_share)
+
+    def rows_s(self, rows: int) -> float:
+        """Seconds that so many rows more add to a step of the whole model: as measured, or else as a prompt's rows take."""
+        measured = self._rows_measured_s(rows)
+        return rows * self.prompt_layer_s * self.shape.n_layers if measured is None else measured
+
+    def _rows_measured_s(self, more: float) -> float | None:
+        """Of rows beside the first, by steps that were seen, and in proportion beyond them; None: none of several rows was."""
+        one = next((step.seconds for step in self.steps if step.rows == 1), None)
+        if one is None or len(self.steps) < 2:
+            return None
+        before, before_s = 0.0, 0.0
+        for step in self.steps:
+            rows, seconds = step.rows - 1.0, max(before_s, step.seconds - one)
+            if rows <= 0:
+                continue
+            if more <= rows:
+                return before_s + (seconds - before_s) * (more - before) / (rows - before)
+            before, before_s = rows, seconds
+        return before_s * more / before
+
+    @property
+    def _edge_share(self) -> float:
+        layers = self.shape.n_layers * self.shape.layer_bytes
+        return self.shape.edge_bytes / (layers + self.shape.edge_bytes)
 
     @property
     def runs_whole(self) -> bool:
@@ -175,7 +205,16 @@ def fetchers(group: Sequence[Machine], cards: Mapping[NodeId, NodeCard], links: 
         if not reachable:
             continue
         source = max(reachable, key=lambda pair: (pair[0], pair[1].node_id))[1]
-        offer = replace(source.offer, role=Role.VERIFIER, tokens_per_second=0.0, prefill_tokens_per_second=0.0, warm=False, numerics_id="")
+        offer = replace(
+            source.offer,
+            role=Role.VERIFIER,
+            tokens_per_second=0.0,
+            prefill_tokens_per_second=0.0,
+            warm=False,
+            numerics_id="",
+            steps=(),
+            drafts=(),
+        )
         loaded = next((own for own in card.models if own.shard is not None and own.warm and _same_weights(own, offer)), None)
         if loaded is not None:  # it has run layers of the model, so its speed is known
             offer = replace(
@@ -284,6 +323,10 @@ def _merit(offer: ModelOffer) -> tuple[bool, bool, float, str]:
     return (offer.role is Role.VERIFIER, offer.warm, sensible(offer.tokens_per_second, 1e-6, 1e9) or 0.0, repr(offer))
 
 
+def _rows(step: StepTime) -> int:
+    return step.rows
+
+
 def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: PlanRequest) -> Machine | None:
     """None where nothing is known of a machine's speed."""
     memory = memory_rate(card)
@@ -317,4 +360,7 @@ def _machine(card: NodeCard, offer: ModelOffer, shape: ModelShape, request: Plan
         working_bytes=working,
         kv_layer_s=kv_layer_s,
         edge_row_s=shape.edge_bytes / layers_bytes / prefill,
+        steps=tuple(
+            sorted({step.rows: step for step in offer.steps if step.rows > 0 and sensible(step.seconds, 0.0, 1e6)}.values(), key=_rows)
+        ),
     )

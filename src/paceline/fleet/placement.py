@@ -287,8 +287,15 @@ def headline(choice: Choice) -> str:
 
 def figures(choice: Choice) -> str:
     """What it would take, in one line."""
-    sure = "" if choice.estimate.measured else "about "
-    return f"{sure}{rate(choice)}, first token after {seconds(choice.estimate.ttft_s)}, all after {seconds(choice.estimate.total_s)}"
+    expected = choice.estimate
+    return (
+        f"{rate(choice)}, first token after {seconds(expected.ttft_s)}, all after {seconds(expected.total_s)}, {basis(expected.measured)}"
+    )
+
+
+def basis(measured: bool) -> str:
+    """Where a figure comes from."""
+    return "measured" if measured else "estimated"
 
 
 def parts(choice: Choice) -> Iterator[str]:
@@ -299,7 +306,8 @@ def parts(choice: Choice) -> Iterator[str]:
         elif not stage.warm:
             yield f"{stage.node_id} loads the model first"
     if choice.draft is not None:
-        yield f"{choice.draft.node_id} proposes {choice.draft.length} tokens at a time, {choice.draft.acceptance:.0%} accepted"
+        draft = choice.draft
+        yield f"{draft.node_id} proposes {draft.length} tokens at a time, {draft.acceptance:.0%} accepted ({basis(draft.measured)})"
 
 
 def _layers(stage: PlannedStage) -> str:

@@ -152,6 +152,8 @@ class Draft:
     """Tokens proposed at a time."""
     acceptance: float
     """Share of them expected to be accepted."""
+    measured: bool = False
+    """The share was seen by the node they are made for, or said by who asks."""
 
 
 @dataclass(frozen=True, slots=True)

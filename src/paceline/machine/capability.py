@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from paceline import __version__
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Device, Link, ModelOffer, NodeCard, ShardState
-from paceline.fleet.figures import settled, settled_within
+from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, NodeCard, ShardState, StepTime
+from paceline.fleet.figures import kept, settled, settled_within
 from paceline.machine.devices import LocalDevice, local_devices, usable_cores
 from paceline.machine.offers import Shelf, WarmModel
 from paceline.machine.ring import mlx_version, probe_ring_environment
@@ -147,15 +147,30 @@ def _steady(offers: Sequence[ModelOffer], before: Sequence[ModelOffer]) -> tuple
     for offer in offers:
         last = shown.get(_subject(offer), offer)
         same = last.numerics_id == offer.numerics_id and last is not offer
+        stays = kept if offer.steps else settled
         steady.append(
             replace(
                 offer,
-                tokens_per_second=settled(offer.tokens_per_second, last.tokens_per_second if same else 0.0),
-                prefill_tokens_per_second=settled(offer.prefill_tokens_per_second, last.prefill_tokens_per_second if same else 0.0),
+                tokens_per_second=stays(offer.tokens_per_second, last.tokens_per_second if same else 0.0),
+                prefill_tokens_per_second=stays(offer.prefill_tokens_per_second, last.prefill_tokens_per_second if same else 0.0),
+                steps=_steady_steps(offer.steps, last.steps),
+                drafts=_steady_drafts(offer.drafts, last.drafts),
                 shard=_steady_shard(offer.shard, last.shard if last is not offer else None),
             )
         )
     return tuple(steady)
+
+
+def _steady_steps(steps: Sequence[StepTime], before: Sequence[StepTime]) -> tuple[StepTime, ...]:
+    shown = {step.rows: step.seconds for step in before}
+    return tuple(replace(step, seconds=kept(step.seconds, shown.get(step.rows, 0.0))) for step in steps)
+
+
+def _steady_drafts(drafts: Sequence[MeasuredDraft], before: Sequence[MeasuredDraft]) -> tuple[MeasuredDraft, ...]:
+    shown = {(draft.node_id, draft.model_id): draft.acceptance for draft in before}
+    return tuple(
+        replace(draft, acceptance=kept(max(draft.acceptance, 0.01), shown.get((draft.node_id, draft.model_id), 0.0))) for draft in drafts
+    )
 
 
 def _subject(offer: ModelOffer) -> tuple[object, ...]:

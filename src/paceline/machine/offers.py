@@ -15,8 +15,9 @@ from paceline.backends import table
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import PacelineError
 from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.stats import EngineStats
 from paceline.core.weights import tensor_shapes
-from paceline.fleet.card import ModelOffer, ModelShape, Role, ShardState
+from paceline.fleet.card import MeasuredDraft, ModelOffer, ModelShape, Role, ShardState, StepTime
 from paceline.machine.devices import LocalDevice
 from paceline.machine.sizing import fits_gpu, model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
@@ -26,6 +27,9 @@ from paceline.store.home import Home, identity_key
 from paceline.store.selection import BESIDE
 
 logger = logging.getLogger(__name__)
+
+MOST_STEPS = 8
+"""Row counts of which a card says what steps take. Raising it: larger cards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,9 @@ class WarmModel:
     speed: Speed
     tokenizer: str = ""
     """SHA-256 of its packed tokenizer and template. Empty where it gives none."""
+    steps: tuple[StepTime, ...] = ()
+    drafts: tuple[MeasuredDraft, ...] = ()
+    """As they were while it served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,23 @@ def warm_offer(model: WarmModel) -> ModelOffer:
     """A model that serves, as a card says it."""
     offer = _offer(model.name, model.digest, model.weights, model.shape, model.size_bytes, model.speed)
     assert offer.shape is not None
-    return replace(offer, warm=True, tokenizer=model.tokenizer, shape=replace(offer.shape, max_context=model.context))
+    shape = replace(offer.shape, max_context=model.context)
+    return replace(offer, warm=True, tokenizer=model.tokenizer, shape=shape, steps=model.steps, drafts=model.drafts)
+
+
+def as_served(model: WarmModel, stats: EngineStats, drafts: tuple[MeasuredDraft, ...]) -> WarmModel:
+    """With what its engine saw in the place of what was measured when it was loaded.
+
+    Args:
+        drafts: what became of those that other nodes made for it.
+    """
+    one_s = stats.step_seconds.get(1)
+    decode = 1 / one_s if one_s else model.speed.tokens_per_second
+    speed = replace(
+        model.speed, tokens_per_second=decode, prefill_tokens_per_second=stats.prefill_per_s or model.speed.prefill_tokens_per_second
+    )
+    steps = tuple(StepTime(rows, seconds) for rows, seconds in sorted(stats.step_seconds.items()))
+    return replace(model, speed=speed, steps=steps[:MOST_STEPS], drafts=drafts)
 
 
 def shard_offer(model: WarmModel, state: ShardState) -> ModelOffer:

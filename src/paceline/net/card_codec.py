@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.core.errors import MalformedMessage, MessageTooLarge
 from paceline.core.generation import Range
-from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
+from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 from paceline.net.mapper import Bound, Codec, Length, Mapped, layer_span, refuse_with
 from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import fleet_pb2 as wire
@@ -30,6 +30,8 @@ MAX_FORMATS = 16
 """Of weights, of one device."""
 MAX_LAYERS = 1 << 16
 MAX_STREAMS = 1 << 16
+MAX_STEPS, MAX_ROWS = 16, 1 << 16
+MAX_DRAFTERS = 64
 MAX_TEXT = 300
 MAX_TTL_S = 86400
 """No card that is to live for longer is believed."""
@@ -89,6 +91,15 @@ _SHAPE: Final = Codec(
     },
 )
 
+_STEP: Final = Codec(StepTime, wire.StepTime, _REFUSE, {"rows": Range(1, MAX_ROWS), "seconds": Range(0, 1e6)})
+_DRAFT: Final = Codec(
+    MeasuredDraft,
+    wire.MeasuredDraft,
+    _REFUSE,
+    {"node_id": is_node_id, "acceptance": Range(0, 1)},
+    bounds=_BOUNDS,
+)
+
 
 def _beyond_its_model(offer: ModelOffer) -> str:
     beyond = offer.shard is not None and offer.shape is not None and offer.shard.layers.stop > offer.shape.n_layers
@@ -108,6 +119,8 @@ _OFFER: Final = Codec(
         "tokenizer": "tokenizer_sha256",
         "under_way": Range(0, 1 << 31),
         "files": "files_sha256",
+        "steps": Mapped(bound=Length(0, MAX_STEPS), codec=_STEP),
+        "drafts": Mapped(bound=Length(0, MAX_DRAFTERS), codec=_DRAFT),
     },
     bounds=_BOUNDS,
     also=_beyond_its_model,

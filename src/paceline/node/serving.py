@@ -20,7 +20,7 @@ from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.plan import Plan
 from paceline.machine.capability import SelfPortrait
 from paceline.machine.models import Models
-from paceline.machine.offers import WarmModel, learn_digest, learn_digests
+from paceline.machine.offers import WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
 from paceline.net.member.metrics import fleet_metrics
@@ -60,6 +60,8 @@ class Portrait:
         self._portrait, self._warm, self._drafts, self._beside = portrait, warm, drafts, beside
         self.load: Callable[[], int] = lambda: 0
         """Sequences that run and wait."""
+        self.served: Callable[[WarmModel], WarmModel] = lambda model: model
+        """A model that is loaded, with what was seen as it served."""
 
     def show(self, warm: tuple[WarmModel, ...]) -> None:
         """What is loaded and can be had changed; the next look says so."""
@@ -67,7 +69,7 @@ class Portrait:
 
     def look(self) -> bool:
         """Measure."""
-        return self._portrait.look(self._warm, self._drafts, tuple(self._beside))
+        return self._portrait.look(tuple(map(self.served, self._warm)), self._drafts, tuple(self._beside))
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool:
         """Say from now on which layers are loaded for others."""
@@ -125,7 +127,7 @@ class FleetServing:
         self._local = LocalModels(None, (), self.fleet.meter)
         self._show_models()
         self.inference = FleetInference(self.fleet, self._local, TokenizerStore(home), clock)
-        portrait.load = self.inference.own_load
+        portrait.load, portrait.served = self.inference.own_load, self._as_served
         self.metrics = fleet_metrics(self.fleet)
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
         self.pipelines = PipelineMeter()
@@ -201,6 +203,14 @@ class FleetServing:
 
     def _attach_drafts(self, node: BuiltNode) -> None:
         self.drafting.attach(node.drafts, node.warm, node.model.tokenizer, self.models.stats)
+
+    def _as_served(self, model: WarmModel) -> WarmModel:
+        """With what its engine saw. Steps of a pipeline are not this machine's."""
+        node = next((node for node in self.models.nodes if node.warm is model), None)
+        if node is None or node.location is None:
+            return model
+        stats = node.host.stats()
+        return as_served(model, stats, () if node.drafts is None else node.drafts.measured(stats))
 
     def _show_models(self) -> None:
         """What an engine that failed had loaded is offered to no one until there is another."""

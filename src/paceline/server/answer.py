@@ -24,7 +24,7 @@ from paceline.core.generation import FinishReason, GenerationChunk, Notice, Toke
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference
 from paceline.server.call import Call, Reader, Usage
-from paceline.server.faults import STOPPING, Fault, Refusal, api_of, no_machines, of_error, server_fault
+from paceline.server.faults import STOPPING, Fault, Refusal, api_of, fault_of_error, no_machines, server_fault
 from paceline.server.fields import ignored_header
 from paceline.server.metrics import Meter
 
@@ -220,7 +220,7 @@ class Answer(Response):
             case Refusal() as refusal:
                 await self._fail(refusal.fault, scope, receive, send)
             case PacelineError() as error:
-                await self._fail(of_error(error), scope, receive, send)
+                await self._fail(fault_of_error(error), scope, receive, send)
             case error:
                 if self._started:
                     await self._fail(server_fault("The server failed while it answered"), scope, receive, send)
@@ -273,9 +273,9 @@ class Answer(Response):
                     if body and self._started:
                         await self._put(body, send)
                     raise
-                for chunk in merged(item):
+                for chunk in merge_chunks(item):
                     choice = base[chunk.request_id] + chunk.index
-                    body += event(choice, readers[choice].read(chunk), told(chunk), chunk.finish_reason)
+                    body += event(choice, readers[choice].read(chunk), logprobs_of(chunk), chunk.finish_reason)
                 if body or (item and not self._started):
                     await self._put(body, send)
         self._check_complete()
@@ -290,7 +290,7 @@ class Answer(Response):
                 tally.count(item)
                 for chunk in item:
                     place = tally.base[chunk.request_id] + chunk.index
-                    choices[place].add(readers[place].read(chunk), told(chunk), chunk.finish_reason)
+                    choices[place].add(readers[place].read(chunk), logprobs_of(chunk), chunk.finish_reason)
         self._check_complete()
         body = self._shape.whole(choices, tally.usage(readers))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]
@@ -310,7 +310,7 @@ def _ending(chunk: GenerationChunk) -> Fault:
     return server_fault(message) if chunk.code is None else no_machines(message, chunk.code)
 
 
-def merged(chunks: Sequence[GenerationChunk]) -> Sequence[GenerationChunk]:
+def merge_chunks(chunks: Sequence[GenerationChunk]) -> Sequence[GenerationChunk]:
     """Chunks of one sequence that queued up while the loop was busy become one event: less to write, less to parse."""
     if len(chunks) < 2:
         return chunks
@@ -336,7 +336,7 @@ def _one(several: list[GenerationChunk]) -> GenerationChunk:
     )
 
 
-def told(chunk: GenerationChunk) -> Sequence[TokenLogprob]:
+def logprobs_of(chunk: GenerationChunk) -> Sequence[TokenLogprob]:
     """The log probabilities that a chunk brings: the prompt's come first."""
     return (*chunk.prompt_logprobs, *chunk.logprobs) if chunk.prompt_logprobs else chunk.logprobs
 

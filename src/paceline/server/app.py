@@ -29,15 +29,15 @@ from paceline.server.anthropic import routes as anthropic
 from paceline.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from paceline.server.call import Call
 from paceline.server.embeddings import Embedder, EmbeddingRequest, TextEncoder
-from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, of_error, server_fault
+from paceline.server.faults import NOT_JSON, STOPPING, Fault, Refusal, api_of, fault_of_error, server_fault
 from paceline.server.fields import json_response
 from paceline.server.guard import BodyReader, Guard, headers_of, is_json, is_undeclared
-from paceline.server.intake import Intake, find_model, listed
+from paceline.server.intake import Intake, find_model, listed_models
 from paceline.server.metrics import Meter, MetricsPage, RequestLog
 from paceline.server.ollama import requests as ollama_requests
 from paceline.server.ollama import routes as ollama
 from paceline.server.ollama.routes import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from paceline.server.page import front
+from paceline.server.page import front_page
 from paceline.server.replies import REF, body_of, refusals
 from paceline.server.requests import ChatCompletionRequest, CompletionRequest
 from paceline.server.responses import routes as responses
@@ -281,7 +281,7 @@ def _add_faults(app: FastAPI) -> None:
         return cast("Refusal", error).fault.response(api_of(request.url.path))
 
     async def typed(request: Request, error: Exception) -> Response:
-        return of_error(cast("PacelineError", error)).response(api_of(request.url.path))
+        return fault_of_error(cast("PacelineError", error)).response(api_of(request.url.path))
 
     async def http(request: Request, error: Exception) -> Response:
         raised = cast("HTTPException", error)
@@ -337,7 +337,7 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return front(request.headers.get("accept", ""))
+        return front_page(request.headers.get("accept", ""))
 
     def model_entry(model: ServedModel) -> dict[str, object]:
         drawn = model.tokenizer.sampling_defaults if settings.uses_model_sampling else {}
@@ -348,7 +348,7 @@ def _add_routes(app: FastAPI, service: ApiService) -> None:
 
     @app.get("/v1/models", responses={200: {"model": replies.ModelList}, **key})
     async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        data = [model_entry(model) for model in listed(service.inference, settings.served_names)]
+        data = [model_entry(model) for model in listed_models(service.inference, settings.served_names)]
         # How tokens of those on disk are drawn is known once one was asked for.
         data += [_listed(model.name, changed(model), model.context, {}) for model in await service.loadable()]
         return json_response({"object": "list", "data": data if encoder is None else [*data, encoder_entry(encoder)]})

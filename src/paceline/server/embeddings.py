@@ -140,7 +140,7 @@ class Embedder:
 
         def part(first: int) -> list[Ids]:
             several = slice(first, first + PART_TEXTS)
-            return [tokenize(encoder, given, name) for given, name in zip(inputs[several], names[several], strict=True)]
+            return [tokenize_input(encoder, given, name) for given, name in zip(inputs[several], names[several], strict=True)]
 
         texts: list[Ids] = []
         for first in range(0, len(inputs), PART_TEXTS):
@@ -151,7 +151,7 @@ class Embedder:
         """At most one part a worker is under way or queued, so requests take turns."""
         loop = asyncio.get_running_loop()
         vectors = np.empty((len(texts), encoder.dimensions), np.float32)
-        left = parts(texts)
+        left = parts_of_work(texts)
 
         async def work() -> None:
             for part in left:
@@ -164,7 +164,7 @@ class Embedder:
         return vectors
 
 
-def tokenize(encoder: TextEncoder, given: str | Sequence[int], field: str) -> Ids:
+def tokenize_input(encoder: TextEncoder, given: str | Sequence[int], field: str) -> Ids:
     """Ids of one input.
 
     Raises:
@@ -193,7 +193,7 @@ def _too_long(encoder: TextEncoder, length: str, field: str) -> ContextOverflow:
     return ContextOverflow(told, "Send it in parts: what is behind the limit would have no share in the vector.", field=field)
 
 
-def parts(texts: Sequence[Ids]) -> Iterator[slice]:
+def parts_of_work(texts: Sequence[Ids]) -> Iterator[slice]:
     """Texts that are run one after the other by one worker: some tokens together."""
     first = tokens = 0
     for place, ids in enumerate(texts):
@@ -248,14 +248,14 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
 
     @app.post("/v1/embeddings", responses=answers, openapi_extra=body_of(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        asked = await service.read(request, partial(parse, service.embedder, EmbeddingRequest))
+        asked = await service.read(request, partial(parse_embedding_body, service.embedder, EmbeddingRequest))
         encoder = encoder_of(asked, service)
         embedded = await service.while_wanted(service.embedder.embed(encoder, inputs_of(asked)), request)
-        written = await asyncio.to_thread(write, asked, encoder, embedded)
+        written = await asyncio.to_thread(write_embeddings, asked, encoder, embedded)
         return json_response(written, ignored_fields(asked))
 
 
-def parse(embedder: Embedder, kind: type[Body], _: Intake, body: bytes) -> Body:
+def parse_embedding_body(embedder: Embedder, kind: type[Body], _: Intake, body: bytes) -> Body:
     """Check a body against its model, unless it has more parts than any that fits.
 
     Raises:
@@ -299,18 +299,18 @@ def inputs_of(asked: EmbeddingRequest) -> list[str | list[int]]:
     return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
 
-def write(asked: EmbeddingRequest, encoder: TextEncoder, embedded: Embedded) -> bytes:
+def write_embeddings(asked: EmbeddingRequest, encoder: TextEncoder, embedded: Embedded) -> bytes:
     """The answer. Vector by vector: one call for all would hold the interpreter."""
     is_text = asked.encoding_format == "base64"
     parts: list[bytes] = []
     for index, vector in enumerate(embedded.vectors):
-        written = b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes()) if is_text else numbers(vector)
+        written = b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes()) if is_text else json_numbers(vector)
         parts.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (index, written))
     tokens = sum(embedded.tokens)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return b'{"object":"list","data":[%s],"model":%s,"usage":%s}' % (b",".join(parts), orjson.dumps(encoder.name), orjson.dumps(usage))
 
 
-def numbers(vector: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+def json_numbers(vector: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
     """The shortest decimals that are read as the same float32."""
     return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)

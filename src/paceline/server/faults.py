@@ -61,7 +61,7 @@ OWN_NAMES: Mapping[Api, Mapping[str, str]] = {
 """What APIs call fields of the chat that their requests become."""
 
 
-def renamed(message: str, inner: str | None, outer: str | None) -> str:
+def rename_field(message: str, inner: str | None, outer: str | None) -> str:
     """A message that begins with a field's name, with another name of the field."""
     return outer + message[len(inner) :] if inner and outer and message.startswith(inner) else message
 
@@ -79,7 +79,7 @@ class Fault:
 
     def body(self, api: Api = Api.OPENAI) -> bytes:
         """The JSON of the error. A message may quote a model's files, and with them lone surrogates."""
-        message = renamed(self.message, self.param, OWN_NAMES.get(api, {}).get(self.param or "")).encode("utf-8", "replace").decode()
+        message = rename_field(self.message, self.param, OWN_NAMES.get(api, {}).get(self.param or "")).encode("utf-8", "replace").decode()
         match api:
             case Api.OPENAI:
                 return orjson.dumps({"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}})
@@ -127,7 +127,7 @@ def no_machines(message: str, code: str) -> Fault:
     return Fault(503, message, "server_error", code=code, headers={"Retry-After": "5"})
 
 
-def of_error(error: PacelineError) -> Fault:
+def fault_of_error(error: PacelineError) -> Fault:
     """A typed error of Paceline's as a fault."""
     match error:
         case ContextOverflow():
@@ -148,7 +148,7 @@ def of_error(error: PacelineError) -> Fault:
             return server_fault(str(error))
 
 
-def of_validation(error: ValidationError) -> Fault:
+def fault_of_validation(error: ValidationError) -> Fault:
     """A body that does not fit its model: the first field at fault, by name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":

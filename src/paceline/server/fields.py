@@ -14,7 +14,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
-from paceline.server.faults import Fault, Refusal, of_validation
+from paceline.server.faults import Fault, Refusal, fault_of_validation
 from paceline.server.messages import json_bytes
 
 HEADER: Final = "x-paceline-ignored"
@@ -130,7 +130,7 @@ def read_body(kind: type[Body], body: bytes) -> Body:
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
-        raise Refusal(of_validation(error)) from error
+        raise Refusal(fault_of_validation(error)) from error
     check_fields(asked)
     return asked
 
@@ -144,7 +144,7 @@ def inner_request(kind: type[Body], fields: Mapping[str, Any]) -> Body:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise Refusal(of_validation(error)) from error
+        raise Refusal(fault_of_validation(error)) from error
 
 
 def check_fields(asked: BaseModel, at: str = "") -> None:

@@ -283,7 +283,7 @@ class Intake:
         )
 
 
-def listed(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:
+def listed_models(inference: Inference, aliases: Collection[str]) -> list[ServedModel]:
     """What clients are told is served: this machine's own first, its aliases last, each name once."""
     models = inference.models()
     return [*(model for model in models if model.name not in aliases), *(replace(models[0], name=name) for name in aliases if models)]

@@ -28,7 +28,7 @@ def _hash_of(html: str, tag: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
 
 
-def front(accept: str) -> Response:
+def front_page(accept: str) -> Response:
     """The answer to `/`: the page for browsers, a few words in JSON for programs."""
     if "text/html" in accept:
         html, headers = _page()

@@ -16,7 +16,7 @@ from paceline.core.text import Given, Tokenizer
 from paceline.server.call import Reading
 from paceline.server.formats.format import Format, find_format
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
-from paceline.server.formats.lax_grammar import as_followed
+from paceline.server.formats.lax_grammar import followed_schema
 from paceline.server.messages import (
     AllowedToolChoice,
     NamedTool,
@@ -230,7 +230,7 @@ def grammar_of(asked: Sampling) -> Grammar | None:
 
 def _followed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        return as_followed(schema)
+        return followed_schema(schema)
     except RecursionError as error:
         raise InvalidRequest(
             "response_format: the schema is nested too deep", "Send a form that can be followed.", field="response_format"

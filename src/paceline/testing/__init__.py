@@ -1,1 +1,1 @@
-"""Fakes and conformance suites for tests: fake clock, null backend."""
+"""Conformance suites for other implementations of the seams."""

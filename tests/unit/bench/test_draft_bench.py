@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from tests.fakes.executors import InOrderExecutor
+from tests.fakes.null_backend import NullRunner
 from tests.fakes.scripted_inference import EOS, SIZE, ByteTokenizer
 
 from paceline.bench.draft import run as subject
@@ -24,7 +25,6 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.store.catalog import open_model
-from paceline.testing.null_backend import NullRunner
 
 PLAN = DraftBenchPlan(kinds=(ExerciseKind.AGENT,), batches=(1, 3), answer_tokens=12, rounds=2)
 SHORT = [

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from tests.fakes.null_backend import ByteVocabulary, NullRunner
 
 from paceline.bench.engine import BenchPlan, BenchReport, DecodeRow, check_plan, run_bench
 from paceline.core.clock import SystemClock
@@ -15,7 +16,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.local import LocalExecutor
 from paceline.machine.settings import NodeSettings
 from paceline.machine.timing import PromptMaker, Sampled, Spread, drive
-from paceline.testing.null_backend import ByteVocabulary, NullRunner
 
 VOCABULARY = ByteVocabulary(32, frozenset({0}), (b"", b"a", b"b", b"", b"d"))
 

@@ -12,6 +12,8 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize
+from tests.fakes.seeded_blocks import BLOCK_TYPES, DENSE, random_tensor
+from tests.fakes.seeded_models import PRESETS, TINY, shape, stored_type, tensors, write_folder, write_gguf
 
 from paceline.core.generation import GenerationRequest, SamplingParams
 from paceline.core.ids import RequestId
@@ -20,8 +22,6 @@ from paceline.engine.engine import Engine
 from paceline.machine.build import build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.store.catalog import open_model
-from paceline.testing.seeded_blocks import BLOCK_TYPES, DENSE, random_tensor
-from paceline.testing.seeded_models import PRESETS, TINY, shape, stored_type, tensors, write_folder, write_gguf
 
 FAMILIES = {
     "llama": TINY,

@@ -12,11 +12,11 @@ from pathlib import Path
 from urllib.error import URLError
 
 import pytest
+from tests.fakes.seeded_models import TINY, write_gguf
 from tests.unit.cli.test_up import ENDS_S, ask, wait_ready
 
 from paceline.store.catalog import MANIFEST
 from paceline.store.home import Home
-from paceline.testing.seeded_models import TINY, write_gguf
 
 Start = Callable[..., "subprocess.Popen[str]"]
 SMALL = ("--port", "0", "--context", "256", "--kv-tokens", "512", "--threads", "1")

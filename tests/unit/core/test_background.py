@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop
 
 from paceline.core.background import STEADY_S, Background, in_background
-from paceline.testing.clock import FakeClock
 
 
 @in_loop

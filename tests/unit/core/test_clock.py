@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tests.fakes.clock import FakeClock
+
 from paceline.core.clock import SteadyClock
-from paceline.testing.clock import FakeClock
 
 
 def test_time_passes_as_on_the_clock_beneath_while_it_is_looked_at() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.fakes.clock import FakeClock
 
 from paceline.core import errors
 from paceline.core.clock import SystemClock
@@ -10,7 +11,6 @@ from paceline.core.errors import ExecutorLost, FleetError, InvalidRequest, Overl
 from paceline.core.generation import FinishReason
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.testing.clock import FakeClock
 
 
 def test_an_error_reads_as_what_happened_and_what_to_do() -> None:

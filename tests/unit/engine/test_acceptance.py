@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engine.acceptance import MARGIN, UNLIKELY, Acceptance, length_ahead, lengths
-from paceline.engine.step_costs import HALF_LIFE, WILD, StepCosts, StepLoad
+from paceline.engine.step_costs import HALF_LIFE, OFTEN, WILD, StepCosts, StepLoad
 
 some_chances = st.lists(st.floats(0, 1), max_size=6)
 
@@ -80,6 +80,19 @@ class TestStepCosts:
         for rows, ratio in [(4, 1.25), (8, 2.0), (16, 3.5)]:
             assert costs.seconds(rows) / costs.seconds(1) == pytest.approx(ratio, rel=0.1)
         assert costs.seconds(128) == pytest.approx(2 * costs.seconds(64))
+
+    def test_other_nodes_are_told_of_what_was_seen_often(self) -> None:
+        costs = StepCosts()
+        assert (costs.seen_seconds(), costs.seen_prefill()) == ({}, 0.0)
+        prompt = StepLoad(0).more(256, 0)
+        for _ in range(OFTEN):
+            assert costs.seen_seconds() == {}
+            for rows, seconds in [(1, 0.004), (5, 0.005), (7, 0.006)]:
+                costs.took(StepLoad(rows), seconds)
+            costs.took(prompt, 0.256)
+        costs.took(StepLoad(9), 0.008)
+        assert costs.seen_seconds() == pytest.approx({1: 0.004, 7: 0.006}, rel=0.15)
+        assert costs.seen_prefill() == pytest.approx(1000, rel=0.3)
 
     def test_a_wild_measurement_moves_little(self) -> None:
         costs = StepCosts()

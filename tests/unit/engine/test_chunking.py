@@ -7,6 +7,7 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.clock import FakeClock
 from tests.fakes.engines import EngineBench
 
 from paceline.core.generation import GenerationRequest, SamplingParams
@@ -14,7 +15,6 @@ from paceline.core.ids import RequestId
 from paceline.engine.chunking import BESIDE, FLOOR, LONGER, PromptLeft, rows_of_prompts
 from paceline.engine.executor import StepBatch
 from paceline.engine.step_costs import StepCosts, StepLoad
-from paceline.testing.clock import FakeClock
 
 
 def left(n: int, start: int = 0, rows: int | None = None) -> PromptLeft:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.engines import EngineBench, answer_alone
 
 from paceline.core.errors import ConfigError, InvalidRequest
@@ -16,7 +17,6 @@ from paceline.engine.drafting import Drafting, DraftingConfig
 from paceline.engine.drafts import DraftAnswer, DraftAsk
 from paceline.engine.local import blocks_for
 from paceline.engine.sequence import SequenceState
-from paceline.testing.clock import FakeClock
 
 KNOWING = "knowing"
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.engines import VOCABULARY, Answer, EngineBench, answer_alone
 
 from paceline.core.errors import (
@@ -26,7 +27,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.executor import StepOutput
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.sequence import SequenceState
-from paceline.testing.clock import FakeClock
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -13,8 +13,10 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.clock import FakeClock
 from tests.fakes.engines import Answer
 from tests.fakes.executors import InOrderExecutor
+from tests.fakes.null_backend import ByteVocabulary, NullRunner
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParams
@@ -23,8 +25,6 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
-from paceline.testing.clock import FakeClock
-from paceline.testing.null_backend import ByteVocabulary, NullRunner
 
 PIECES = [bytes([code]) for code in range(32, 127)] + [
     b"\n",

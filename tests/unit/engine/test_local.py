@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.null_backend import NullRunner
 
 from paceline.core.ids import BatchId, BlockId, SequenceId
 from paceline.engine.executor import Path, SequenceStep, StepBatch
 from paceline.engine.local import BlockTables, LocalExecutor
-from paceline.testing.null_backend import NullRunner
 
 
 def step(sequence: int, blocks: Sequence[int] = (), tokens: Sequence[int] = (1,), first: int = 0) -> SequenceStep:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes.null_backend import ByteVocabulary
 
 from paceline.engine.stops import TextStream
-from paceline.testing.null_backend import ByteVocabulary
 
 
 def stream(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> tuple[list[str], str, bool]:

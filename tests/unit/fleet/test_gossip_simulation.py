@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.fakes.gossip_network import SimulatedNetwork
 from tests.unit.fleet.cards import card
 
 from paceline.core.ids import NodeId
@@ -18,7 +19,6 @@ from paceline.fleet.messages import Digest, ExchangeRequest, PassedCard, Reply, 
 from paceline.fleet.presets import desk, lan, simulation
 from paceline.net.exchange_codec import write_reply, write_request
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.testing.gossip_network import SimulatedNetwork
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.fakes.null_backend import ByteVocabulary, NullRunner
 
 from paceline.backends import memory
 from paceline.backends.table import Kernels
@@ -31,7 +32,6 @@ from paceline.machine.sizing import model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey, learn_speed, measure, vocabulary_id
 from paceline.store.catalog import BUNDLED, MANIFEST, open_model
 from paceline.store.home import Home
-from paceline.testing.null_backend import ByteVocabulary, NullRunner
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.machine.echo_engine import EchoEngine
 
 from paceline.core.clock import Clock, SystemClock
@@ -21,7 +22,6 @@ from paceline.core.text import Tokenizer
 from paceline.engine.config import EngineConfig
 from paceline.engine.grammar import Grammars
 from paceline.machine.host import REBUILDS, WITHIN_S, EngineHost
-from paceline.testing.clock import FakeClock
 
 BOUND_S = 100
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.seeded_models import TINY, write_gguf
 from tests.unit.machine.test_host import BOUND_S, drain, run, until
 
 from paceline.backends.options import LoadProgress
@@ -35,7 +36,6 @@ from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
 from paceline.store.catalog import MANIFEST
 from paceline.store.home import Home, write_cache
-from paceline.testing.seeded_models import TINY, write_gguf
 
 pytestmark = pytest.mark.timeout(600)  # the first load on a machine compiles kernels
 

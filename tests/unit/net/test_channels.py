@@ -6,12 +6,12 @@ import gc
 import socket
 
 import grpc.aio
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import NodeUnreachable
 from paceline.net.channels import ChannelPool
-from paceline.testing.fleets import TestFleet
 
 
 def calls() -> list[object]:

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.fleets import TestFleet, sealed_card
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import FleetError, MalformedMessage, MessageTooLarge, NotTrusted
@@ -31,7 +32,6 @@ from paceline.net.opener import MemberOpener
 from paceline.net.trust.certificates import FleetRoot
 from paceline.net.trust.seals import open_revocation
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.testing.fleets import TestFleet, sealed_card
 
 FLEET = TestFleet()
 CARDS = [sealed_card(FLEET.member(name), version=7) for name in ("a", "b", "c")]

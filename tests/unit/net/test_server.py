@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Self
 
 import grpc.aio
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop, until
 
 from paceline.net.channels import CHANNEL_OPTIONS
@@ -15,7 +16,6 @@ from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.connections import ConnectionWatch, Refusals, connections
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
-from paceline.testing.fleets import TestFleet
 
 IMPATIENT = {"grpc.keepalive_time_ms": 100, "grpc.http2.ping_timeout_ms": 500}
 

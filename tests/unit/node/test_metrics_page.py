@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from tests.fakes.fleets import TestFleet
 from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 from tests.unit.machine.weights.conftest import new_home  # noqa: F401
 from tests.unit.net.member.nodes import in_loop, until
@@ -21,7 +22,6 @@ from paceline.core.stats import EngineStats
 from paceline.machine.offers import WarmModel
 from paceline.machine.speed import Speed
 from paceline.server.metrics import Meter, MetricsPage
-from paceline.testing.fleets import TestFleet
 from paceline.ways.draft.service import drafting_alone
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.host.serving import Hosting

@@ -4,11 +4,11 @@ import orjson
 import pytest
 
 from paceline.core.errors import FleetError, InvalidRequest, NodeUnreachable
-from paceline.server.faults import Api, Fault, of_error
+from paceline.server.faults import Api, Fault, fault_of_error
 
 
 def test_what_no_json_can_hold_is_replaced() -> None:
-    fault = of_error(InvalidRequest("the template says \ud800\x00"))
+    fault = fault_of_error(InvalidRequest("the template says \ud800\x00"))
     assert orjson.loads(fault.body())["error"]["message"] == "the template says ?\x00"
     assert orjson.loads(fault.body(Api.ANTHROPIC)) == {
         "type": "error",
@@ -19,7 +19,7 @@ def test_what_no_json_can_hold_is_replaced() -> None:
 
 @pytest.mark.parametrize("error", [NodeUnreachable("b is gone"), FleetError("b refuses this node: a was revoked")])
 def test_a_machine_that_is_gone_or_refuses_is_no_bug_of_ours(error: FleetError) -> None:
-    fault = of_error(error)
+    fault = fault_of_error(error)
     assert (fault.status, fault.code, fault.headers) == (503, "no_machine", {"Retry-After": "5"})
 
 

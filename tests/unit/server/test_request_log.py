@@ -8,9 +8,9 @@ import logging
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tests.fakes.clock import FakeClock
 
 from paceline.server.metrics import IN_S, MOST_LINES, RequestLog
-from paceline.testing.clock import FakeClock
 
 
 async def _asked(log: RequestLog, path: str = "/v1/models") -> None:

@@ -11,7 +11,7 @@ from tests.fakes.scripted_inference import ScriptedInference
 
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest, TokenLogprob
 from paceline.core.ids import RequestId
-from paceline.server.answer import merged
+from paceline.server.answer import merge_chunks
 from paceline.server.call import Call, Usage
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
 from paceline.server.shapes import DONE, ChatShape, Collected, CompletionShape, OpenAIShape, Shape
@@ -139,7 +139,7 @@ def test_merging_keeps_every_sequence_as_it_was(rows: list[tuple[str, int, str]]
         GenerationChunk(RequestId(name), index, (place,), text, (TokenLogprob(place, 0.0),))
         for place, (name, index, text) in enumerate(rows)
     ]
-    once = merged(chunks)
+    once = merge_chunks(chunks)
     keys = {(chunk.request_id, chunk.index) for chunk in chunks}
     assert len(once) == len(keys)
     for chunk in once:

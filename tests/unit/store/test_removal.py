@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.fakes.seeded_models import TINY, write_folder, write_gguf
 
 from paceline.core.errors import ConfigError, FetchInProgress, ModelNotFound
 from paceline.store.catalog import MANIFEST, locations, open_model
 from paceline.store.home import Home
 from paceline.store.pull import folder_lock
 from paceline.store.removal import remove_model
-from paceline.testing.seeded_models import TINY, write_folder, write_gguf
 
 
 @pytest.fixture

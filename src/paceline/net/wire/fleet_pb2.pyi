@@ -75,6 +75,8 @@ class ModelCapability(_message.Message):
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     UNDER_WAY_FIELD_NUMBER: _builtins.int
     FILES_SHA256_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     role: Global___CapabilityRole.ValueType
     quantization: _builtins.str
@@ -106,6 +108,14 @@ class ModelCapability(_message.Message):
     def shard(self) -> Global___ShardCapability:
         """Where the role is SHARD: the layers that are loaded. Absent: any range may be asked for."""
 
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTime]:
+        """Of a model that answers: what steps took as it was served, few rows to many."""
+
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredDraft]:
+        """Of a model that answers: what became of drafts that others made for it."""
+
     def __init__(
         self,
         *,
@@ -125,14 +135,68 @@ class ModelCapability(_message.Message):
         tokenizer_sha256: _builtins.str = ...,
         under_way: _builtins.int = ...,
         files_sha256: _builtins.str = ...,
+        steps: _abc.Iterable[Global___StepTime] | None = ...,
+        drafts: _abc.Iterable[Global___MeasuredDraft] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "files_sha256", b"files_sha256", "holds_identity", b"holds_identity", "model_id", b"model_id", "numerics_id", b"numerics_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "role", b"role", "shape", b"shape", "shard", b"shard", "size_bytes", b"size_bytes", "tokenizer_sha256", b"tokenizer_sha256", "tokens_per_second", b"tokens_per_second", "under_way", b"under_way", "vocabulary", b"vocabulary", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "drafts", b"drafts", "files_sha256", b"files_sha256", "holds_identity", b"holds_identity", "model_id", b"model_id", "numerics_id", b"numerics_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "role", b"role", "shape", b"shape", "shard", b"shard", "size_bytes", b"size_bytes", "steps", b"steps", "tokenizer_sha256", b"tokenizer_sha256", "tokens_per_second", b"tokens_per_second", "under_way", b"under_way", "vocabulary", b"vocabulary", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelCapability: _TypeAlias = ModelCapability  # noqa: Y015
+
+@_typing.final
+class StepTime(_message.Message):
+    """A step without prompts, as seen while a model was served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTime: _TypeAlias = StepTime  # noqa: Y015
+
+@_typing.final
+class MeasuredDraft(_message.Message):
+    """Drafts of one node with one model, as seen by the node they were made for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    model_id: _builtins.str
+    acceptance: _builtins.float
+    """Share of the drafted tokens that came true, 0 to 1."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        model_id: _builtins.str = ...,
+        acceptance: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "model_id", b"model_id", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredDraft: _TypeAlias = MeasuredDraft  # noqa: Y015
 
 @_typing.final
 class ShardCapability(_message.Message):

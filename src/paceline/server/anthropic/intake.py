@@ -179,7 +179,7 @@ TOO_LONG = "prompt is too long: "
 """How Anthropic's error begins. Claude Code compacts a conversation by it, and reads the two numbers behind it."""
 
 
-def answered(intake: Intake, body: bytes) -> Call:
+def message_call(intake: Intake, body: bytes) -> Call:
     """A message to be answered. Where `max_tokens` is more than the context leaves, the answer may take what it leaves.
 
     Raises:
@@ -198,8 +198,8 @@ def answered(intake: Intake, body: bytes) -> Call:
     return replace(call, id=f"msg_{uuid4().hex}", requests=requests, ignored=ignored_fields(asked), shape=MessageShape)
 
 
-def counted(intake: Intake, body: bytes) -> tuple[int, tuple[str, ...]]:
-    """The tokens of a prompt, and the fields that were ignored; raises as `answered` does."""
+def count_prompt_tokens(intake: Intake, body: bytes) -> tuple[int, tuple[str, ...]]:
+    """The tokens of a prompt, and the fields that were ignored; raises as `message_call` does."""
     asked = intake.parse(CountTokensRequest, body)
     return len(_prompt(intake, chat_of(asked)).ids), ignored_fields(asked)
 

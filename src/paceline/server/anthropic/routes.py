@@ -29,7 +29,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         openapi_extra=body_of(MessagesRequest),
     )
     async def messages(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return await service.answer(request, intake.answered)
+        return await service.answer(request, intake.message_call)
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -37,5 +37,5 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         openapi_extra=body_of(CountTokensRequest),
     )
     async def count_tokens(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        tokens, ignored = await service.read(request, intake.counted)
+        tokens, ignored = await service.read(request, intake.count_prompt_tokens)
         return json_response({"input_tokens": tokens}, ignored)

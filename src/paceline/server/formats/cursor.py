@@ -141,12 +141,12 @@ _ESCAPES = '"\\/bfnrtu'
 _CLOSING = {"{": "}", "[": "]"}
 
 
-def escaped(text: str) -> str:
+def json_escaped(text: str) -> str:
     """A text as it stands in a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def decoded(text: str) -> str | None:
+def decode_json_string(text: str) -> str | None:
     """The text of a JSON string. None: it is none."""
     try:
         value = json.loads(text)
@@ -156,7 +156,7 @@ def decoded(text: str) -> str | None:
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else None
 
 
-def json_string(cursor: Cursor, say: Callable[[str], None]) -> Generator[None, None, bool]:
+def read_json_string(cursor: Cursor, say: Callable[[str], None]) -> Generator[None, None, bool]:
     """Go over the string that begins here. False: it breaks off."""
     say(cursor.take())
     while c := (yield from cursor.peek()):
@@ -166,21 +166,21 @@ def json_string(cursor: Cursor, say: Callable[[str], None]) -> Generator[None, N
             say(cursor.take())
             return True
         elif c != "\\":
-            say(escaped(cursor.take()))
+            say(json_escaped(cursor.take()))
         elif not (yield from cursor.more(1)):
             say(cursor.take())
         else:
             pair = cursor.take(2)
-            say(pair if pair[1] in _ESCAPES else escaped(pair))
+            say(pair if pair[1] in _ESCAPES else json_escaped(pair))
     return False
 
 
-def json_value(cursor: Cursor, say: Callable[[str], None]) -> Generator[None, None, bool]:
+def read_json_value(cursor: Cursor, say: Callable[[str], None]) -> Generator[None, None, bool]:
     """Go over the value that begins here. False: it breaks off, at the end of the text or before a character that no JSON can have there."""
     closing: list[str] = []
     while c := (yield from cursor.peek()):
         if c == '"':
-            if not (yield from json_string(cursor, say)):
+            if not (yield from read_json_string(cursor, say)):
                 return False
         elif c in _CLOSING:
             closing.append(_CLOSING[c])

@@ -2,7 +2,7 @@
 
 Of a schema count: type, enum, const, properties, required, items, minItems, maxItems, anyOf, oneOf, allOf of one, $ref. Others leave any value of the type.
 
-Law of `as_followed`: what comes out allows nothing else than the schema, but for `oneOf` beside a `discriminator`, which is read as `anyOf`: the
+Law of `followed_schema`: what comes out allows nothing else than the schema, but for `oneOf` beside a `discriminator`, which is read as `anyOf`: the
 discriminator tells the branches apart. Data (`enum`, `const`, `default`, examples) and names of properties are never touched.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from paceline.core.errors import InvalidRequest
-from paceline.server.formats.tagged import referred
+from paceline.server.formats.tagged import resolve_reference
 
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Those that are followed. All others say something to the reader, and allow every string."""
@@ -27,7 +27,7 @@ _NULL = {"type": "null"}
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "schemas"})
 
 
-def as_followed(schema: Mapping[str, Any]) -> dict[str, Any]:
+def followed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema without formats that are not followed, and with `nullable` and discriminated `oneOf` in JSON Schema's own words.
 
     Raises:
@@ -55,7 +55,7 @@ def _inside(key: str, value: object) -> object:
     match value:
         case dict():
             inner = cast("dict[str, Any]", value)
-            return {name: _inside("", part) for name, part in inner.items()} if key in _BY_NAME else as_followed(inner)
+            return {name: _inside("", part) for name, part in inner.items()} if key in _BY_NAME else followed_schema(inner)
         case list():
             return [_inside("", part) for part in cast("list[object]", value)]
         case _:
@@ -94,7 +94,7 @@ class Lark:
         return name.removesuffix("[lazy]")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        return self.rule("%json " + json.dumps({**as_followed(schema), "x-guidance": _BLANKS}))
+        return self.rule("%json " + json.dumps({**followed_schema(schema), "x-guidance": _BLANKS}))
 
     def literal(self, text: str) -> str:
         """This text, with the special tokens that it names."""
@@ -162,7 +162,7 @@ class _Lax:
             return self._any(0)
         match fields:
             case {"$ref": str(where)}:
-                return self.value(referred(where, self._root), deep - 1)
+                return self.value(resolve_reference(where, self._root), deep - 1)
             case {"const": constant}:
                 return self._constant(constant)
             case {"enum": list(values)}:

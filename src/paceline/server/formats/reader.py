@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from paceline.server.formats.cursor import BLANKS, Cursor, Marks, decoded, json_string, json_value
+from paceline.server.formats.cursor import BLANKS, Cursor, Marks, decode_json_string, read_json_string, read_json_value
 from paceline.server.formats.format import Body, CallArguments, CallBegun, Calls, Content, Format, Part, Reasoning, Thinking
-from paceline.server.formats.tagged import head, lax_object, parameters, types_of
+from paceline.server.formats.tagged import read_head, read_lax_object, read_parameters, types_of
 
 Reading = Generator[None, None, None]
 Text = Callable[[str], None]
@@ -222,14 +222,14 @@ class AnswerReader:
             return (yield from self._object(way))
         cursor, tags = self._cursor, way.parameters
         stays = frozenset((*tags.open, *way.close) if tags else "{")
-        written = yield from head(cursor, Marks(way.head_end), stays)
+        written = yield from read_head(cursor, Marks(way.head_end), stays)
         name = _name(written or "", way)
         if name not in self._tools:
             return False
         if tags:
             schema = self._tools[name]
             return (
-                yield from parameters(
+                yield from read_parameters(
                     cursor, tags, way.close, lambda: self._begin(name), self._arguments, lambda key: types_of(schema, key)
                 )
             )
@@ -237,7 +237,11 @@ class AnswerReader:
         yield from cursor.blanks()
         if (yield from cursor.peek()) == "{":
             self._begin(name)
-            body = lax_object(cursor, way.delimiter, self._arguments) if way.body is Body.LAX else json_value(cursor, self._arguments)
+            body = (
+                read_lax_object(cursor, way.delimiter, self._arguments)
+                if way.body is Body.LAX
+                else read_json_value(cursor, self._arguments)
+            )
             if not (yield from body):
                 return True
         elif (yield from cursor.mark(closes)):
@@ -276,7 +280,7 @@ class AnswerReader:
                 if name is not None and (yield from cursor.peek()) == "{":
                     self._begin(name)
                     begun = True
-                    if not (yield from json_value(cursor, self._arguments)):
+                    if not (yield from read_json_value(cursor, self._arguments)):
                         return True
                     cursor.hold()
                     continue
@@ -287,7 +291,7 @@ class AnswerReader:
                     self._begin(name, buffered)
                     begun = True
                     cursor.hold()
-            elif not (begun or key in _PASSED_OVER) or not (yield from json_value(cursor, _ignore)):
+            elif not (begun or key in _PASSED_OVER) or not (yield from read_json_value(cursor, _ignore)):
                 return begun
         if not begun and name is not None:
             self._begin(name, buffered or "{}")
@@ -302,15 +306,15 @@ class AnswerReader:
         if (yield from self._cursor.peek()) != '"':
             return None
         pieces: list[str] = []
-        return decoded("".join(pieces)) if (yield from json_string(self._cursor, pieces.append)) else None
+        return decode_json_string("".join(pieces)) if (yield from read_json_string(self._cursor, pieces.append)) else None
 
     def _whole_arguments(self) -> Generator[None, None, str | None]:
         """A JSON object that stands here, gone over: itself, as JSON in a string, or null for none. None: something else stands here."""
         pieces: list[str] = []
-        if not (yield from json_value(self._cursor, pieces.append)):
+        if not (yield from read_json_value(self._cursor, pieces.append)):
             return None
         text = "".join(pieces)
-        text = "{}" if text == "null" else (decoded(text) or "" if text.startswith('"') else text)
+        text = "{}" if text == "null" else (decode_json_string(text) or "" if text.startswith('"') else text)
         return text if text.lstrip(BLANKS).startswith("{") else None
 
 

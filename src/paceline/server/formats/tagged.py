@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
-from paceline.server.formats.cursor import BLANKS, Cursor, Marks, escaped, json_string
+from paceline.server.formats.cursor import BLANKS, Cursor, Marks, json_escaped, read_json_string
 from paceline.server.formats.format import Parameters
 
 STRING = frozenset({"string"})
@@ -47,7 +47,7 @@ def alternatives(schema: object, root: Mapping[str, Any], deep: int = _DEEP, lef
     fields = cast("Mapping[str, Any]", schema)
     match fields:
         case {"$ref": str(where)}:
-            found = alternatives(referred(where, root), root, deep - 1, left)
+            found = alternatives(resolve_reference(where, root), root, deep - 1, left)
         case {"anyOf": list(options)} | {"oneOf": list(options)} | {"allOf": [_] as options}:
             found: list[Mapping[str, Any]] = []
             for option in cast("list[Any]", options):
@@ -74,7 +74,7 @@ def leaf_types(schema: Mapping[str, Any]) -> frozenset[str]:
             return frozenset()
 
 
-def referred(where: str, root: Mapping[str, Any]) -> object:
+def resolve_reference(where: str, root: Mapping[str, Any]) -> object:
     """What a reference within the schema points to."""
     found: Any = root
     for step in where.removeprefix("#").split("/")[1:]:
@@ -124,7 +124,7 @@ MAX_HEAD = 256
 """Characters of a name or a key."""
 
 
-def head(cursor: Cursor, ends: Marks, stays: frozenset[str]) -> Generator[None, None, str | None]:
+def read_head(cursor: Cursor, ends: Marks, stays: frozenset[str]) -> Generator[None, None, str | None]:
     """Go over a name or a key, and over the mark behind it if that is none that stays. None: none stands here."""
     text: list[str] = []
     yield from cursor.blanks()
@@ -139,7 +139,7 @@ def head(cursor: Cursor, ends: Marks, stays: frozenset[str]) -> Generator[None, 
     return None
 
 
-def parameters(
+def read_parameters(
     cursor: Cursor,
     tags: Parameters,
     ends: tuple[str, ...],
@@ -166,7 +166,7 @@ def parameters(
         key = None
         if mark in opens.literals:
             cursor.take(len(mark))
-            key = yield from head(cursor, key_ends, frozenset())
+            key = yield from read_head(cursor, key_ends, frozenset())
         elif mark:
             cursor.take(len(mark))
             if not n:
@@ -194,8 +194,8 @@ def _value(cursor: Cursor, closes: Marks, pad: str, types: frozenset[str], say: 
         cursor.take()
     if types == STRING:
         say('"')
-        blanks, mark = yield from cursor.text(closes, lambda text: say(escaped(text)))
-        say(escaped(blanks.removesuffix(pad) if mark else blanks) + ('"' if mark else ""))
+        blanks, mark = yield from cursor.text(closes, lambda text: say(json_escaped(text)))
+        say(json_escaped(blanks.removesuffix(pad) if mark else blanks) + ('"' if mark else ""))
     else:
         pieces: list[str] = []
         blanks, mark = yield from cursor.text(closes, pieces.append)
@@ -210,7 +210,7 @@ _WORD = re.compile(r'[^,{}\[\]"<\r\n\t]+')
 _CLOSING = {"{": "}", "[": "]"}
 
 
-def lax_object(cursor: Cursor, delimiter: str, say: Callable[[str], None]) -> Generator[None, None, bool]:
+def read_lax_object(cursor: Cursor, delimiter: str, say: Callable[[str], None]) -> Generator[None, None, bool]:
     """Go over an object whose keys are bare and whose strings stand between delimiters. False: it breaks off."""
     marks, closing, in_key = Marks((delimiter,)), list[str](), False
     while c := (yield from cursor.peek()):
@@ -225,13 +225,13 @@ def lax_object(cursor: Cursor, delimiter: str, say: Callable[[str], None]) -> Ge
             in_key = (c == "," and closing[-1] == "}") or (in_key and c in BLANKS)
             say(cursor.take())
         elif c == '"':
-            if not (yield from json_string(cursor, say)):
+            if not (yield from read_json_string(cursor, say)):
                 return False
         elif (yield from cursor.mark(marks)):
             cursor.take(len(delimiter))
             say('"')
-            blanks, mark = yield from cursor.text(marks, lambda text: say(escaped(text)))
-            say(escaped(blanks) + ('"' if mark else ""))
+            blanks, mark = yield from cursor.text(marks, lambda text: say(json_escaped(text)))
+            say(json_escaped(blanks) + ('"' if mark else ""))
             cursor.take(len(mark))
         elif word := (yield from _word(cursor, _KEY if in_key else _WORD)):
             say(json.dumps(word, ensure_ascii=False) if in_key else as_json(word, _BARE) if (yield from cursor.more()) else word)

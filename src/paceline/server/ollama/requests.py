@@ -149,7 +149,7 @@ class LoadOnly:
         return cls(intake.model(asked.model), shape, asked.keep_alive not in (0, "0", "0s", "0m", "0h"))
 
 
-def chat(intake: Intake, body: bytes) -> Call | LoadOnly:
+def chat_call(intake: Intake, body: bytes) -> Call | LoadOnly:
     """A chat; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaChatRequest, body)
     if not asked.messages:
@@ -158,7 +158,7 @@ def chat(intake: Intake, body: bytes) -> Call | LoadOnly:
     return _completed(intake.chat_of(_chat(asked, _messages(asked.messages), tools)), asked, OllamaChatShape)
 
 
-def generate(intake: Intake, body: bytes) -> Call | LoadOnly:
+def generate_call(intake: Intake, body: bytes) -> Call | LoadOnly:
     """A text for a prompt: as the only message of a chat, or as it is; raises as `Intake.chat` does."""
     asked = intake.parse(OllamaGenerateRequest, body)
     if not asked.prompt:

@@ -17,16 +17,16 @@ from pydantic import BaseModel, Field
 
 from paceline import __version__
 from paceline.core.inference import ModelFacts, ServedModel
-from paceline.server.embeddings import EmbeddingRequest, Input, encoder_of, inputs_of, numbers, parse
+from paceline.server.embeddings import EmbeddingRequest, Input, encoder_of, inputs_of, json_numbers, parse_embedding_body
 from paceline.server.faults import Fault, Refusal
 from paceline.server.fields import ignored_fields, json_response
 from paceline.server.formats.format import Format
-from paceline.server.intake import listed
+from paceline.server.intake import listed_models
 from paceline.server.messages import Strict
 from paceline.server.ollama import requests as intake
 from paceline.server.ollama import shape as replies
 from paceline.server.ollama.requests import LoadOnly
-from paceline.server.ollama.shape import Fields, head, stamp
+from paceline.server.ollama.shape import Fields, line_head, rfc3339
 from paceline.server.replies import Documented, body_of, refusals
 from paceline.server.requests import ModelName
 from paceline.store.catalog import LocalModel, changed
@@ -45,7 +45,7 @@ FOREVER: Final = "2300-01-01T00:00:00Z"
 _BILLION, _MILLION = 1e9, 1e6
 
 
-def tagged(name: str) -> str:
+def tagged_name(name: str) -> str:
     return name if ":" in name else f"{name}:latest"
 
 
@@ -54,7 +54,7 @@ def capabilities(form: Format) -> list[str]:
     return ["completion", *(["tools"] if form.knows_tools else []), *(["thinking"] if form.thinking is not None else [])]
 
 
-def details(facts: ModelFacts) -> Fields:
+def model_details(facts: ModelFacts) -> Fields:
     """Family and size, in words."""
     return {
         "parent_model": "",
@@ -66,41 +66,41 @@ def details(facts: ModelFacts) -> Fields:
     }
 
 
-def tag(name: str, created: int, facts: ModelFacts) -> Fields:
+def tag_entry(name: str, created: int, facts: ModelFacts) -> Fields:
     """An entry of `/api/tags`."""
-    name = tagged(name)
+    name = tagged_name(name)
     return {
         "name": name,
         "model": name,
-        "modified_at": stamp(created),
+        "modified_at": rfc3339(created),
         "size": facts.size_bytes,
         "digest": facts.digest,
-        "details": details(facts),
+        "details": model_details(facts),
     }
 
 
-def on_disk(model: LocalModel) -> Fields:
+def disk_entry(model: LocalModel) -> Fields:
     """The same of a model that is not loaded."""
     form, _, stored_as = model.format.partition(" ")
-    return tag(model.name, changed(model), ModelFacts(model.digest or "", model.nbytes, model.family, 0, stored_as, form.lower()))
+    return tag_entry(model.name, changed(model), ModelFacts(model.digest or "", model.nbytes, model.family, 0, stored_as, form.lower()))
 
 
-def process(model: ServedModel) -> Fields:
+def loaded_entry(model: ServedModel) -> Fields:
     """An entry of `/api/ps`: what is served is loaded, and stays so."""
-    name, facts = tagged(model.name), model.facts
+    name, facts = tagged_name(model.name), model.facts
     return {
         "name": name,
         "model": name,
         "size": facts.size_bytes,
         "digest": facts.digest,
-        "details": details(facts),
+        "details": model_details(facts),
         "expires_at": FOREVER,
         "size_vram": facts.size_bytes if facts.on_gpu else 0,
         "context_length": model.max_context,
     }
 
 
-def shown(model: ServedModel, can: Sequence[str]) -> Fields:
+def show_entry(model: ServedModel, can: Sequence[str]) -> Fields:
     """`/api/show`."""
     facts = model.facts
     family = facts.family or "model"
@@ -117,10 +117,10 @@ def shown(model: ServedModel, can: Sequence[str]) -> Fields:
         "modelfile": f"# Served by Paceline.\nFROM {model.name}\n",
         "parameters": "",
         "template": model.tokenizer.chat_template or "",
-        "details": details(facts),
+        "details": model_details(facts),
         "model_info": info,
         "capabilities": list(can),
-        "modified_at": stamp(model.created),
+        "modified_at": rfc3339(model.created),
     }
 
 
@@ -145,14 +145,14 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
     encoder = service.embedder.encoder
 
     def models() -> list[ServedModel]:
-        return [*listed(service.inference, service.settings.served_names), *([] if encoder is None else [as_model(encoder)])]
+        return [*listed_models(service.inference, service.settings.served_names), *([] if encoder is None else [as_model(encoder)])]
 
     def show_of(checked: Intake, body: bytes) -> dict[str, object]:
         name = intake.name_to_show(checked, body)
         if encoder is not None and service.embedder.is_meant(name):
-            return shown(as_model(encoder), ["embedding"])
+            return show_entry(as_model(encoder), ["embedding"])
         model = checked.model(name)
-        return shown(model, capabilities(checked.formats.of(model).described))
+        return show_entry(model, capabilities(checked.formats.of(model).described))
 
     async def settle(asked: LoadOnly) -> str:
         """Load or unload one of this machine's models, where any client may have it loaded again."""
@@ -170,7 +170,9 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         asked = await service.read(request, parse, declared=False)
         if isinstance(asked, LoadOnly):
             reason = await service.while_wanted(settle(asked), request)
-            return json_response({**head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": reason})
+            return json_response(
+                {**line_head(asked.model, service.clock.wall()), **asked.shape.gained(), "done": True, "done_reason": reason}
+            )
         return service.answer_to(asked, arrived_s)
 
     @app.post(
@@ -179,7 +181,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         openapi_extra=body_of(intake.OllamaChatRequest),
     )
     async def chat(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return await answer(request, intake.chat)
+        return await answer(request, intake.chat_call)
 
     @app.post(
         "/api/generate",
@@ -187,7 +189,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         openapi_extra=body_of(intake.OllamaGenerateRequest),
     )
     async def generate(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        return await answer(request, intake.generate)
+        return await answer(request, intake.generate_call)
 
     @app.post("/api/show", responses={200: {"model": replies.OllamaShown}, **refused}, openapi_extra=body_of(intake.OllamaShowRequest))
     async def show(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -198,8 +200,8 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
         return json_response(
             {
                 "models": [
-                    *(tag(model.name, model.created, model.facts) for model in models()),
-                    *map(on_disk, await service.loadable()),
+                    *(tag_entry(model.name, model.created, model.facts) for model in models()),
+                    *map(disk_entry, await service.loadable()),
                 ]
             }
         )
@@ -208,7 +210,7 @@ def add_routes(app: FastAPI, service: ApiService) -> None:
     async def ps() -> Response:  # pyright: ignore[reportUnusedFunction]
         own = service.models
         away = set[str]() if own is None else {model.name for model in own.models() if not own.is_loaded(model.name)}
-        return json_response({"models": [process(model) for model in models() if model.name not in away]})
+        return json_response({"models": [loaded_entry(model) for model in models() if model.name not in away]})
 
     @app.get("/api/version", responses={200: {"model": replies.OllamaVersion}, **guarded})
     async def version() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -263,7 +265,7 @@ def _add_embeddings(app: FastAPI, service: ApiService, refused: Documented) -> N
     @app.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **refused}, openapi_extra=body_of(OllamaEmbedRequest))
     async def embed(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         arrived_s = service.clock.monotonic()
-        asked = await service.read(request, partial(parse, service.embedder, OllamaEmbedRequest), declared=False)
+        asked = await service.read(request, partial(parse_embedding_body, service.embedder, OllamaEmbedRequest), declared=False)
         wanted = EmbeddingRequest(model=asked.model, input=asked.input, dimensions=asked.dimensions)
         encoder, made = await embedded(wanted, request, "input")
         answer: dict[str, object] = {
@@ -272,15 +274,15 @@ def _add_embeddings(app: FastAPI, service: ApiService, refused: Documented) -> N
             "load_duration": 0,
             "prompt_eval_count": sum(made.tokens),
         }
-        written = await asyncio.to_thread(lambda: b",".join([numbers(vector) for vector in made.vectors]))
+        written = await asyncio.to_thread(lambda: b",".join([json_numbers(vector) for vector in made.vectors]))
         body = orjson.dumps(answer)[:-1] + b',"embeddings":[' + written + b"]}"
         return json_response(body, ignored_fields(asked))
 
     @app.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **refused}, openapi_extra=body_of(OllamaEmbeddingsRequest))
     async def embeddings(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        asked = await service.read(request, partial(parse, service.embedder, OllamaEmbeddingsRequest), declared=False)
+        asked = await service.read(request, partial(parse_embedding_body, service.embedder, OllamaEmbeddingsRequest), declared=False)
         _, made = await embedded(EmbeddingRequest(model=asked.model, input=asked.prompt), request, "prompt")
-        body = b'{"embedding":' + numbers(made.vectors[0]) + b"}"
+        body = b'{"embedding":' + json_numbers(made.vectors[0]) + b"}"
         return json_response(body, ignored_fields(asked))
 
 

@@ -135,14 +135,14 @@ class OllamaShown(BaseModel):
 Fields = dict[str, object]
 
 
-def stamp(unix_s: float) -> str:
+def rfc3339(unix_s: float) -> str:
     """A time as RFC 3339 writes it."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-def head(model: ServedModel, now_s: float) -> Fields:
+def line_head(model: ServedModel, now_s: float) -> Fields:
     """What every line begins with."""
-    return {"model": model.name, "created_at": stamp(now_s)}
+    return {"model": model.name, "created_at": rfc3339(now_s)}
 
 
 class OllamaShape(Shape):
@@ -152,7 +152,7 @@ class OllamaShape(Shape):
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._head: Fields = head(call.model, call.created)
+        self._head: Fields = line_head(call.model, call.created)
         self._finish: FinishReason | None = None
         self._open: CalledTool | None = None
         self._calls = 0

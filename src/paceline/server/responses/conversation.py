@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ContextOverflow, InvalidRequest
-from paceline.server.faults import renamed
+from paceline.server.faults import rename_field
 from paceline.server.fields import inner_request
 from paceline.server.messages import CalledFunction, Function, Message, Tool, ToolCall
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
@@ -178,7 +178,7 @@ PREFIXES: Mapping[str, str] = {"message": "msg", "function_call": "fc", "functio
 
 
 SEAL = "paceline:"
-"""Begins what `closed` wrote."""
+"""Begins what `seal_reasoning` wrote."""
 
 
 def new_id(kind: str) -> str:
@@ -186,12 +186,12 @@ def new_id(kind: str) -> str:
     return f"{PREFIXES.get(kind, 'resp')}_{uuid4().hex}"
 
 
-def closed(reasoning: str) -> str:
+def seal_reasoning(reasoning: str) -> str:
     """Reasoning as clients carry it that keep nothing here and pass on no text of it. A form of the text, and no secret."""
     return SEAL + b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
-def opened(content: str) -> str:
+def open_reasoning(content: str) -> str:
     """The reasoning in an `encrypted_content`; empty where another server wrote it."""
     if not content.startswith(SEAL):
         return ""
@@ -201,7 +201,7 @@ def opened(content: str) -> str:
         return ""
 
 
-def keep(item: AnyItem) -> KeptItem:
+def keep_item(item: AnyItem) -> KeptItem:
     """An item to be kept, under an id of its own where it brings none."""
     shown = shown_item(item)
     return KeptItem(str(shown["id"]), item, shown, ITEM_OVERHEAD + _held_bytes((item, shown), set()))
@@ -316,7 +316,7 @@ def write_messages(
             case MessageItem(content=content):
                 turn.content = (turn.content or "") + text_of(content)
             case ReasoningItem(summary=summary, content=content):
-                turn.reasoning += text_of(content or summary or []) or opened(item.encrypted_content or "")
+                turn.reasoning += text_of(content or summary or []) or open_reasoning(item.encrypted_content or "")
             case CallItem(call_id=call_id, name=name, namespace=namespace, arguments=arguments):
                 turn.calls.append(ToolCall(id=call_id, function=CalledFunction(name=shown_name(namespace, name), arguments=arguments)))
     # Reasoning that is followed by nothing, and whose text is hidden, says nothing.
@@ -324,7 +324,7 @@ def write_messages(
     return WrittenConversation([turn.message() for turn in turns], [turn.origin for turn in turns])
 
 
-def as_chat(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
+def chat_request_of(asked: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
     """The chat that a request comes to."""
     given: dict[str, Any] = {
         **{name: getattr(asked, name) for name in SAMPLING & asked.model_fields_set},
@@ -377,7 +377,7 @@ NAMES = {
 _OF_MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 
 
-def translated(error: InvalidRequest | ContextOverflow, origins: Sequence[str]) -> InvalidRequest | ContextOverflow:
+def translate_error(error: InvalidRequest | ContextOverflow, origins: Sequence[str]) -> InvalidRequest | ContextOverflow:
     """An error of the inner request, under the names that this API has for its fields."""
     inner = error.field
     if inner is None:
@@ -387,4 +387,4 @@ def translated(error: InvalidRequest | ContextOverflow, origins: Sequence[str]) 
         outer = origins[int(found[1])] + (rest if origins[int(found[1])].startswith("input[") else "")
     else:
         outer = NAMES.get(inner, inner)
-    return type(error)(renamed(error.message, inner, outer), error.hint.replace("max_tokens", "max_output_tokens"), field=outer)
+    return type(error)(rename_field(error.message, inner, outer), error.hint.replace("max_tokens", "max_output_tokens"), field=outer)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from paceline.core.generation import FinishReason, TokenLogprob
 from paceline.core.text import Vocabulary
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part, Reasoning
-from paceline.server.responses.conversation import closed, new_id
+from paceline.server.responses.conversation import new_id, seal_reasoning
 from paceline.server.shapes import chat_logprobs, new_call_id
 
 Event = Mapping[str, object]
@@ -132,7 +132,7 @@ class Output:
         item, text = self.items[-1], "".join(self._texts)
         item["status"] = status
         if self._carried and item["type"] == "reasoning":
-            item["encrypted_content"] = closed(text)
+            item["encrypted_content"] = seal_reasoning(text)
         events: list[Event] = []
         match item["type"]:
             case "message":

@@ -17,7 +17,16 @@ from paceline.server.fields import ignored_fields, json_response
 from paceline.server.intake import Intake
 from paceline.server.replies import Documented, ErrorReply, body_of, event_stream, refusals
 from paceline.server.responses import shape as replies
-from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, as_chat, keep, new_id, translated, write_messages
+from paceline.server.responses.conversation import (
+    Kept,
+    KeptItem,
+    KeptResponses,
+    chat_request_of,
+    keep_item,
+    new_id,
+    translate_error,
+    write_messages,
+)
 from paceline.server.responses.requests import MessageItem, ReferenceItem, ResponsesRequest
 from paceline.server.responses.shape import AnswerTurn
 
@@ -55,10 +64,10 @@ class Responses:
         if not written.messages:
             raise InvalidRequest("input: has nothing for the model to read", "Send a message.", field="input")
         try:
-            call = intake.chat_of(as_chat(asked, written.messages))
+            call = intake.chat_of(chat_request_of(asked, written.messages))
         except InvalidRequest as error:
-            raise translated(error, written.origins) from error
-        kept = [one if isinstance(one, KeptItem) else keep(one) for one in items]
+            raise translate_error(error, written.origins) from error
+        kept = [one if isinstance(one, KeptItem) else keep_item(one) for one in items]
         turn = AnswerTurn(asked, before, kept, None if asked.store is False else self.kept, self.clock)
         return replace(call, id=new_id("response"), shape=turn.shape, ignored=ignored_fields(asked))
 

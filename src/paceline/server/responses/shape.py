@@ -18,7 +18,7 @@ from paceline.server.faults import Fault
 from paceline.server.formats.format import Part
 from paceline.server.messages import json_bytes
 from paceline.server.replies import ChatTokenLogprob
-from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, keep
+from paceline.server.responses.conversation import Kept, KeptItem, KeptResponses, keep_item
 from paceline.server.responses.output import Event, Output
 from paceline.server.responses.requests import AnyItem, ResponsesRequest, shown_name
 from paceline.server.shapes import Collected, Shape, Streamed
@@ -233,7 +233,7 @@ class ResponsesShape(Shape):
         }
         turn = self._turn
         if turn.kept is not None:
-            output = [keep(_ITEM.validate_python(_without_logprobs(item))) for item in self._output.items]
+            output = [keep_item(_ITEM.validate_python(_without_logprobs(item))) for item in self._output.items]
             turn.kept.put(Kept(self._call.id, json_bytes(response), turn.before, turn.input, output))
         return response
 

@@ -5,13 +5,15 @@
 
     token = (k / rate of the proposer + R + 4 k / B + N layer + edge + k N prompt layer) / (1 + a + ... + a^k)
 
-Drafted rows cost what prompt rows do. R and B come from `fleet.links`.
+Drafted rows cost what prompt rows do, unless steps of so many rows were seen as the model was served. R and B come from `fleet.links`; a is what the
+verifier's node saw of that node's drafts, once it had some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Final
 
 from paceline.core.errors import ImpossiblePin
@@ -40,7 +42,10 @@ class PricedProposer:
 
     tokens_per_s: float
     acceptance: float
+    accepts: bool
+    """The acceptance was measured."""
     measured: bool
+    """And the rate."""
 
 
 class Drafted(PricesWay):
@@ -79,16 +84,16 @@ def _drafted(machine: Machine, fleet: PricedFleet) -> list[Choice]:
             if can_draft(card, offer, machine, request) is None
             and (card.node_id == machine.node_id or fleet.link(machine.node_id, card.node_id) is not None)
         ),
-        key=lambda pair: (_proposer(pair[0], pair[1], request).tokens_per_s, pair[0].memory_total_bytes, pair[0].node_id, repr(pair[1])),
+        key=lambda pair: (_rate(*pair) or 0.0, pair[0].memory_total_bytes, pair[0].node_id, repr(pair[1])),
         reverse=True,
     )
     remote = [pair for pair in able if pair[0].node_id != machine.node_id]
     found: list[Choice] = []
     for card, offer in (remote or able)[:MOST_PROPOSERS]:
-        proposer = _proposer(card, offer, request)
+        proposer = _proposer(card, offer, machine.offer, request)
         between = None if card.node_id == machine.node_id else fleet.link(machine.node_id, card.node_id)
         expected, length = _estimate(machine, proposer, between, request)
-        draft = Draft(card.node_id, card.instance, offer.model_id, offer.digest, length, proposer.acceptance)
+        draft = Draft(card.node_id, card.instance, offer.model_id, offer.digest, length, proposer.acceptance, proposer.accepts)
         found.append(choices.choice(DRAFT, [machine], [machine.shape.n_layers], draft, expected))
     return found
 
@@ -125,7 +130,7 @@ def expected_tokens(acceptance: float, length: int) -> float:
 
 def _drafted_token(machine: Machine, proposer: PricedProposer, link: Link | None, length: int, streams: int) -> Seconds:
     batch = machine.layer_batch_s(streams) * machine.shape.n_layers + machine.edge_batch_s(streams)
-    verify = batch + streams * length * machine.prompt_layer_s * machine.shape.n_layers
+    verify = batch + machine.rows_s(streams * length)
     busy = Seconds(streams * length / proposer.tokens_per_s + verify)
     wire = Seconds() if link is None else Seconds(0.0, link.rtt_s, 4 * streams * length / link.bytes_per_s)
     return (busy + wire) * (1 / expected_tokens(proposer.acceptance, length))
@@ -148,10 +153,13 @@ def can_draft(card: NodeCard, offer: ModelOffer, machine: Machine, request: Plan
     return None
 
 
-def _proposer(card: NodeCard, offer: ModelOffer, request: PlanRequest) -> PricedProposer:
-    acceptance = MODEL_ACCEPTANCE if request.acceptance is None else min(max(request.acceptance, 0.0), 1.0)
-    measured = sensible(offer.tokens_per_second, 1e-6, 1e9) is not None and request.acceptance is not None
-    return PricedProposer(_rate(card, offer) or 1e-6, acceptance, measured)
+def _proposer(card: NodeCard, offer: ModelOffer, verifier: ModelOffer, request: PlanRequest) -> PricedProposer:
+    seen = next((each.acceptance for each in verifier.drafts if (each.node_id, each.model_id) == (card.node_id, offer.model_id)), None)
+    said = seen if request.acceptance is None else request.acceptance
+    said = None if said is None or not isfinite(said) else min(max(said, 0.0), 1.0)
+    acceptance = MODEL_ACCEPTANCE if said is None else said
+    measured = sensible(offer.tokens_per_second, 1e-6, 1e9) is not None and said is not None
+    return PricedProposer(_rate(card, offer) or 1e-6, acceptance, said is not None, measured)
 
 
 def _rate(card: NodeCard, offer: ModelOffer) -> float | None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.core.clock import Clock
-from paceline.core.ids import SequenceId
+from paceline.core.ids import NodeId, SequenceId
+from paceline.core.stats import EngineStats
 from paceline.engine.drafts import AUTO, DRAFTS
-from paceline.fleet.card import ModelOffer
+from paceline.fleet.card import MeasuredDraft, ModelOffer
 from paceline.fleet.eligibility import MayDraft
 from paceline.ways.draft.desk import ProposerDesk
 from paceline.ways.draft.finding import Drafter, Key, OpenLine, OwnProposers, Verifier, drafters, fitting_models
@@ -25,6 +26,12 @@ GRACE_S = 5.0
 
 MOST_NAMED = 8
 """Sources at once, unless sequences that go on have more. Raising it: more streams stay open, for models that no request may name again."""
+SEEN = 64
+"""Drafted tokens of a node that came true or not, before its share counts. Raising it: one that is always wrong drafts for longer."""
+HALVED = 4096
+"""Of as many, half are forgotten. Raising it: the share follows other texts more slowly."""
+TRIED_AGAIN_S = 1800.0
+"""After which the share of a node that drafts no more is forgotten. Raising it: one whose drafts did not pay is tried again later."""
 FLEET = "fleet"
 """A request's `draft` for whatever model of the fleet drafts best."""
 
@@ -40,6 +47,15 @@ class _Reach:
     """Ids of those there are."""
     open_line: OpenLine
     vocabulary_size: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of one node's drafts with one model."""
+
+    compared: float = 0.0
+    came_true: float = 0.0
+    at_s: float = 0.0
 
 
 class NodeDrafts:
@@ -63,6 +79,33 @@ class NodeDrafts:
         """Those that have a drafter."""
         self._ending: set[asyncio.Task[None]] = set()
         self._grace: asyncio.TimerHandle | None = None
+        self._seen: dict[tuple[NodeId, str], _Seen] = {}
+        self._counted: dict[str, tuple[tuple[NodeId, str] | None, int, int]] = {}
+        """By source: whose drafts it had when it was looked at last, and what the engine had counted."""
+
+    def measured(self, stats: EngineStats) -> tuple[MeasuredDraft, ...]:
+        """What became of drafts, by the nodes that made them. For one thread at a time.
+
+        Args:
+            stats: of the engine.
+        """
+        now = self._clock.monotonic()
+        for name, source in self.sources.items():
+            drafter = source.drafter
+            who = None if drafter is None else (drafter.node_id, drafter.model_id)
+            counted = (stats.compared_tokens.get(name, 0), stats.true_tokens.get(name, 0))
+            last, *before = self._counted.get(name, (who, 0, 0))
+            self._counted[name] = (who, *counted)
+            compared, came_true = (count - then for count, then in zip(counted, before, strict=True))
+            if who is None or who != last or compared <= 0:
+                continue  # what changed hands meanwhile is nobody's in particular
+            seen = self._seen.setdefault(who, _Seen())
+            if seen.compared + compared > HALVED:
+                seen.compared, seen.came_true = seen.compared / 2, seen.came_true / 2
+            seen.compared, seen.came_true, seen.at_s = seen.compared + compared, seen.came_true + came_true, now
+        self._seen = {who: seen for who, seen in self._seen.items() if now - seen.at_s < TRIED_AGAIN_S}
+        shares = {who: seen.came_true / seen.compared for who, seen in sorted(self._seen.items()) if seen.compared >= SEEN}
+        return tuple(MeasuredDraft(*who, share) for who, share in shares.items())
 
     # ------------------------------------------------------------------------------------------------------ for the engine's thread
 

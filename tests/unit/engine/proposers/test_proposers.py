@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from tests.fakes.engines import VOCAB, answer_alone
+from tests.fakes.null_backend import NullRunner
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import GenerationRequest, SamplingParams
@@ -15,7 +16,6 @@ from paceline.core.ids import RequestId
 from paceline.engine.drafts import BlockProposal
 from paceline.engine.proposers.models import DraftModelProposer, JacobiProposer, ModelProposer
 from paceline.engine.proposers.session import common_length, open_session
-from paceline.testing.null_backend import NullRunner
 
 Make = Callable[..., ModelProposer[object]]
 MODELS = pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from tests.fakes.fleets import TestFleet
 from tests.unit.machine.weights.nodes import WatchedLibrary
 
 from paceline.core.trust import Trust
@@ -20,7 +21,6 @@ from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceServicer, add_CapabilityServiceServicer_to_server
 from paceline.net.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 from paceline.store.home import Home
-from paceline.testing.fleets import TestFleet
 
 
 class OwnCard(CapabilityServiceServicer):

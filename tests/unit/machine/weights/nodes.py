@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc.aio
+from tests.fakes.fleets import TestFleet
 
 from paceline.core.errors import DownloadError
 from paceline.core.ids import NodeId
@@ -22,7 +23,6 @@ from paceline.net.weights_servicer import WeightsServicer
 from paceline.net.wire.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 from paceline.store.home import Home
 from paceline.store.library import Library
-from paceline.testing.fleets import TestFleet
 
 
 class WatchedLibrary(Library):

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from tests.fakes.fleets import TestFleet
+
 from paceline.core.clock import SystemClock
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
@@ -16,7 +18,6 @@ from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.net.trust.folder import FleetFolder
-from paceline.testing.fleets import TestFleet
 
 Given = ParamSpec("Given")
 Node = TypeVar("Node", bound=FleetNode)

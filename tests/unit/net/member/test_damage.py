@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import Still, in_loop, make_node, running, until, until_seen
 
 from paceline.core.errors import IdentityError, MembershipError
@@ -13,7 +14,6 @@ from paceline.fleet.card import ModelOffer, Role
 from paceline.net.member.node import FleetNode
 from paceline.net.trust.authority import NODE_HOLDS, Authority
 from paceline.net.trust.folder import FleetFolder
-from paceline.testing.fleets import TestFleet
 
 
 def offer(node: FleetNode, name: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop, make_node, running, until, until_seen
-
-from paceline.testing.fleets import TestFleet
 
 
 @in_loop

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from tests.fakes.fleets import TestFleet
 from tests.unit.machine.echo_engine import EchoEngine
 from tests.unit.machine.test_host import drain, host_of, request
 from tests.unit.machine.weights.conftest import new_home  # noqa: F401
@@ -29,7 +30,6 @@ from paceline.node.build import BuiltNode
 from paceline.node.serving import FleetServing
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
-from paceline.testing.fleets import TestFleet
 
 SHAPE = ModelShape(n_layers=2, hidden=64, layer_bytes=1 << 16, edge_bytes=1 << 16, kv_bytes_per_token_per_layer=64, max_context=128)
 

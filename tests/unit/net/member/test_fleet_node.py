@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import QUICK, in_loop, make_node, running, until, until_seen
 
 from paceline.core.clock import SystemClock
@@ -31,7 +32,6 @@ from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.control_pb2_grpc import ControlServiceStub
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
 from paceline.store.home import Home
-from paceline.testing.fleets import TestFleet
 
 DRAFTS = ModelOffer("small", Role.PROPOSER, "int4", digest="e", vocabulary="v")
 MODEL = ModelOffer("m", Role.VERIFIER, "int4", digest="d", warm=True, vocabulary="v")

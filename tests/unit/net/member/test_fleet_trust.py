@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.fakes.clock import FakeClock
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop, make_node, running, until, until_seen
 
 from paceline.core.errors import FleetError, GossipRefused, IdentityError, MalformedMessage, MembershipError, NotTrusted, RevokedNode
@@ -23,8 +25,6 @@ from paceline.net.trust.issuer import RENEW_BELOW_S, RENEW_EVERY_S, Issuer
 from paceline.net.trust.seals import open_kept_list, open_list, sign_list
 from paceline.net.trust.signing import SignedKind
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.testing.clock import FakeClock
-from paceline.testing.fleets import TestFleet
 
 DAY_S = 86400.0
 

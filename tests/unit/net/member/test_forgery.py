@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from tests.fakes.fleets import TestFleet, card_of, sealed_card
 from tests.unit.net.member.nodes import in_loop, make_node, running, until, until_seen
 
 from paceline.core.errors import MalformedMessage, MessageTooLarge
@@ -17,7 +18,6 @@ from paceline.net.trust.identity import Identity
 from paceline.net.trust.signing import SignedKind
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import CapabilityServiceStub
-from paceline.testing.fleets import TestFleet, card_of, sealed_card
 
 EXCHANGE = "/paceline.v1.CapabilityService/ExchangeCapabilities"
 

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf.message import Message
+from tests.fakes.fleets import TestFleet, sealed_card
 from tests.fakes.scripted_inference import ScriptedInference
 from tests.unit.net.member.nodes import in_loop, make_node
 
@@ -22,7 +23,6 @@ from paceline.net.exchange_codec import write_passed
 from paceline.net.member.node import FleetNode
 from paceline.net.wire import control_pb2, fleet_pb2, generate_pb2, propose_pb2, shard_pb2, weights_pb2
 from paceline.store.home import Home
-from paceline.testing.fleets import TestFleet, sealed_card
 from paceline.ways.draft.service import DraftService
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing

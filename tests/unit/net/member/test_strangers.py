@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop, make_node, running, until, until_seen
 
 from paceline.net import server
 from paceline.net.trust.connections import connections
-from paceline.testing.fleets import TestFleet
 
 MOST = 16
 

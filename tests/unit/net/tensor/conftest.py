@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import pytest
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.tensor.meeting import Meeting, meeting
-
-from paceline.testing.fleets import TestFleet
 
 
 @pytest.fixture

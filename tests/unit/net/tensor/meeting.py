@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+from tests.fakes.fleets import TestFleet
 
 from paceline.core.clock import SystemClock
 from paceline.net.tensor.dialling import dial
@@ -16,7 +17,6 @@ from paceline.net.tensor.ends import TensorReceiver, TensorSender
 from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
-from paceline.testing.fleets import TestFleet
 
 SOON_S = 100.0
 MOST_SENT = 64 << 20

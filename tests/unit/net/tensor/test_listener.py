@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.tensor.meeting import Meeting, meeting, soon, until_it_breaks
 
 from paceline.core.errors import ConfigError, NodeUnreachable, RevokedNode, StreamClosed, StreamStalled, TensorStreamError
@@ -18,7 +19,6 @@ from paceline.net.tensor import listener as module
 from paceline.net.tensor.dialling import dial
 from paceline.net.tensor.frames import close, hello, tensor_start
 from paceline.net.trust.credentials import client_context
-from paceline.testing.fleets import TestFleet
 
 
 def tls(met: Meeting) -> ssl.SSLSocket:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.net.tensor.meeting import Meeting, soon, until_it_breaks
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamIdle, StreamStalled, TensorStreamError, TensorTooLarge
 from paceline.net.tensor import pipe
 from paceline.net.tensor.frames import MAX_TENSOR_BYTES, chunk_start, tensor_start
 from paceline.net.tensor.pipe import LEAST_BYTES_PER_S, PipeSilence
-from paceline.testing.clock import FakeClock
 
 SHORT_S = 0.2
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-
-from paceline.testing.fleets import TestFleet
+from tests.fakes.fleets import TestFleet
 
 
 @pytest.fixture

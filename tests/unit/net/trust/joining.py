@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from tests.fakes.clock import FakeClock
 
 from paceline.core.ids import NodeId
 from paceline.core.trust import Trust
@@ -28,7 +29,6 @@ from paceline.net.trust.issuer import Issuer
 from paceline.net.trust.tokens import NONCE_BYTES, JoinToken
 from paceline.net.wire import fleet_pb2 as wire
 from paceline.net.wire.fleet_pb2_grpc import JoinServiceStub
-from paceline.testing.clock import FakeClock
 
 SOON_S = 100.0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from tests.fakes.fleets import TestFleet, sealed_card
 
 from paceline.core.clock import Clock
 from paceline.net.trust.certificates import NODE_NAME
@@ -19,7 +20,6 @@ from paceline.net.trust.guard import Context, PeerGuard
 from paceline.net.trust.handlers import Limit, WellFormed
 from paceline.net.trust.identity import Identity
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.testing.fleets import TestFleet, sealed_card
 
 ECHO, COUNT, TALK, SINK, FLOOD, CARDS = "/test/Echo", "/test/Count", "/test/Talk", "/test/Sink", "/test/Flood", "/test/Cards"
 CARD = "/paceline.v1.CapabilityService/GetNodeCapability"

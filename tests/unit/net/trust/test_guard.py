@@ -11,6 +11,8 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 import pytest
+from tests.fakes.clock import FakeClock
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.trust.logs import logged
 from tests.unit.net.trust.served import CARD, CARDS, COUNT, ECHO, FLOOD, SINK, SOON_S, TALK, served
 
@@ -19,8 +21,6 @@ from paceline.core.ids import NodeId
 from paceline.net.trust.certificates import NODE_NAME
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import ask_card, check_callable
-from paceline.testing.clock import FakeClock
-from paceline.testing.fleets import TestFleet
 
 
 async def refused(call: Awaitable[object]) -> grpc.aio.AioRpcError:

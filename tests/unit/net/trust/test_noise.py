@@ -12,6 +12,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.fakes.fleets import TestFleet, sealed_card
 
 from paceline.cli.enrolment import seconds
 from paceline.core.errors import FleetError, PacelineError, TokenError, UserError
@@ -25,7 +26,6 @@ from paceline.net.trust.issuer import Issuer
 from paceline.net.trust.seals import open_card, open_revocation
 from paceline.net.trust.tokens import JoinToken
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.testing.fleets import TestFleet, sealed_card
 
 FLEET = TestFleet()
 ALICE = FLEET.member("alice-1")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.fakes.fleets import TestFleet, card_of, sealed_card
 
 from paceline.core.errors import FleetError, IdentityError, MalformedMessage, MessageTooLarge, NotTrusted, RevokedNode
 from paceline.core.ids import NodeId
@@ -17,7 +18,6 @@ from paceline.net.trust.identity import Identity
 from paceline.net.trust.seals import open_card, open_revocation, open_revocations, sign_card
 from paceline.net.trust.signing import SignedKind
 from paceline.net.wire import fleet_pb2 as wire
-from paceline.testing.fleets import TestFleet, card_of, sealed_card
 
 
 def signed(sealed: SealedCard, **changes: Any) -> wire.SignedCard:

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
+from tests.fakes.fleets import TestFleet, card_of
 from tests.unit.net.trust.joining import IssuerNode, request_for
 
 from paceline.core.errors import RevokedNode
@@ -25,7 +26,6 @@ from paceline.net.trust.issuer import RENEW_BELOW_S, RENEW_EVERY_S, Issuer, Join
 from paceline.net.trust.seals import sign_card
 from paceline.net.trust.signing import PrivateKey
 from paceline.net.trust.tokens import NONCE_BYTES
-from paceline.testing.fleets import TestFleet, card_of
 
 DUE_S = NODE_HOLDS.total_seconds() - RENEW_BELOW_S + 1
 """After which a certificate may be renewed."""

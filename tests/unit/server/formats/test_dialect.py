@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.formats.lax_grammar import as_followed
+from paceline.server.formats.lax_grammar import followed_schema
 
 
 @pytest.mark.parametrize(
@@ -35,5 +35,5 @@ from paceline.server.formats.lax_grammar import as_followed
     ],
 )
 def test_a_schema_as_it_is_followed(schema: dict[str, Any], followed: dict[str, Any]) -> None:
-    assert as_followed(schema) == followed
-    assert as_followed(followed) == followed
+    assert followed_schema(schema) == followed
+    assert followed_schema(followed) == followed

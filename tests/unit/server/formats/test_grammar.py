@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema_rs
 import numpy as np
 import pytest
+from tests.fakes.null_backend import ByteVocabulary
 from tests.unit.server.formats.reading import read
 from tests.unit.server.formats.test_families import FORMATS, marks
 
@@ -21,7 +22,6 @@ from paceline.server.formats.tagged import alternatives
 from paceline.store.gguf_header import read_header
 from paceline.store.gguf_tokenizer import tokenizer_from_gguf
 from paceline.store.home import Home
-from paceline.testing.null_backend import ByteVocabulary
 
 TEXT: dict[str, Any] = {"type": "string", "maxLength": 5}
 TOOLS: dict[str, Any] = {

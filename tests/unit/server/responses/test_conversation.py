@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 from pydantic import TypeAdapter
+from tests.fakes.clock import FakeClock
 from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 
 from paceline.core.clock import SystemClock
@@ -17,11 +18,10 @@ from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.server.call import Usage
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Part
 from paceline.server.intake import Intake
-from paceline.server.responses.conversation import SEAL, KeptBounds, KeptResponses, closed, translated, write_messages
+from paceline.server.responses.conversation import SEAL, KeptBounds, KeptResponses, seal_reasoning, translate_error, write_messages
 from paceline.server.responses.requests import AnyItem
 from paceline.server.responses.routes import Responses
 from paceline.store.chat_template import ChatTemplate
-from paceline.testing.clock import FakeClock
 
 QWEN = Path(__file__).parents[3] / "data" / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
 ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[AnyItem])
@@ -67,7 +67,7 @@ def test_reasoning_that_is_hidden_is_left_out() -> None:
 
 
 def test_reasoning_that_a_client_carried_is_read() -> None:
-    carried = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": closed("Hm, ü.")}
+    carried = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": seal_reasoning("Hm, ü.")}
     assert written(carried, {"role": "assistant", "content": "!"})[1] == {
         "role": "assistant",
         "content": "!",
@@ -86,10 +86,10 @@ def test_reasoning_that_a_client_carried_is_read() -> None:
     ],
 )
 def test_errors_name_this_apis_fields(inner: str, message: str, outer: str, told: str) -> None:
-    error = translated(ContextOverflow(message, "Lower max_tokens.", field=inner), ["instructions", "input[4]"])
+    error = translate_error(ContextOverflow(message, "Lower max_tokens.", field=inner), ["instructions", "input[4]"])
     assert (type(error), error.field, error.message, error.hint) == (ContextOverflow, outer, told, "Lower max_output_tokens.")
     unnamed = InvalidRequest("no")
-    assert translated(unnamed, []) is unnamed
+    assert translate_error(unnamed, []) is unnamed
 
 
 class QwenTokenizer(ByteTokenizer):

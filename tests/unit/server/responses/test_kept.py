@@ -5,14 +5,14 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.clock import FakeClock
 
-from paceline.server.responses.conversation import PLACE, Kept, KeptBounds, KeptItem, KeptResponses, keep
+from paceline.server.responses.conversation import PLACE, Kept, KeptBounds, KeptItem, KeptResponses, keep_item
 from paceline.server.responses.requests import AnyItem, CallItem, MessageItem
-from paceline.testing.clock import FakeClock
 
 
 def said(text: str) -> KeptItem:
-    return keep(MessageItem(role="user", content=text))
+    return keep_item(MessageItem(role="user", content=text))
 
 
 def response(name: str, before: Kept | None = None, text: str = "hi") -> Kept:
@@ -114,7 +114,7 @@ def test_items_are_counted_however_they_are_held(item: AnyItem) -> None:
     tracemalloc.start()
     try:
         for number in range(20):
-            kept.put(Kept(f"r{number}", bytes(200), [], [keep(type(item).model_validate_json(written))], [said("yes")]))
+            kept.put(Kept(f"r{number}", bytes(200), [], [keep_item(type(item).model_validate_json(written))], [said("yes")]))
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

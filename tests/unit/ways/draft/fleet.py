@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import BOUND_S, make_node, until, until_seen
 from tests.unit.ways.draft.cards import SMALL
 from tests.unit.ways.draft.proposers import Hangs, Lookup
@@ -22,7 +23,6 @@ from paceline.net.member.node import FleetNode
 from paceline.net.member.state import Claim
 from paceline.net.server import Service
 from paceline.net.trust.guard import PeerGuard
-from paceline.testing.fleets import TestFleet
 from paceline.ways.draft.desk import ProposerDesk, proposer_service
 from paceline.ways.draft.finding import Drafter, FleetLines, Key
 from paceline.ways.draft.meter import DraftMeter

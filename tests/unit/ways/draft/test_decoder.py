@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from tests.fakes.engines import VOCAB, VOCABULARY, answer_alone
+from tests.fakes.null_backend import NullRunner
 from tests.unit.net.member.nodes import until
 from tests.unit.ways.draft.fleet import DraftFleet, on_fleet
 from tests.unit.ways.draft.proposers import TooLong
@@ -22,7 +23,6 @@ from paceline.engine.local import LocalExecutor
 from paceline.engine.proposers.models import DraftModelProposer
 from paceline.fleet.plan import ALONE, Choice, PlanRequest
 from paceline.node.ways import plan
-from paceline.testing.null_backend import NullRunner
 from paceline.ways.draft.decoder import DistributedSpeculativeDecoder
 from paceline.ways.draft.price import DRAFT
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.draft.proposers import Hangs, Scripted
 
 from paceline.core.errors import InvalidRequest, ModelNotFound, Overloaded
 from paceline.engine.drafts import BlockProposal
 from paceline.net.wire import propose_pb2 as wire
-from paceline.testing.fleets import TestFleet
 from paceline.ways.draft import desk as proposer_desk
 from paceline.ways.draft.desk import MAX_STEPS, BlockAsk, ProposerDesk, ProposerServicer
 from paceline.ways.draft.finding import DeskLine

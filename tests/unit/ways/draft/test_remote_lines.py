@@ -7,13 +7,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import NodeUnreachable
 from paceline.core.ids import NodeId, SequenceId
 from paceline.engine.drafts import BlockProposal, DraftAnswer, DraftAsk
-from paceline.testing.clock import FakeClock
 from paceline.ways.draft.desk import BlockAsk
 from paceline.ways.draft.finding import Drafter, OnEnd
 from paceline.ways.draft.line import OnBlock

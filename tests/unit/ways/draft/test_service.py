@@ -10,6 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.fakes.fleets import TestFleet
+from tests.fakes.null_backend import NullRunner
 from tests.unit.net.member.nodes import in_loop, make_node
 from tests.unit.ways.draft.cards import SMALL
 from tests.unit.ways.draft.proposers import Lookup
@@ -24,8 +26,6 @@ from paceline.net.channels import Purpose
 from paceline.net.wire import propose_pb2
 from paceline.net.wire.propose_pb2_grpc import ProposerServiceStub
 from paceline.node.build import BuiltNode, build_node
-from paceline.testing.fleets import TestFleet
-from paceline.testing.null_backend import NullRunner
 from paceline.ways.draft.service import DraftService, LoadedProposer, check_vocabulary, draft_use, drafting_alone, load_proposer
 
 DRAFT = f"jacobi:{DEFAULT_MODEL}"

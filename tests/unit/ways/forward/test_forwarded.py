@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.machine.echo_engine import EchoEngine
 from tests.unit.machine.test_host import host_of
 from tests.unit.net.member.nodes import in_loop, until
@@ -29,7 +30,6 @@ from paceline.core.generation import FinishReason, GenerationChunk, GenerationRe
 from paceline.core.ids import NodeId, RequestId
 from paceline.core.inference import ChunkStream
 from paceline.machine.host import EngineHost
-from paceline.testing.clock import FakeClock
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.routes import RouteStop
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.fakes.clock import FakeClock
 
 from paceline.core.errors import NodeStopping, NodeUnreachable, Overloaded, PacelineError
 from paceline.core.ids import NodeId
 from paceline.node.serving import shown_load
-from paceline.testing.clock import FakeClock
 from paceline.ways.forward.routes import MOST_PREFIXES, PREFIX_TOKENS, REMEMBERED, Prompt, RouteStop, Sharing, prefix_keys
 
 DOOR, B, C = NodeId("a"), NodeId("b"), NodeId("c")

@@ -15,6 +15,8 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf.message import Message
+from tests.fakes.clock import FakeClock
+from tests.fakes.fleets import TestFleet
 
 from paceline.core.errors import (
     BadPipelineRequest,
@@ -33,8 +35,6 @@ from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.handlers import WellFormed
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub, add_ShardServiceServicer_to_server
-from paceline.testing.clock import FakeClock
-from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline import client as shard_client
 from paceline.ways.pipeline.client import open_stage, tensor_addresses, warm_layers
 from paceline.ways.pipeline.codec import read_connect, read_event, read_open, write_connect, write_event, write_open

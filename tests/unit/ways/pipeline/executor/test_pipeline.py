@@ -10,7 +10,9 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.engines import UnsteadySource
+from tests.fakes.null_backend import ByteVocabulary
 from tests.fakes.pipelines import Machine, MemoryRouter
 
 from paceline.backends import cpu, torch
@@ -25,8 +27,6 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.testing.clock import FakeClock
-from paceline.testing.null_backend import ByteVocabulary
 from paceline.ways.pipeline.executor import events as news
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor

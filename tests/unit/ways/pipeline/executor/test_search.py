@@ -6,10 +6,10 @@ import logging
 from typing import cast
 
 import pytest
+from tests.fakes.clock import FakeClock
 
 from paceline.core.errors import ExecutorUnavailable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.route import Opening, Route
 from paceline.ways.pipeline.executor.search import ALONE_MOST_S, FORGET_S, LOOK_AGAIN_S, Fallback, Search

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.fakes.null_backend import NullRunner
 
 from paceline.core.errors import BadPipelineRequest, ShardCorrupt
 from paceline.core.ids import BatchId, SequenceId
 from paceline.core.model import LayerRange
-from paceline.testing.null_backend import NullRunner
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 WIDTH = 4

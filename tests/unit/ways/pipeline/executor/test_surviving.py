@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.engines import VOCAB, VOCABULARY, UnsteadySource
+from tests.fakes.null_backend import NullRunner
 from tests.fakes.pipelines import Machine, MemoryRouter
 
 from paceline.core.clock import SystemClock
@@ -22,7 +23,6 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import RowPlan
-from paceline.testing.null_backend import NullRunner
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 

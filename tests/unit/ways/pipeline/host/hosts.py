@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import grpc.aio
 import numpy as np
 import numpy.typing as npt
+from tests.fakes.fleets import TestFleet
 from tests.unit.net.member.nodes import BOUND_S, Given
 
 from paceline.backends.numerics import SeededWeights
@@ -35,7 +36,6 @@ from paceline.net.trust.connections import ConnectionWatch, Refusals
 from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.identity import Identity
-from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.client import RemoteStage, open_stage
 from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.fakes.seeded_models import write_gguf
 from tests.unit.machine.weights.nodes import Fleet, Node, dialer
 from tests.unit.net.member.nodes import BOUND_S, in_loop, until
 from tests.unit.ways.pipeline.host.hosts import in_thread, wanted
@@ -27,7 +28,6 @@ from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.pull import pull
 from paceline.store.tensor_files import TensorFiles
-from paceline.testing.seeded_models import write_gguf
 from paceline.ways.pipeline.executor.sessions import StageRequest
 from paceline.ways.pipeline.host.loading import FleetWeights, LoadMeter
 

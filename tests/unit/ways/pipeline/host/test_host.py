@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import BOUND_S, in_loop, until
 from tests.unit.ways.pipeline.host.hosts import (
     SPEC,
@@ -47,7 +48,6 @@ from paceline.core.model import BLOCK_TOKENS, ActivationDtype, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.store.home import Home
-from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.client import open_stage
 from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
 from paceline.ways.pipeline.host import loading

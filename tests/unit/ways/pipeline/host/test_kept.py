@@ -6,10 +6,10 @@ import secrets
 
 import numpy as np
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.hosts import Hosting, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
-from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.sessions import StageRequest
 from paceline.ways.pipeline.host.leases import HostLimits
 

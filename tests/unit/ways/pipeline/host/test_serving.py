@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.fakes.fleets import TestFleet
 from tests.unit.machine.weights.conftest import new_home, sharded  # noqa: F401
 from tests.unit.net.member.nodes import QUICK, in_loop, until, until_seen
 from tests.unit.ways.pipeline.host.hosts import batch_of, in_thread, soon
@@ -30,7 +31,6 @@ from paceline.node.serving import FleetServing
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.store.partial import list_parts
-from paceline.testing.fleets import TestFleet
 from paceline.ways.pipeline.client import open_stage, tensor_addresses
 from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import Stage

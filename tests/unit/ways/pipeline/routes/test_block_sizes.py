@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.fakes.null_backend import ByteVocabulary
 from tests.fakes.pipelines import Machine, MemoryRouter
 from tests.unit.net.member.nodes import BOUND_S, in_loop
 from tests.unit.ways.pipeline.executor.test_pipeline import Run
@@ -27,7 +28,6 @@ from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.testing.null_backend import ByteVocabulary
 from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
 from paceline.ways.pipeline.executor.route import Opening

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.fakes.clock import FakeClock
 from tests.fakes.engines import EngineBench
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
-from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.sessions import PipelineFault
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter, pipeline_metrics
 

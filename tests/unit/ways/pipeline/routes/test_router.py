@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.hosts import in_thread
 from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, OWN, PINNED
@@ -17,7 +18,6 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerSpan
 from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
-from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.executor.sessions import PipelineFault, StageLoading
 from paceline.ways.pipeline.routes.meter import PipelineMeter

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tests.fakes.clock import FakeClock
+
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.testing.clock import FakeClock
 from paceline.ways.pipeline.executor.sessions import StageLoading
 from paceline.ways.pipeline.routes.opening import StageLoads
 

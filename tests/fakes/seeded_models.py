@@ -18,13 +18,13 @@ from typing import Any, Final
 from zlib import crc32
 
 import numpy as np
+from tests.fakes.seeded_blocks import DENSE, Bytes, random_tensor
+from tests.fakes.seeded_vocabulary import SeededVocabulary, vocabulary
 
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
 from paceline.core.rope import inverse_frequencies
 from paceline.core.weights import TENSOR_TYPES
 from paceline.store.gguf_file import FAMILIES
-from paceline.testing.seeded_blocks import DENSE, Bytes, random_tensor
-from paceline.testing.seeded_vocabulary import SeededVocabulary, vocabulary
 
 _LLAMA3: Final = RopeSpec(500_000.0, llama3=(8.0, 1.0, 4.0, 8192))
 _QWEN3: Final = RopeSpec(1_000_000.0)
