@@ -44,8 +44,8 @@ from paceline.net.tensor.listener import TensorListener
 from paceline.net.trust.connections import Refusals
 from paceline.net.trust.credentials import channel_credentials, server_credentials
 from paceline.net.trust.identity import Identity
-from paceline.ways.pipeline.batches import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
+from paceline.ways.pipeline.host.ends import LOOK_S, StreamSink, StreamSource, read_batch, to_bf16, write_batch
 
 WIDTH = 576
 METHOD = "/bench.Hop/Stream"

@@ -41,12 +41,11 @@ from paceline.net.trust.connections import Refusals
 from paceline.net.trust.identity import Identity
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.ways.pipeline.batches import StreamSink, StreamSource
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import RouteStage
-from paceline.ways.pipeline.executor.sessions import ActivationSink, ActivationSource, PipelineFault
+from paceline.ways.pipeline.executor.route import ActivationSink, ActivationSource, PipelineFault, RouteStage
+from paceline.ways.pipeline.executor.search import PipelineLimits
 from paceline.ways.pipeline.executor.stage import Stage
+from paceline.ways.pipeline.host.ends import StreamSink, StreamSource
 
 MODEL = "smollm2-135m"
 WEIGHTS = WeightsFormat.INT4

@@ -28,7 +28,7 @@ from paceline.engine.executor import Path as KernelPath
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import OpenedModel, open_model, resolve
 from paceline.store.home import Home
-from paceline.testing.conformance.runs import Rows, run
+from paceline.testing.conformance.layer_runner import Rows, run
 
 Logs = npt.NDArray[np.float64]
 """Log probabilities [T, V]."""

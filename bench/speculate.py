@@ -33,8 +33,8 @@ from paceline.engine.executor import Executor
 from paceline.machine.build import BuiltEngine, build_engine
 from paceline.machine.settings import NodeSettings
 from paceline.store.catalog import open_model
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.search import PipelineLimits
 
 MODEL = "smollm2-135m"
 PATIENCE_S = 120.0

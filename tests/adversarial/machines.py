@@ -33,9 +33,9 @@ from paceline.net.trust.guard import PeerGuard
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, tokenizer_digest
+from paceline.ways.forward.client import TokenizerStore
 from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
-from paceline.ways.forward.tokenizers import TokenizerStore
 
 NAME, DIGEST, NUMERICS = "m", "d" * 64, "n" * 16
 SHAPE = ModelShape(30, 576, 2_212_560, 30_081_384, 768, 8192)

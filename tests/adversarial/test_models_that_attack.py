@@ -34,7 +34,7 @@ from paceline.store.home import Home
 from paceline.store.safetensors_file import MAX_HEAD_BYTES
 from paceline.store.tokenizer import ModelTokenizer, byte_alphabet
 from paceline.ways.pipeline.codec import read_event
-from paceline.ways.pipeline.executor.sessions import PipelineFault, StageRequest
+from paceline.ways.pipeline.executor.route import PipelineFault, StageRequest
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 CHAT = [{"role": "user", "content": "hello"}]

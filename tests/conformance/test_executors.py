@@ -21,9 +21,8 @@ from paceline.core.model import LayerRange, ModelSpec, RopeSpec, WeightsFormat
 from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.testing.conformance.executor import BLOCKS, VOCAB, ExecutorSuite
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.search import Fallback, LocalRoute
+from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, PipelineLimits
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=4, hidden=64, n_heads=3, n_kv_heads=1, head_dim=32, ffn=96, vocab=96, max_context=256, rms_eps=1e-5,

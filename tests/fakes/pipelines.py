@@ -17,8 +17,7 @@ from paceline.core.errors import PacelineError, ShardUnavailable, StreamClosed, 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import LayerRunner, WireBits
-from paceline.ways.pipeline.executor.route import Opening, RouteStage
-from paceline.ways.pipeline.executor.sessions import PipelineFault, Rehearse
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Rehearse, RouteStage
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
 
 Item = tuple[StageBatch, WireBits]

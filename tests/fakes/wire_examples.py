@@ -61,9 +61,9 @@ from paceline.ways.draft.desk import BlockAsk, read_ask, write_ask, write_block
 from paceline.ways.draft.line import read_block
 from paceline.ways.forward import codec as generate
 from paceline.ways.pipeline import codec as shards
-from paceline.ways.pipeline.batches import read_batch, write_batch
-from paceline.ways.pipeline.executor.sessions import NextStage, PipelineFault, StageLoading, StageOpened, StageReport, StageRequest
+from paceline.ways.pipeline.executor.route import NextStage, PipelineFault, StageLoading, StageOpened, StageReport, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch
+from paceline.ways.pipeline.host.ends import read_batch, write_batch
 
 M = TypeVar("M", bound=Message)
 V = TypeVar("V")

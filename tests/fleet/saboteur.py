@@ -26,9 +26,8 @@ from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.node.serving import FleetServing
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
-from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.serving import Hosting
-from paceline.ways.pipeline.host.session import Session
+from paceline.ways.pipeline.host.session import HostLimits, Session
 
 SLOW_S = 8.0
 """More than an orchestrator waits for a batch, also where the machine is busy with other programs."""

@@ -28,9 +28,9 @@ from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import DEFAULT_MODEL, NodeSettings
 from paceline.store.home import Home
 from paceline.ways.pipeline.executor import search
-from paceline.ways.pipeline.executor.limits import PipelineLimits
+from paceline.ways.pipeline.executor.search import PipelineLimits
 from paceline.ways.pipeline.routes import build
-from paceline.ways.pipeline.routes.order import PipelineOrder
+from paceline.ways.pipeline.routes.build import PipelineOrder
 
 PROMPTS = [tuple(range(10 + 7 * n, 60 + 9 * n)) for n in range(3)]
 

@@ -23,7 +23,7 @@ from paceline.core.model import ModelSpec, WeightsFormat
 from paceline.core.weights import StoredTensor, WeightSource
 from paceline.engine import executor
 from paceline.engine.local import LayerRunner
-from paceline.testing.conformance.runs import Rows, run
+from paceline.testing.conformance.layer_runner import Rows, run
 
 Logits = npt.NDArray[np.float32]
 

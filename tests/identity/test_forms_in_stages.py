@@ -32,8 +32,8 @@ from paceline.server.formats.format import find_format
 from paceline.server.formats.grammar import BranchChoice, calls_grammar, content_grammar
 from paceline.store.catalog import open_model
 from paceline.store.home import Home
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.search import PipelineLimits
 
 pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles kernels
 

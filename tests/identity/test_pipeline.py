@@ -21,8 +21,8 @@ from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine.setup import load_runner
 from paceline.store.catalog import OpenedModel, open_model
 from paceline.store.home import Home
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.search import PipelineLimits
 
 pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles kernels
 

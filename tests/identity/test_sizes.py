@@ -25,8 +25,8 @@ from paceline.engine.executor import Executor
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.search import PipelineLimits
 
 pytestmark = [needs_avx512, pytest.mark.timeout(3600 if os.environ.get("PACELINE_SIZES") else 300)]
 

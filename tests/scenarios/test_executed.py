@@ -33,8 +33,9 @@ from paceline.node.pipelines import Constraints, LoadTold, serve_planned
 from paceline.node.planning import parse_pin
 from paceline.ways.draft.finding import Verifier, drafters
 from paceline.ways.draft.price import DRAFT
-from paceline.ways.pipeline.routes import ahead, build
-from paceline.ways.pipeline.routes.order import PipelineOrder
+from paceline.ways.pipeline.routes import build
+from paceline.ways.pipeline.routes import router as ahead
+from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
 
 MODELS = [

@@ -24,8 +24,7 @@ from paceline.machine.build import build_engine
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.machine.timing import PromptMaker, StepsRequests, drive, steps
-from paceline.ways.pipeline.routes.build import BuiltPipeline
-from paceline.ways.pipeline.routes.order import PipelineOrder
+from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder
 
 
 @dataclass(frozen=True, slots=True)

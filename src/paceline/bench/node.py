@@ -25,11 +25,10 @@ from paceline.node.serving import FleetServing
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.ways.pipeline.client import open_stage
-from paceline.ways.pipeline.executor.sessions import SESSION_ID_BYTES, StageRequest
+from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import tensor_ends
-from paceline.ways.pipeline.routes.build import BuiltPipeline, build_engine_over
+from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over
 from paceline.ways.pipeline.routes.eyes import FleetEyes
-from paceline.ways.pipeline.routes.order import PipelineOrder
 
 SEEN_S = 60.0
 """How long machines may take to come into view."""

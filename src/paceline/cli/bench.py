@@ -34,7 +34,7 @@ from paceline.net.member.settings import FleetSettings, parse_preset
 from paceline.node.planning import parse_pin
 from paceline.store.catalog import resolve
 from paceline.store.home import Home
-from paceline.ways.pipeline.routes.order import PipelineOrder
+from paceline.ways.pipeline.routes.build import PipelineOrder
 
 BUSY = 0.5
 """A load average at the start above this many programs is worth a word: they took their share of what was measured."""

@@ -125,7 +125,7 @@ def _run(settings: NodeSettings | None, sharing: SharingOptions, api: ApiOptions
     from paceline.node.planning import parse_pin
     from paceline.store.catalog import resolve
     from paceline.ways.pipeline.host.serving import hosting_of
-    from paceline.ways.pipeline.routes.order import PipelineOrder
+    from paceline.ways.pipeline.routes.build import PipelineOrder
 
     pipelines = configured.overridden(
         enabled=sharing.pipeline, serve_shards=sharing.serve_shards, fallback_to_local=sharing.fallback_to_local

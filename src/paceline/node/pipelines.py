@@ -36,11 +36,10 @@ from paceline.store.catalog import resolve
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
-from paceline.ways.pipeline.routes.build import BuiltPipeline, build_engine_over
+from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers
 from paceline.ways.pipeline.routes.choosing import typical_request
 from paceline.ways.pipeline.routes.eyes import FleetEyes
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
-from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers
 from paceline.ways.pipeline.splits import PIPELINE
 
 logger = logging.getLogger(__name__)

@@ -34,12 +34,12 @@ from paceline.node.build import BuiltNode, build_node
 from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.ways.draft.service import DraftService, LoadedProposer
+from paceline.ways.forward.client import TokenizerStore
 from paceline.ways.forward.inference import FleetInference
 from paceline.ways.forward.service import LoadedModel, LocalModels, generate_service
-from paceline.ways.forward.tokenizers import TokenizerStore
 from paceline.ways.pipeline.host.serving import Hosting, ShardServing
+from paceline.ways.pipeline.routes.build import PipelineSlots
 from paceline.ways.pipeline.routes.meter import PipelineMeter, pipeline_metrics
-from paceline.ways.pipeline.routes.order import PipelineSlots
 
 
 class Portrait:

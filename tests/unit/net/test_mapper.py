@@ -38,7 +38,7 @@ from paceline.ways.pipeline.codec import (
     write_open,
     write_warm,
 )
-from paceline.ways.pipeline.executor.sessions import (
+from paceline.ways.pipeline.executor.route import (
     NextStage,
     PipelineFault,
     StageEvent,

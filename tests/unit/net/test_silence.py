@@ -13,7 +13,7 @@ from paceline.core.errors import PipelineStalled
 from paceline.core.ids import NodeId
 from paceline.ways.pipeline.client import LISTENED, _next
 from paceline.ways.pipeline.codec import write_event
-from paceline.ways.pipeline.executor.sessions import StageReport
+from paceline.ways.pipeline.executor.route import StageReport
 
 SILENCE_S = 4.0
 LOST_S = 5.0

@@ -17,7 +17,7 @@ from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines
 from paceline.node.pipelines import Constraints, LoadTold, serve_planned
-from paceline.ways.pipeline.routes.order import PipelineOrder
+from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
 
 

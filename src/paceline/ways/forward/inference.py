@@ -27,12 +27,11 @@ from paceline.fleet.card import ModelOffer
 from paceline.fleet.eligibility import MayAnswer, Use
 from paceline.fleet.messages import Effect
 from paceline.net.member.node import FleetNode
-from paceline.ways.forward.client import RemoteStream
+from paceline.ways.forward.client import Described, RemoteStream, TokenizerStore
 from paceline.ways.forward.forwarded import Forwarded, Leg
 from paceline.ways.forward.proofs import PROBE, Again, Proofs, probe
 from paceline.ways.forward.routes import AnswerRoute, Prompt, RouteStop, Sharing, Weights, routes
 from paceline.ways.forward.service import LoadedModel, LocalModels
-from paceline.ways.forward.tokenizers import Described, TokenizerStore
 
 logger = logging.getLogger(__name__)
 

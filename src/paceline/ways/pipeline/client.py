@@ -24,7 +24,7 @@ from paceline.net.rpc_faults import error_of, unless_closed
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceStub
 from paceline.ways.pipeline.codec import read_event, write_connect, write_open, write_warm
-from paceline.ways.pipeline.executor.sessions import (
+from paceline.ways.pipeline.executor.route import (
     NextStage,
     PipelineFault,
     StageEvent,

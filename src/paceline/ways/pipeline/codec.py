@@ -15,7 +15,7 @@ from paceline.net.mapper import Codec, Length, Mapped, layer_span, milliseconds,
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import is_address, is_node_id
 from paceline.net.wire import shard_pb2 as wire
-from paceline.ways.pipeline.executor.sessions import (
+from paceline.ways.pipeline.executor.route import (
     KV_NAME_BYTES,
     SESSION_ID_BYTES,
     NextStage,

@@ -22,7 +22,7 @@ from paceline.store.catalog import list_models, open_model, resolve
 from paceline.store.home import Home
 from paceline.store.partial import covers, list_parts, open_part
 from paceline.store.pull import pull
-from paceline.testing.conformance.runs import Rows, activation_bits, plan_of
+from paceline.testing.conformance.layer_runner import Rows, activation_bits, plan_of
 
 Homes = Callable[[str], Home]
 Given = tuple[Home, str]

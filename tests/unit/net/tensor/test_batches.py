@@ -9,8 +9,8 @@ from tests.unit.net.tensor.meeting import Meeting, soon, until_it_breaks
 from paceline.core.errors import StreamCorrupt, TensorStreamError
 from paceline.core.ids import BatchId, BlockId, SequenceId
 from paceline.core.model import ActivationDtype
-from paceline.ways.pipeline.batches import StreamSink, StreamSource, from_bf16, read, read_batch, to_bf16, write_batch, written
 from paceline.ways.pipeline.executor.stage import StageBatch
+from paceline.ways.pipeline.host.ends import StreamSink, StreamSource, from_bf16, read, read_batch, to_bf16, write_batch, written
 
 IDS = st.integers(0, 2**64 - 1)
 SMALL = st.integers(0, 2**32 - 1)

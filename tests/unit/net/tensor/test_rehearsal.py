@@ -13,8 +13,8 @@ from paceline.core.ids import BatchId, SequenceId
 from paceline.core.model import ActivationDtype
 from paceline.net.tensor.ends import MOST_BYTES, Rehearsal
 from paceline.net.tensor.incoming import TensorMessage
-from paceline.ways.pipeline.batches import StreamSink, StreamSource
 from paceline.ways.pipeline.executor.stage import StageBatch
+from paceline.ways.pipeline.host.ends import StreamSink, StreamSource
 
 BF16 = np.dtype(np.uint16)
 

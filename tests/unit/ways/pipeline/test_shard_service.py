@@ -38,7 +38,7 @@ from paceline.net.wire.shard_pb2_grpc import ShardServiceStub, add_ShardServiceS
 from paceline.ways.pipeline import client as shard_client
 from paceline.ways.pipeline.client import open_stage, tensor_addresses, warm_layers
 from paceline.ways.pipeline.codec import read_connect, read_event, read_open, write_connect, write_event, write_open
-from paceline.ways.pipeline.executor.sessions import (
+from paceline.ways.pipeline.executor.route import (
     NextStage,
     PipelineFault,
     StageEvent,

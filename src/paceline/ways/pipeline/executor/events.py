@@ -13,8 +13,7 @@ from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable
 from paceline.core.generation import Notice
 from paceline.engine.local import WireBits
-from paceline.ways.pipeline.executor.route import Opening, Route
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route
 from paceline.ways.pipeline.executor.stage import StageBatch
 
 

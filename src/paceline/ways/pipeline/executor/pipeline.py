@@ -42,11 +42,9 @@ from paceline.core.model import LayerSpan
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
 from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteNews, Unwatched
-from paceline.ways.pipeline.executor.limits import Patience, PipelineLimits
 from paceline.ways.pipeline.executor.restoring import Journal, Lacks, Restoring
-from paceline.ways.pipeline.executor.route import Route, Router, RouteStage
-from paceline.ways.pipeline.executor.search import Fallback, Search
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import PipelineFault, Route, Router, RouteStage
+from paceline.ways.pipeline.executor.search import Fallback, Patience, PipelineLimits, Search
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch, check_activations, without_tokens
 
 WORD_S = 0.5

@@ -153,7 +153,7 @@ class Stage:
         return runner.to_wire(self._compute(batch, tables_SB, runner.from_wire(x_TD)))
 
     def rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
-        """`ways.pipeline.executor.sessions.Rehearse`, of a batch like one that was run."""
+        """`ways.pipeline.executor.route.Rehearse`, of a batch like one that was run."""
         if not batch.sequences or not all(map(self._tables.length, batch.sequences)):
             return
         with suppress(BadPipelineRequest, ShardCorrupt):

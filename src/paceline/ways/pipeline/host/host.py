@@ -39,10 +39,9 @@ from paceline.net.trust.handlers import Limit
 from paceline.net.wire import shard_pb2 as wire
 from paceline.net.wire.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 from paceline.ways.pipeline.codec import read_connect, read_open, read_warm, write_event
-from paceline.ways.pipeline.executor.sessions import NextStage, PipelineFault, StageEvent, StageLoading, StageOpened, StageRequest
+from paceline.ways.pipeline.executor.route import NextStage, PipelineFault, StageEvent, StageLoading, StageOpened, StageRequest
 from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
-from paceline.ways.pipeline.host.leases import HostLimits
-from paceline.ways.pipeline.host.session import Place, Session, Surroundings
+from paceline.ways.pipeline.host.session import HostLimits, Place, Session, Surroundings
 from paceline.ways.pipeline.host.shard import Shard, ShardClaim
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards

@@ -37,7 +37,7 @@ from paceline.store.arriving import Arrivals, open_arriving
 from paceline.store.catalog import ModelLocation, find_whole, list_models
 from paceline.store.home import Home
 from paceline.store.partial import open_part, read_note
-from paceline.ways.pipeline.executor.sessions import StageRequest
+from paceline.ways.pipeline.executor.route import StageRequest
 
 
 @dataclass(slots=True)

@@ -35,8 +35,8 @@ from paceline.store.catalog import ModelLocation
 from paceline.store.home import Home
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.host.host import NodeShardHost, shard_service
-from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.loading import FleetWeights, load_layers
+from paceline.ways.pipeline.host.session import HostLimits
 from paceline.ways.pipeline.host.shard import Shard
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.core.clock import Clock
@@ -27,17 +29,107 @@ from paceline.core.errors import (
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange
 from paceline.engine.local import WireBits
-from paceline.ways.pipeline.batches import StreamSource
-from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, PipelineFault, StageReport, StageRequest
+from paceline.ways.pipeline.executor.route import ActivationSink, NextStage, PipelineFault, StageReport, StageRequest
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch
-from paceline.ways.pipeline.host.ends import ExpectedInput
-from paceline.ways.pipeline.host.leases import HostLimits, Lease, Turns
+from paceline.ways.pipeline.host.ends import ExpectedInput, StreamSource
 from paceline.ways.pipeline.host.shard_meter import Latencies, ShardMeter
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 5.0
 """A thread that waits for work looks so often whether it was stopped, should nothing wake it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """Bounds of one host."""
+
+    max_streams: int = 4
+    """Sessions of one shard. Strict: the next one is refused at once."""
+    max_shards: int = 16
+    """Ranges of layers in memory at once."""
+    memory_bytes: int | None = None
+    """For all shards, weights and KV; None: a share of what is free."""
+    idle_s: float = 600.0
+    """A shard that no session has used for so long is evicted."""
+    kept_s: float = 120.0
+    """How long KV outlives its session, where the caller may go on with it, unless another needs the room. Raising it: more of an answer outlives a route
+    that takes long to mend."""
+    stall_s: float = 5.0
+    """How long a stage waits for a receiver that takes nothing, or a batch that began to come."""
+    turn_s: float = 60.0
+    """How long a session waits for others on the same layers."""
+    connect_s: float = 5.0
+    """For reaching the next stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Blocks [base, base + n_blocks) of a runner's pool."""
+
+    base: int
+    n_blocks: int
+
+
+class Turns:
+    """A lock that hands itself to the thread that waited longest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+        self._queue: deque[threading.Lock] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @contextmanager
+    def take(self, bound_s: float) -> Generator[None]:
+        """Have the turn for as long as the block runs.
+
+        Raises:
+            PipelineStalled: it did not come within the bound.
+        """
+        self._wait(bound_s)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    @contextmanager
+    def take_free(self) -> Generator[bool]:
+        """Have the turn for as long as the block runs, if no thread has it now. Says whether."""
+        with self._lock:
+            mine = not self._taken
+            self._taken = True
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._pass_on()
+
+    def _wait(self, bound_s: float) -> None:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return
+            mine = threading.Lock()
+            mine.acquire()
+            self._queue.append(mine)
+        if mine.acquire(timeout=bound_s):
+            return
+        with self._lock:
+            if mine in self._queue:
+                self._queue.remove(mine)
+                raise PipelineStalled(f"These layers were busy for {bound_s:g} s")
+        # It came just now.
+
+    def _pass_on(self) -> None:
+        with self._lock:
+            if self._queue:
+                self._queue.popleft().release()
+            else:
+                self._taken = False
 
 
 @dataclass(frozen=True, slots=True)

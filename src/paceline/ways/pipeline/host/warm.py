@@ -13,16 +13,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from paceline.backends.choice import part_bytes
+from paceline.backends.memory import human
 from paceline.backends.options import LoadOptions
 from paceline.backends.table import Kernels
-from paceline.backends.working import kv_group
+from paceline.backends.working import kv_group, working_bytes
 from paceline.core.clock import Clock
-from paceline.core.errors import PacelineError, PipelineError, ShardUnavailable
-from paceline.core.model import BLOCK_TOKENS
+from paceline.core.errors import BadPipelineRequest, PacelineError, PipelineError, ShardUnavailable
+from paceline.core.model import BLOCK_TOKENS, ModelSpec
+from paceline.core.weights import WeightSource
+from paceline.fleet.plan import LEAST_ROWS
 from paceline.machine.devices import LocalDevice, running
-from paceline.machine.sizing import model_shape
-from paceline.ways.pipeline.executor.sessions import StageRequest
-from paceline.ways.pipeline.host.leases import SHARDS_FREE_SHARE, HostLimits, Leases, block_bytes, blocks_for, fixed_bytes, rows_for
+from paceline.machine.sizing import model_shape, weights_bytes
+from paceline.ways.pipeline.executor.route import StageRequest
 from paceline.ways.pipeline.host.loading import (
     FailedLoads,
     FindsWeights,
@@ -34,11 +37,16 @@ from paceline.ways.pipeline.host.loading import (
     kernels_for,
     load_in_thread,
 )
-from paceline.ways.pipeline.host.shard import KvName, LoadedLayers, Shard, ShardClaim
+from paceline.ways.pipeline.host.session import HostLimits
+from paceline.ways.pipeline.host.shard import KvName, Leases, LoadedLayers, Shard, ShardClaim
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 
 logger = logging.getLogger(__name__)
 
+SHARDS_FREE_SHARE = 0.8
+"""Of the memory that is free, how much shards may take where no bound is set. Raising it leaves less to everything else."""
+SHARD_KV_SHARE = 0.5
+"""Of what weights leave of that, how much one shard's KV may take beyond what was asked for by whom it is loaded."""
 ENDING_S = 2.0
 """How long a stream that is about to become free is waited for. One in use is not waited for at all."""
 
@@ -358,3 +366,59 @@ def _noted(task: asyncio.Task[None]) -> None:
     """Callers that wait for a load learn why it failed; without one, asyncio need not warn of it."""
     if not task.cancelled():
         task.exception()
+
+
+def fixed_bytes(source: WeightSource, request: StageRequest, kernels: Kernels, threads: int, streams: int) -> int:
+    """Weights, and working memory for rows.
+
+    Args:
+        source: of the model.
+        request: by whom it is loaded.
+        kernels: that run it here.
+        threads: that share a step.
+        streams: that are to share it.
+
+    Raises:
+        BadPipelineRequest: the model has no such layers.
+    """
+    spec = source.spec
+    if request.layers.stop > spec.n_layers:
+        raise BadPipelineRequest(f"{request.model_id} has {spec.n_layers} layers, and up to {request.layers.stop} were asked for")
+    held = weights_bytes(spec, request.weights, source.type_of, kernels)
+    # `blocks_for` gives no more blocks than these.
+    working = working_bytes(kernels, spec, max_rows=rows_for(request), threads=threads, n_blocks=request.n_blocks * streams)
+    return part_bytes(held, request.layers, edges=False) + working
+
+
+def rows_for(request: StageRequest) -> int:
+    """What a shard loaded for this request takes in a batch."""
+    return max(LEAST_ROWS, request.max_rows)
+
+
+def block_bytes(spec: ModelSpec, request: StageRequest, block_size: int) -> int:
+    return block_size * spec.kv_bytes_per_token(request.layers)
+
+
+def blocks_for(request: StageRequest, streams: int, left_bytes: int, fixed: int, a_block: int, group: int) -> int:
+    """The size of the pool: as many as all streams could want like this one, if there is room.
+
+    Args:
+        request: who wants it.
+        streams: that are to share it.
+        left_bytes: what may be taken.
+        fixed: what goes to other things.
+        a_block: bytes of one.
+        group: blocks whose memory comes together.
+
+    Raises:
+        ShardUnavailable: not even the least would fit.
+    """
+    affordable = (left_bytes - fixed) // a_block // group * group
+    if affordable < request.least_blocks:
+        least = -(-request.least_blocks // group) * group
+        raise ShardUnavailable(
+            f"{len(request.layers)} layers of {request.model_id} need {human(fixed + least * a_block)}, "
+            f"and {human(max(0, left_bytes))} may be taken here"
+        )
+    shared = int(affordable * SHARD_KV_SHARE)
+    return min(request.n_blocks * streams, max(min(request.n_blocks, affordable), shared))

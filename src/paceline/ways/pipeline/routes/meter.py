@@ -13,8 +13,7 @@ from paceline.core.ids import RequestId
 from paceline.core.metrics import Metrics, Row, counter, histogram
 from paceline.core.stats import EngineStats, Histogram
 from paceline.machine.engine_thread import StepEngine
-from paceline.ways.pipeline.executor.route import Opening
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 
 CONSTRUCT_BOUNDS_MS = (25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0)

@@ -24,31 +24,26 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
-import grpc.aio
-
-from paceline.core.background import Background
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerSpan
-from paceline.core.trust import Trust
-from paceline.fleet.card import NodeCard
 from paceline.net.tensor.frames import TICKET_BYTES
-from paceline.ways.pipeline.batches import StreamSource
 from paceline.ways.pipeline.client import RemoteStage, error_of_fault, open_stage, tensor_addresses
-from paceline.ways.pipeline.executor.route import Opening, RouteStage
-from paceline.ways.pipeline.executor.sessions import (
+from paceline.ways.pipeline.executor.route import (
     SESSION_ID_BYTES,
     ActivationSink,
     ActivationSource,
     NextStage,
+    Opening,
     PipelineFault,
+    RouteStage,
     StageLoading,
     StageRequest,
 )
-from paceline.ways.pipeline.host.ends import TensorEnds, opened_in_thread
+from paceline.ways.pipeline.host.ends import StreamSource, TensorEnds, opened_in_thread
+from paceline.ways.pipeline.routes.eyes import SeesFleet
 
 
 class FleetRoute:
@@ -202,22 +197,6 @@ class StageLoads:
 
 
 CONNECT_S = 5.0
-
-
-class SeesFleet(Protocol):
-    """What pipelines need of their node."""
-
-    @property
-    def node_id(self) -> NodeId: ...
-    @property
-    def addresses(self) -> tuple[str, ...]: ...
-    @property
-    def background(self) -> Background: ...
-    def cards(self) -> Sequence[NodeCard]: ...
-    def trust(self) -> dict[NodeId, Trust]: ...
-    def channel(self, node_id: NodeId) -> grpc.aio.Channel: ...
-    def order(self, addresses: Sequence[str]) -> tuple[str, ...]: ...
-    def wait_for_news(self, seconds: float) -> None: ...
 
 
 class NotOpened(Exception):

@@ -27,8 +27,7 @@ from paceline.core.trust import Trust
 from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard
-from paceline.ways.pipeline.executor.route import Route
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import PipelineFault, Route
 from paceline.ways.pipeline.executor.stage import StageBatch, check_activations
 from paceline.ways.pipeline.routes.choosing import Wanted, allowed_hosts, choose, warm_cover
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.ways.pipeline.executor.limits import MARGIN, SMALL, Patience
+from paceline.ways.pipeline.executor.search import MARGIN, SMALL, Patience
 
 
 def test_before_anything_came_the_plan_is_believed() -> None:

@@ -28,11 +28,9 @@ from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
 from paceline.ways.pipeline.executor import events as news
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import Opening
-from paceline.ways.pipeline.executor.search import FORGET_S, Fallback, LocalRoute
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault
+from paceline.ways.pipeline.executor.search import FORGET_S, Fallback, LocalRoute, PipelineLimits
 
 SPEC = ModelSpec(
     model_type="llama", n_layers=6, hidden=64, n_heads=3, n_kv_heads=1, head_dim=32, ffn=96, vocab=256, max_context=512, rms_eps=1e-5,

@@ -10,10 +10,8 @@ from tests.fakes.clock import FakeClock
 
 from paceline.core.errors import ExecutorUnavailable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
 from paceline.core.ids import NodeId
-from paceline.ways.pipeline.executor.limits import PipelineLimits
-from paceline.ways.pipeline.executor.route import Opening, Route
-from paceline.ways.pipeline.executor.search import ALONE_MOST_S, FORGET_S, LOOK_AGAIN_S, Fallback, Search
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route
+from paceline.ways.pipeline.executor.search import ALONE_MOST_S, FORGET_S, LOOK_AGAIN_S, Fallback, PipelineLimits, Search
 
 LIMITS = PipelineLimits(search_s=30.0, look_s=0.25, alone_s=30.0)
 

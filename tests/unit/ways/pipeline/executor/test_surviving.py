@@ -23,8 +23,8 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import RowPlan
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
+from paceline.ways.pipeline.executor.search import PipelineLimits
 
 WIDTH, N_LAYERS, BLOCK = 4, 6, 4
 FINITE = np.uint64(0x3FFF_3FFF_3FFF_3FFF)

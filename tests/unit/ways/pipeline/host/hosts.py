@@ -37,12 +37,12 @@ from paceline.net.trust.credentials import channel_credentials
 from paceline.net.trust.guard import PeerGuard
 from paceline.net.trust.identity import Identity
 from paceline.ways.pipeline.client import RemoteStage, open_stage
-from paceline.ways.pipeline.executor.sessions import ActivationSink, NextStage, StageRequest
+from paceline.ways.pipeline.executor.route import ActivationSink, NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import StageBatch
 from paceline.ways.pipeline.host.ends import ExpectedInput, TensorEnds
 from paceline.ways.pipeline.host.host import NodeShardHost, shard_service
-from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.loading import FoundWeights, LoadMeter, LoadsLayers
+from paceline.ways.pipeline.host.session import HostLimits
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 from paceline.ways.pipeline.host.warm import WarmShards
 

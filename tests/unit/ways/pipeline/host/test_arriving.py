@@ -28,7 +28,7 @@ from paceline.store.digests import DigestCache
 from paceline.store.home import Home
 from paceline.store.pull import pull
 from paceline.store.tensor_files import TensorFiles
-from paceline.ways.pipeline.executor.sessions import StageRequest
+from paceline.ways.pipeline.executor.route import StageRequest
 from paceline.ways.pipeline.host.loading import FleetWeights, LoadMeter
 
 SPEC = ModelSpec(

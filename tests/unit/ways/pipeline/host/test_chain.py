@@ -11,7 +11,7 @@ from paceline.backends import torch
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions
 from paceline.core.model import ActivationDtype, WeightsFormat
-from paceline.ways.pipeline.executor.sessions import NextStage
+from paceline.ways.pipeline.executor.route import NextStage
 from paceline.ways.pipeline.executor.stage import Stage
 
 

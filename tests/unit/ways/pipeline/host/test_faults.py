@@ -15,9 +15,9 @@ from paceline.core.ids import NodeId
 from paceline.net.tensor import dialling, listener
 from paceline.net.tensor.pipe import tune
 from paceline.ways.pipeline.client import RemoteStage
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import PipelineFault
 from paceline.ways.pipeline.executor.stage import StageBatch
-from paceline.ways.pipeline.host.leases import HostLimits
+from paceline.ways.pipeline.host.session import HostLimits
 
 
 async def loss_of(stage: RemoteStage) -> PipelineFault:

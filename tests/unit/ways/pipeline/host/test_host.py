@@ -49,11 +49,12 @@ from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.store.home import Home
 from paceline.ways.pipeline.client import open_stage
-from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
+from paceline.ways.pipeline.executor.route import NextStage, StageRequest
 from paceline.ways.pipeline.host import loading
-from paceline.ways.pipeline.host.leases import HostLimits, block_bytes, fixed_bytes
 from paceline.ways.pipeline.host.loading import RETRY_S, kernels_for
 from paceline.ways.pipeline.host.serving import ShardOffers
+from paceline.ways.pipeline.host.session import HostLimits
+from paceline.ways.pipeline.host.warm import block_bytes, fixed_bytes
 
 
 def threads() -> int:

@@ -10,8 +10,8 @@ from tests.fakes.clock import FakeClock
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.ways.pipeline.host.hosts import Hosting, Net, User, batch_of, hosting, in_thread, rows_of, soon, wanted
 
-from paceline.ways.pipeline.executor.sessions import StageRequest
-from paceline.ways.pipeline.host.leases import HostLimits
+from paceline.ways.pipeline.executor.route import StageRequest
+from paceline.ways.pipeline.host.session import HostLimits
 
 NAME = secrets.token_bytes(16)
 

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.ways.pipeline.host.hosts import wanted
 
 from paceline.core.errors import ShardUnavailable
-from paceline.ways.pipeline.host.leases import blocks_for
+from paceline.ways.pipeline.host.warm import blocks_for
 
 
 def test_a_pool_fits_though_its_memory_comes_in_groups_of_blocks() -> None:

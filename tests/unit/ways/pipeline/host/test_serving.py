@@ -32,12 +32,12 @@ from paceline.store.catalog import open_model
 from paceline.store.home import Home
 from paceline.store.partial import list_parts
 from paceline.ways.pipeline.client import open_stage, tensor_addresses
-from paceline.ways.pipeline.executor.sessions import NextStage, StageRequest
+from paceline.ways.pipeline.executor.route import NextStage, StageRequest
 from paceline.ways.pipeline.executor.stage import Stage
 from paceline.ways.pipeline.host.ends import tensor_ends
-from paceline.ways.pipeline.host.leases import HostLimits
 from paceline.ways.pipeline.host.loading import load_layers
 from paceline.ways.pipeline.host.serving import Hosting
+from paceline.ways.pipeline.host.session import HostLimits
 
 Homes = Callable[[str], Home]
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from paceline.core.errors import PipelineStalled
-from paceline.ways.pipeline.host.leases import Turns
+from paceline.ways.pipeline.host.session import Turns
 
 
 def test_a_free_turn_is_held_and_given_back() -> None:

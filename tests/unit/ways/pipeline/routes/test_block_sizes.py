@@ -28,10 +28,9 @@ from paceline.core.weights import WeightSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.ways.pipeline.executor.limits import PipelineLimits
 from paceline.ways.pipeline.executor.pipeline import PipelineExecutor
-from paceline.ways.pipeline.executor.route import Opening
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import Opening, PipelineFault
+from paceline.ways.pipeline.executor.search import PipelineLimits
 from paceline.ways.pipeline.host.loading import LoadsLayers
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 

@@ -16,9 +16,8 @@ from paceline.fleet.plan import Pin
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.ways.pipeline.routes import build
-from paceline.ways.pipeline.routes import order as orders
-from paceline.ways.pipeline.routes.build import build_engine_over
-from paceline.ways.pipeline.routes.order import PipelineOrder, check_layers
+from paceline.ways.pipeline.routes import build as orders
+from paceline.ways.pipeline.routes.build import PipelineOrder, build_engine_over, check_layers
 
 BEE = NodeId("bee")
 

@@ -8,7 +8,7 @@ from tests.fakes.engines import EngineBench
 
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import NodeId, RequestId
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import PipelineFault
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter, pipeline_metrics
 
 

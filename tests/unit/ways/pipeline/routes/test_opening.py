@@ -16,9 +16,8 @@ from tests.unit.ways.pipeline.routes.test_spot_check import Eyes, part
 
 from paceline.core.errors import StreamStalled, UnsupportedModel
 from paceline.core.ids import NodeId
-from paceline.ways.pipeline.batches import StreamSource
-from paceline.ways.pipeline.executor.sessions import PipelineFault
-from paceline.ways.pipeline.host.ends import ExpectedInput
+from paceline.ways.pipeline.executor.route import PipelineFault
+from paceline.ways.pipeline.host.ends import ExpectedInput, StreamSource
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener
 
 

@@ -20,9 +20,9 @@ from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role, ShardState
 from paceline.machine.sizing import model_shape
-from paceline.ways.pipeline.routes import ahead
-from paceline.ways.pipeline.routes.ahead import SpareKeeper
+from paceline.ways.pipeline.routes import router as ahead
 from paceline.ways.pipeline.routes.choosing import Wanted, choose
+from paceline.ways.pipeline.routes.router import SpareKeeper
 
 A, B = NodeId("a"), NodeId("b")
 WANTED = Wanted(MODEL, DIGEST, WeightsFormat.BF16, SPEC.n_layers, 2, "counting")

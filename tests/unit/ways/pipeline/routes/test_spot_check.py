@@ -37,7 +37,7 @@ from paceline.core.model import LayerRange, LayerSpan
 from paceline.core.trust import Trust
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner, RowPlan
-from paceline.ways.pipeline.executor.sessions import PipelineFault
+from paceline.ways.pipeline.executor.route import PipelineFault
 from paceline.ways.pipeline.routes.opening import FleetRoute, RouteOpener
 from paceline.ways.pipeline.routes.spot_check import Holders, SpotCheck
 

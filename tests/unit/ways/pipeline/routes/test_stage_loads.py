@@ -6,7 +6,7 @@ from tests.fakes.clock import FakeClock
 
 from paceline.core.ids import NodeId
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.ways.pipeline.executor.sessions import StageLoading
+from paceline.ways.pipeline.executor.route import StageLoading
 from paceline.ways.pipeline.routes.opening import StageLoads
 
 BEE, CAT = LayerSpan(NodeId("bee"), LayerRange(0, 3)), LayerSpan(NodeId("cat"), LayerRange(3, 6))
