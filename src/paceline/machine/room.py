@@ -35,7 +35,7 @@ class HostedModel:
     location: ModelLocation | None = None
     """Where all of it lies; None for a pipeline, which stays as long as the node."""
     kv: KvPlan | None = None
-    """What it was given of memory."""
+    """What it was given of memory; of a pipeline, what this machine's part was."""
 
     def close(self) -> bool:
         """Stop; see `EngineHost.close`."""

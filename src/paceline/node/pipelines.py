@@ -235,4 +235,4 @@ def _hosted(built: BuiltPipeline, meter: PipelineMeter, drafts: NodeDrafts, cloc
         return MeteredEngine(built.rebuild(), meter, clock)
 
     host = EngineHost(MeteredEngine(built.engine, meter, clock), release, built.model, built.config, clock, rebuild, built.grammars)
-    return BuiltNode(host, built.model, (), built.summary, built.warm, drafts=drafts if built.drafts is drafts else None)
+    return BuiltNode(host, built.model, (), built.summary, built.warm, kv=built.kv, drafts=drafts if built.drafts is drafts else None)

@@ -227,6 +227,8 @@ class BuiltPipeline:
     """Made elsewhere; None: the kernels here do not allow for drafts."""
     sampler: CompiledSampler
     grammars: Grammars
+    kv: KvPlan
+    """What this machine's part takes of its memory."""
 
     def close(self) -> None:
         """End what the engine runs on."""
@@ -369,6 +371,7 @@ def build_engine_over(
             drafts,
             sampler,
             grammars,
+            kv,
         )
         undo.pop_all()
         return built

@@ -1,0 +1,87 @@
+"""Two pipelines, each with an orchestrator of its own, share two hosts: both give one machine's bytes, and both go on when a host is killed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from tests.fleet.machines import Machine, free_port, machines, until
+from tests.fleet.test_forwarding import MODEL, client_of
+from tests.fleet.test_pipeline import SMALL, found_fleet
+
+from paceline.store.home import Home
+
+ASKS: tuple[dict[str, Any], ...] = (
+    {"model": MODEL, "prompt": "The history of bicycle racing begins", "temperature": 0, "max_tokens": 64},
+    {"model": MODEL, "prompt": "A list of the longest rivers:", "temperature": 1, "seed": 7, "max_tokens": 64},
+)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Machine], list[Machine], list[str]]]:
+    """Two orchestrators, the two hosts that both use, and what one machine answers to each of `ASKS`."""
+    port = free_port()
+    peer = ("--peer", f"127.0.0.1:{port}")
+    root = tmp_path_factory.mktemp("shared")
+    with machines(root, Home.from_environment().kernels, "alone", "o", "p", "g", "h") as made, ThreadPoolExecutor() as together:
+        alone, o, p, g, h = made
+        found_fleet(o, p, g, h)
+        for one in (o, p):
+            (one.home / "config.toml").write_text("[pipeline]\nkeep_spares = false\n")
+        reference = together.submit(answers_of, alone)
+        hosts = [
+            together.submit(host.up, "--no-model", "--serve-shards", "--threads", "1", "--fleet-port", at, *more)
+            for host, at, more in ((h, str(port), ()), (g, "0", peer))
+        ]
+        for started in hosts:
+            started.result()
+        spread = ("--draft", "off", "--throughput", "--fleet-port", "0", *peer, *SMALL)
+        orchestrators = [together.submit(one.up, *spread, *(f"--pin={name}" for name in (one.name, "g", "h"))) for one in (o, p)]
+        for started in orchestrators:
+            started.result()
+        yield [o, p], [g, h], reference.result()
+
+
+def answers_of(machine: Machine) -> list[str]:
+    machine.up("--fleet-port", "0", *SMALL)
+    texts = ["".join(pieces(machine, ask)) for ask in ASKS]
+    machine.node.stop()
+    return texts
+
+
+def pieces(machine: Machine, ask: dict[str, Any]) -> Iterator[str]:
+    for chunk in client_of(machine).completions.create(**ask, stream=True):
+        yield chunk.choices[0].text
+
+
+def route(machine: Machine) -> set[str]:
+    """The nodes that its pipeline runs over, as its log says."""
+    found = [line for line in machine.node.said if re.search(r"goes on over|^Loaded in", line)]
+    return set(re.findall(r" on ([a-z]+)\b", found[-1].rpartition("goes on over")[2]))
+
+
+def test_a_host_of_two_pipelines_is_killed_and_both_answers_are_the_same(
+    shared: tuple[list[Machine], list[Machine], list[str]],
+) -> None:
+    orchestrators, (g, h), alone = shared
+    assert [route(one) for one in orchestrators] == [{"g", "h"}] * 2
+    for one in orchestrators:
+        until(lambda one=one: {"g", "h"} <= one.sees())
+    answers = [pieces(one, ask) for one, ask in zip(orchestrators, ASKS, strict=True)]
+    # In turns: each host has rows of both under way.
+    texts = ["".join(turn) for turn in zip(*([next(answer) for answer in answers] for _ in range(5)), strict=True)]
+    h.node.kill()
+    with ThreadPoolExecutor() as together:
+        assert [text + rest for text, rest in zip(texts, together.map("".join, answers), strict=True)] == alone
+    assert [route(one) for one in orchestrators] == [{"g"}] * 2
+    assert g.is_up
+
+
+def test_ps_shows_what_a_pipeline_takes_here(shared: tuple[list[Machine], list[Machine], list[str]]) -> None:
+    (o, _), _, _ = shared
+    heading, line = (row for row in o.run("ps").splitlines() if row)
+    assert heading.split() == ["name", "weights", "KV", "memory", "context", "answers", "idle", "for"]
+    assert re.match(rf"{MODEL} +\S+ [\d.]+ MiB +[\d.]+ MiB +[\d.]+ MiB +512 +0 +\d+ seconds?", line)
