@@ -3,7 +3,7 @@
 Law: a draft is never believed. Whichever machine made it, from whatever: the model verifies each token, so a wrong one costs a row and changes no
 byte. What is asked of a proposer is that it answers soon, not that it is right.
 
-Source: the proposer contract is seed 001's (`propose_block(committed, L, K)`).
+A proposer's contract (docs/design.md): `propose_block(committed, length, steps)`.
 
 What is guessed of one sequence: a tape of tokens a maker, held against whatever is drawn.
 

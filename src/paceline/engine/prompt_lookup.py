@@ -4,7 +4,7 @@ On text that repeats (quotes, code, tool calls, edits) many of its proposals com
 An index grows with the text, at a constant cost a token whatever the length, and takes some 30 bytes for each of the last `MOST` tokens
 and 4 for each before them.
 
-Source: prompt-lookup decoding, with seed 000's constants: the longest suffix first, of four tokens down to one, its most recent earlier
+Source: prompt-lookup decoding: the longest suffix first, of four tokens down to one, its most recent earlier
 occurrence.
 """
 

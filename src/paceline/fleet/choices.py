@@ -2,7 +2,7 @@
 
 Law of the order: weights that are there before weights that must travel; one machine before several whose speed is a guess; then the whole request's
 time with its part of the time to load, to two digits, so that a hair's breadth moves nothing, and a tenth longer where several machines run layers,
-since estimates are rough; then fewer machines; then the time exactly; then the seed's tie-break, more memory and the higher id.
+since estimates are rough; then fewer machines; then the time exactly; then more memory, then the higher id.
 
     P, A       tokens of prompt and answer                  N       layers of the model
     1/d, 1/p   decode and prefill rates on a card, tok/s    w, e    bytes of a layer, of embedding + norm + head

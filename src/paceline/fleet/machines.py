@@ -272,7 +272,7 @@ def free_for_layers(card: NodeCard) -> int:
 
 
 def speed_order(machine: Machine) -> tuple[float, int, str]:
-    """The seed's order of candidates, best last: throughput, memory, id."""
+    """An order of candidates, best last: throughput, memory, id."""
     return (-machine.token_s, machine.card.memory_total_bytes, machine.node_id)
 
 

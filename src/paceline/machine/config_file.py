@@ -60,7 +60,7 @@ class PipelineSettings(_Table):
     """Whether the plan may spread models over other machines."""
     max_shards_per_request: Annotated[int, Field(ge=1, le=256)] = 16
     shard_health_timeout_seconds: Annotated[float, Field(ge=1, le=3600)] = 30
-    """A quarter of how old what a shard says of itself may be (seed 004, 5.1). Raising it: shards that are gone are tried for longer."""
+    """A quarter of how old what a shard says of itself may be: three reports may be lost. Raising it: shards that are gone are tried for longer."""
     stall_seconds: Annotated[float, Field(ge=0.05, le=300)] = 2.0
     """A stage that answers and does no work for so long is lost. Raising it: a stalled answer goes on later; lowering it: slow is taken
     for stalled."""

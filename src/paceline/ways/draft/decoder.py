@@ -3,8 +3,6 @@
 Law: it is the engine that serves, with one source of drafts: the same tokens as without, greedy or sampled. A failure of a proposer is told once, as
 `RemoteProposerError`; what was decoded is intact, and decoding goes on: without drafts until it may be asked again, or with those of another
 placement.
-
-Source: `DistributedSpeculativeDecoder.from_placement` of seeds 000 and 001.
 """
 
 from __future__ import annotations

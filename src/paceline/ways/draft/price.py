@@ -28,7 +28,7 @@ DRAFT: Final = Way("draft")
 """One machine runs all of it; another proposes tokens to it."""
 
 MOST_PROPOSERS = 16
-"""Of those that could draft for a machine, the first in the seed's order are priced."""
+"""Of those that could draft for a machine, the first in `speed_order` are priced."""
 
 DRAFT_LENGTHS = (3, 7, 15)
 """Tokens proposed at a time: with the row before them they fill kernels' tiles of four rows."""

@@ -1,4 +1,4 @@
-"""Shards that are loaded cover a model: the seed's greedy rule, whatever the order, with errors that say what is missing."""
+"""Shards that are loaded cover a model: a greedy rule, whatever the order, with errors that say what is missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIGEST = "d" * 64
 
 
 def shard(node: str, first: int, last: int, *, queue: int = 0, streams: int = 0, rate: float = 10.0, memory: int = 1 << 30) -> WarmShard:
-    """Layers `first` to `last`, as the seed writes them."""
+    """Layers `first` to `last`, both counted."""
     state = ShardState(LayerRange(first, last + 1), max_streams=4, streams=streams, queue_depth=queue)
     return WarmShard(NodeId(node), b"i", "m", DIGEST, "int4", "n", state, rate, memory)
 
