@@ -30,7 +30,7 @@ from paceline.backends.memory import available_bytes, total_bytes
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.model import WeightsFormat
-from paceline.machine import accelerator
+from paceline.machine.accelerator import device_memory_rate, device_name, fastest_device, free_device_bytes, total_device_bytes
 from paceline.store.home import Home, read_json_object, write_cache
 
 
@@ -151,15 +151,15 @@ def local_devices(home: Home) -> tuple[LocalDevice, ...]:
     def processors(*weights: WeightsFormat) -> LocalDevice:
         return LocalDevice(kernels, weights, processor_name, total_bytes, lambda: available_bytes(), lambda: memory_rate(home))
 
-    if accelerator.fastest_device() is DeviceKind.CPU:
+    if fastest_device() is DeviceKind.CPU:
         return (processors(*WeightsFormat),)
     gpu = LocalDevice(
         Kernels.CUDA,
         (DeviceKind.CUDA.format_unasked,),
-        accelerator.device_name,
-        accelerator.total_device_bytes,
-        accelerator.free_device_bytes,
-        accelerator.device_memory_rate,
+        device_name,
+        total_device_bytes,
+        free_device_bytes,
+        device_memory_rate,
     )
     return gpu, processors(*(weights for weights in WeightsFormat if weights not in gpu.weights))
 

@@ -1,11 +1,12 @@
-"""The two complaints about a model's files, worded alike everywhere: it is damaged, or it is of a kind Paceline does not run."""
+"""Complaints about a model's files, worded alike everywhere: damaged, of a kind Paceline does not run, unreadable, or not to be written."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Final
 
-from paceline.core.errors import ModelFileError, UnsupportedModel
+from paceline.core.errors import DownloadError, ModelFileError, UnsupportedModel
 from paceline.core.shown import printable
 
 LONGEST: Final = 500
@@ -35,6 +36,18 @@ def encoder_alone(path: Path) -> UnsupportedModel:
 def unreadable(path: Path, error: OSError) -> ModelFileError:
     """The operating system would not give the file's bytes."""
     return ModelFileError(f"{path} can't be read: {error.strerror or error}", "Check that it exists and that you may read it")
+
+
+def can_not_write(what: str, folder: Path, error: OSError) -> DownloadError:
+    """The disk does not take what was fetched."""
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+    why, first = ("the disk is full", "Free some space") if full else (error.strerror or str(error), "Check PACELINE_HOME")
+    return DownloadError(f"{what} can't be written to {folder}: {why}", go_on(first))
+
+
+def go_on(first: str) -> str:
+    """The hint of a fetch that can be continued."""
+    return f"{first} and run the same command again: it goes on from there"
 
 
 def _shown(reason: str) -> str:

@@ -12,7 +12,6 @@ more from the start, since the bad bytes may come from an earlier part, and then
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from urllib.parse import quote
 
 from paceline.core.errors import DownloadError, HubSilent, NotAtHub
 from paceline.core.manifest import combined_digest
+from paceline.store.faults import can_not_write, go_on
 from paceline.store.selection import HubRef, choose_files
 
 if TYPE_CHECKING:
@@ -212,13 +212,6 @@ def fetch(client: httpx.Client, file: HubFile, target: Path, advance: Advance, s
     return part
 
 
-def can_not_write(what: str, folder: Path, error: OSError) -> DownloadError:
-    """The disk does not take what was fetched."""
-    full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-    why, first = ("the disk is full", "Free some space") if full else (error.strerror or str(error), "Check PACELINE_HOME")
-    return DownloadError(f"{what} can't be written to {folder}: {why}", _go_on(first))
-
-
 def verify(path: Path, file: HubFile) -> bool:
     """Whether the file on disk has the size and checksum the hub promises.
 
@@ -228,10 +221,6 @@ def verify(path: Path, file: HubFile) -> bool:
     if not path.is_file() or path.stat().st_size != file.size:
         return False
     return _digest_of(path, file) == file.checksum.hex
-
-
-def _go_on(first: str) -> str:
-    return f"{first} and run the same command again: it goes on from there"
 
 
 def _complete(client: httpx.Client, file: HubFile, part: Path, advance: Advance, sleep: Callable[[float], None]) -> None:
@@ -246,7 +235,7 @@ def _complete(client: httpx.Client, file: HubFile, part: Path, advance: Advance,
             most = max(most, _size(part))
             if idle >= IDLE_ATTEMPTS:
                 raise DownloadError(
-                    f"{file.name} stopped at {_size(part)} of {file.size} bytes: {error}", _go_on("Check the connection")
+                    f"{file.name} stopped at {_size(part)} of {file.size} bytes: {error}", go_on("Check the connection")
                 ) from error
             sleep(_WAIT_S[min(idle, len(_WAIT_S) - 1)])
     advance(file.size)

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from paceline.core.errors import FetchInProgress
-from paceline.store.hub import can_not_write
+from paceline.store.faults import can_not_write
 
 
 @contextlib.contextmanager
