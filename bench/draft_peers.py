@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.local_fleet import found_fleet
+from paceline.bench.node import LoopThread
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
 from paceline.core.ids import NodeId
 from paceline.engine.drafts import BlockProposal, Proposer
 from paceline.fleet.card import Link, NodeCard
-from paceline.machine.loop_thread import LoopThread
 from paceline.net.channels import Purpose
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings, parse_preset

@@ -21,9 +21,9 @@ from tests.unit.ways.draft.proposers import Lookup
 
 from paceline.backends.cpu.sampler import CompiledSampler
 from paceline.core.clock import SystemClock
+from paceline.core.ids import Trust
 from paceline.core.inference import ServedModel
 from paceline.core.text import Tokenizer
-from paceline.core.trust import Trust
 from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.machine.host import EngineHost

@@ -18,10 +18,9 @@ from tests.unit.store.conftest import GgufModel
 from paceline.core.clock import SystemClock
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import FinishReason, GenerationChunk, GenerationRequest
-from paceline.core.ids import RequestId
+from paceline.core.ids import RequestId, Trust
 from paceline.core.inference import ChunkStream, Progress, ServedModel
 from paceline.core.stats import EngineStats
-from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, ModelShape, Role
 from paceline.fleet.eligibility import TrustPolicy
 from paceline.machine.weights import give_weights

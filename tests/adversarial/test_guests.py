@@ -13,7 +13,7 @@ from tests.unit.net.member.nodes import in_loop, until
 
 from paceline.core.errors import NodeUnreachable, NotTrusted, Overloaded, SourceLost
 from paceline.core.generation import FinishReason, GenerationRequest
-from paceline.core.trust import Trust
+from paceline.core.ids import Trust
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.net.channels import Purpose
 from paceline.net.weights_client import WeightsClient

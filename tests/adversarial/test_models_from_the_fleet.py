@@ -19,11 +19,11 @@ from tests.unit.store.test_pull import COMMIT, Hub, server  # noqa: F401
 
 from paceline.cli.models import run_pull
 from paceline.core.errors import DownloadError, HubSilent, ModelNotFound, WrongBytes
+from paceline.core.ids import Trust
 from paceline.core.manifest import FileEntry, ModelManifest, manifest_digest
-from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, Role
+from paceline.machine.capability import Shelf
 from paceline.machine.devices import local_devices
-from paceline.machine.offers import Shelf
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import MANIFEST, open_model
 from paceline.store.home import Home, read_json_object

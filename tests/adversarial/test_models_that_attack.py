@@ -23,15 +23,15 @@ from paceline.cli.endpoint import EndpointClient, EndpointError
 from paceline.cli.terminal import report
 from paceline.core.errors import InvalidRequest, ModelFileError, PacelineError
 from paceline.core.model import LayerRange, WeightsFormat
-from paceline.core.shown import shown
+from paceline.core.text import shown
 from paceline.net.wire import shard_pb2
 from paceline.store import bounded_tokenizer, catalog
 from paceline.store.bounded_tokenizer import BoundedTokenizer, TokenizerProcess
 from paceline.store.catalog import BUNDLED, ModelLocation, open_model
-from paceline.store.chat_template import ChatTemplate
+from paceline.store.chats import ChatTemplate
 from paceline.store.gguf_header import MAX_HEADER_BYTES, MAX_KEYS, MAX_STRINGS, MAX_TENSORS
+from paceline.store.hf_folder import MAX_HEAD_BYTES
 from paceline.store.home import Home
-from paceline.store.safetensors_file import MAX_HEAD_BYTES
 from paceline.store.tokenizer import ModelTokenizer, byte_alphabet
 from paceline.ways.pipeline.codec import read_event
 from paceline.ways.pipeline.executor.route import PipelineFault, StageRequest
@@ -241,7 +241,7 @@ import resource, sys
 from pathlib import Path
 from paceline.core.errors import PacelineError
 from paceline.store.gguf_header import read_header
-from paceline.store.safetensors_file import read_head
+from paceline.store.hf_folder import read_head
 held = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + (256 << 20), held + (256 << 20)))
 resource.setrlimit(resource.RLIMIT_CPU, (8, 8))

@@ -19,7 +19,7 @@ from tests.fakes.served import BOUND_S, Served
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ContextOverflow, Overloaded
-from paceline.machine.encoder import LoadedEncoder, load_encoder
+from paceline.machine.build import LoadedEncoder, load_encoder
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import build_node

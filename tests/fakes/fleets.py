@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from paceline.core.clock import SystemClock
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard, Revocation, SealedCard, SealedRevocation
 from paceline.fleet.revocations import Revocations
 from paceline.net.trust.authority import Authority

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.encoder import EncoderSpec, Pooling, encoder_shapes
+from paceline.core.weights import EncoderSpec, Pooling, encoder_shapes
 
 WORDS = ("hello", "world", "a", "cat", "sat", "on", "the", "mat", ".", ",", "##s", "##ing")
 TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS)
@@ -23,7 +23,7 @@ def write_encoder(folder: Path, *, pooling: Pooling = Pooling.MEAN, normalise: b
     """
     from safetensors.numpy import save_file
 
-    from paceline.store.folder_tokenizer import wordpiece
+    from paceline.store.tokenizer_files import wordpiece
 
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {

@@ -22,8 +22,7 @@ from tests.fakes.seeded_blocks import DENSE, Bytes, random_tensor
 from tests.fakes.seeded_vocabulary import SeededVocabulary, vocabulary
 
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
-from paceline.core.rope import inverse_frequencies
-from paceline.core.weights import TENSOR_TYPES
+from paceline.core.weights import TENSOR_TYPES, inverse_frequencies
 from paceline.store.gguf_file import FAMILIES
 
 _LLAMA3: Final = RopeSpec(500_000.0, llama3=(8.0, 1.0, 4.0, 8192))

@@ -11,8 +11,8 @@ from typing import Any
 from paceline.core.errors import ModelNotFound
 from paceline.store.catalog import BUNDLED, resolve
 from paceline.store.gguf_header import GgufHeader, read_header
-from paceline.store.gguf_tokenizer import build_encoder
 from paceline.store.home import Home
+from paceline.store.tokenizer_files import build_encoder
 
 _CONTROL = 3
 

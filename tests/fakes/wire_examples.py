@@ -24,11 +24,10 @@ from paceline.core.generation import (
     SamplingParams,
     TokenLogprob,
 )
-from paceline.core.ids import BatchId, NodeId, RequestId, SequenceId
+from paceline.core.ids import BatchId, NodeId, RequestId, SequenceId, Trust
 from paceline.core.manifest import FileEntry, ModelManifest, TensorAt
 from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 from paceline.core.stats import DraftUse
-from paceline.core.trust import Trust
 from paceline.engine.drafts import BlockProposal
 from paceline.engine.grammar import VERSION
 from paceline.fleet.card import (

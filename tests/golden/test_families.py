@@ -22,8 +22,8 @@ from paceline.core.model import WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path as KernelPath
 from paceline.store.digests import DigestCache
+from paceline.store.hf_folder import SafetensorsWeights
 from paceline.store.home import Home
-from paceline.store.safetensors_file import SafetensorsWeights
 
 LOADS = {"torch": portable.load, "cpu": cpu.load}
 STRAY, STRAY_INT8 = 1.5, 2.5

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
-from paceline.core.trust import Trust
 from paceline.fleet.card import Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

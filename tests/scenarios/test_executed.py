@@ -18,9 +18,8 @@ from tests.scenarios.fleet_text import FleetText
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PlacementError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
-from paceline.core.trust import Trust
 from paceline.engine.config import EngineConfig
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import TrustPolicy, Use

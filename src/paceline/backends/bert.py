@@ -15,8 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.encoder import FIRST_NORM, POSITIONS, TYPES, WORDS, EncoderSource, EncoderSpec, Pooling
-from paceline.core.weights import BlockTensor
+from paceline.core.weights import FIRST_NORM, POSITIONS, TYPES, WORDS, BlockTensor, EncoderSource, EncoderSpec, Pooling
 
 Float32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]

@@ -5,20 +5,21 @@ Law: the node's event loop has a thread of its own, as beside an engine that ser
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, TypeVar
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ExecutorUnavailable, PipelineError, PlacementError
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.engine_thread import SWITCH_INTERVAL_S
-from paceline.machine.loop_thread import LoopThread
 from paceline.machine.settings import NodeSettings
 from paceline.net.member.settings import FleetSettings
 from paceline.node.serving import FleetServing
@@ -29,6 +30,28 @@ from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over
 from paceline.ways.pipeline.routes.eyes import FleetEyes
+
+Answer = TypeVar("Answer")
+
+
+class LoopThread:
+    """Runs from the start; close it when nothing is left on it."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Do it there, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def close(self) -> None:
+        """Stop. Not from its own thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
 
 SEEN_S = 60.0
 """How long machines may take to come into view."""

@@ -102,7 +102,7 @@ def lies_elsewhere(ref: str, console: Console) -> Path | None:
     Raises:
         UserError: it can't be read, or run.
     """
-    from paceline.machine.offers import learn_digest
+    from paceline.machine.capability import learn_digest
     from paceline.store.catalog import locations, resolve
 
     home = Home.from_environment()

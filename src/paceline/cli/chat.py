@@ -21,7 +21,7 @@ from paceline.cli.endpoint import EndpointClient
 from paceline.cli.status_here import RunningEndpoint, running
 from paceline.cli.terminal import EXIT_OK, Terminal, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
-from paceline.core.shown import shown
+from paceline.core.text import shown
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 

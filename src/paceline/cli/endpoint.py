@@ -13,7 +13,7 @@ from typing import Any, Self
 import httpx
 
 from paceline.core.errors import ContextOverflow, UserError
-from paceline.core.shown import printable
+from paceline.core.text import printable
 
 MAX_WORDS = 2000
 _HINTS: dict[int, str] = {

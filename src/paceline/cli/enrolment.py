@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline.cli.terminal import counted
 from paceline.core.errors import ConfigError
-from paceline.core.trust import Trust
+from paceline.core.ids import Trust
 from paceline.node import enrolment
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}

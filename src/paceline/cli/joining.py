@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.core.trust import Trust
+from paceline.core.ids import Trust
 
 app = typer.Typer()
 ca = typer.Typer(no_args_is_help=True, help="Keep a copy of the fleet's CA.")

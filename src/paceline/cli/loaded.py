@@ -19,10 +19,10 @@ from paceline.cli.endpoint import EndpointError
 from paceline.cli.status_here import RunningEndpoint, running
 from paceline.cli.terminal import Terminal, counted
 from paceline.core.errors import ConfigError
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.store.catalog import locations, resolve
 from paceline.store.home import Home
-from paceline.store.removal import remove_model
+from paceline.store.pull import remove_model
 
 Use = dict[str, Any]  # fields of `machine.room.ModelUse`
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from paceline.backends.memory import human
 from paceline.cli.terminal import counted
 from paceline.core.files import write_file
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.server.settings import OWNER_HEADER
 from paceline.store.home import Home, read_json_object
 

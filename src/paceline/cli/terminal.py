@@ -23,7 +23,7 @@ from prompt_toolkit.utils import get_cwidth
 from rich.console import Console
 
 from paceline.core.errors import PacelineError
-from paceline.core.shown import shown
+from paceline.core.text import shown
 
 UNFOLDED = 1000
 

@@ -28,7 +28,7 @@ from paceline.cli.progress import byte_bar, opening_bar
 from paceline.cli.status_here import announced
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
 from paceline.core.errors import ConfigError
-from paceline.core.shown import shown
+from paceline.core.text import shown
 from paceline.machine.settings import NodeSettings
 from paceline.net.member.settings import FleetSettings
 from paceline.store.catalog import resolve
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from prometheus_client.registry import Collector
 
-    from paceline.machine.encoder import LoadedEncoder
+    from paceline.machine.build import LoadedEncoder
     from paceline.machine.models import Models
     from paceline.net.member.state import Claim
     from paceline.node.build import BuiltNode
@@ -92,8 +92,8 @@ def run_up(
     api.check()
     tls = api.tls_files()
     from paceline.core.clock import SystemClock
+    from paceline.machine.devices import allow_open_files
     from paceline.machine.models import Models
-    from paceline.machine.open_files import allow_open_files
     from paceline.node.build import build_node
     from paceline.server.app import create_app, service_of
     from paceline.server.serve import bind, serve
@@ -278,7 +278,7 @@ def note_compiling(console: Console) -> None:
 def load_embeddings(ref: str, console: Console) -> LoadedEncoder:
     """Load an encoder; a model of that name that only the fleet has is no encoder."""
     from paceline.core.clock import SystemClock
-    from paceline.machine.encoder import load_encoder
+    from paceline.machine.build import load_encoder
 
     began_s = time.perf_counter()
     with interrupts_end_now(EXIT_INTERRUPTED):

@@ -1,5 +1,8 @@
-"""Distinct id types, so that a block can't be passed where a sequence is meant."""
+"""Distinct id types, so that a block can't be passed where a sequence is meant; and how far a member of a fleet is trusted."""
 
+from __future__ import annotations
+
+from enum import StrEnum
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
@@ -16,3 +19,17 @@ BatchId = NewType("BatchId", int)
 
 NodeId = NewType("NodeId", str)
 """One machine of a fleet: the common name of its certificate. Stable across restarts."""
+
+
+class Trust(StrEnum):
+    """From the least to the most."""
+
+    GUEST = "guest"
+    MEMBER = "member"
+    """The default, and what certificates without a level mean."""
+    TRUSTED = "trusted"
+
+    def reaches(self, least: Trust) -> bool:
+        """Whether it is as much as `least`, or more."""
+        order = list(Trust)
+        return order.index(self) >= order.index(least)

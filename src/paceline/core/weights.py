@@ -1,22 +1,24 @@
-"""How weights reach a backend: a source of named tensors, whatever file they lie in.
+"""How weights reach a backend: a source of named tensors, whatever file they lie in; the tensors that a decoder and an encoder have.
 
 Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`, `model.embed_tokens.weight`, `lm_head.weight`,
 `model.norm.weight`). Sources translate (GGUF's names, GGUF's permuted q/k rows of the llama family) and read lazily:
 only what is asked for is read, a range of rows at a time where that is asked. Nothing is widened here: quantised blocks travel as they lie.
 
-Shapes: N outputs (rows), K inputs (columns), B bytes of a row.
+Shapes: N outputs (rows), K inputs (columns), B bytes of a row, C positions, I = head_dim / 2 rope frequencies.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.model import ModelSpec
+from paceline.core.model import ModelSpec, RopeSpec
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 """The tensors outside the layers. A tied head has none of its own."""
@@ -143,3 +145,85 @@ def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
         yield f"{block}.gate_proj.weight", (ffn, spec.hidden)
         yield f"{block}.up_proj.weight", (ffn, spec.hidden)
         yield f"{block}.down_proj.weight", (spec.hidden, ffn)
+
+
+class Pooling(StrEnum):
+    """How the vectors of a text's tokens become one."""
+
+    MEAN = "mean"
+    CLS = "cls"
+    """The first token's."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """Sizes of a BERT: every token sees every other, positions are learned, norms stand behind their blocks."""
+
+    n_layers: int
+    hidden: int
+    n_heads: int
+    ffn: int
+    vocab: int
+    max_tokens: int
+    """Of a text, with what the tokenizer adds around it: as many positions as were learned."""
+    n_types: int
+    """Rows of the table of segments, of which a text alone uses the first."""
+    norm_eps: float
+    pooling: Pooling = Pooling.MEAN
+    normalise: bool = True
+    """Vectors are of length 1."""
+
+
+WORDS, POSITIONS, TYPES = (f"embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type"))
+FIRST_NORM = "embeddings.LayerNorm"
+
+
+def encoder_shapes(spec: EncoderSpec) -> Iterator[tuple[str, Shape]]:
+    """Every tensor an encoder of this spec has, by Hugging Face's name, and its shape, [N, K] for a matrix."""
+    hidden, ffn = spec.hidden, spec.ffn
+    yield WORDS, (spec.vocab, hidden)
+    yield POSITIONS, (spec.max_tokens, hidden)
+    yield TYPES, (spec.n_types, hidden)
+    norms = [FIRST_NORM]
+    for layer in (f"encoder.layer.{i}" for i in range(spec.n_layers)):
+        attention = [f"attention.self.{name}" for name in ("query", "key", "value")]
+        matrices = [(name, hidden, hidden) for name in (*attention, "attention.output.dense")]
+        for name, n, k in (*matrices, ("intermediate.dense", ffn, hidden), ("output.dense", hidden, ffn)):
+            yield f"{layer}.{name}.weight", (n, k)
+            yield f"{layer}.{name}.bias", (n,)
+        norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+    for norm in norms:
+        yield f"{norm}.weight", (hidden,)
+        yield f"{norm}.bias", (hidden,)
+
+
+class EncoderSource(Protocol):
+    """The tensors of one encoder on disk, under the names of `encoder_shapes`."""
+
+    @property
+    def spec(self) -> EncoderSpec: ...
+
+    def read(self, name: str) -> StoredTensor:
+        """Read one tensor.
+
+        Raises:
+            ModelFileError: its bytes are short or damaged.
+        """
+        ...
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.float64]:
+    """Radians a position, float64 [I]. Llama 3 scaling as in Meta's release (`rope_type: llama3`)."""
+    plain = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim) / rope.linear_factor
+    if rope.llama3 is None:
+        return plain
+    factor, low, high, original = rope.llama3
+    wavelength = 2 * math.pi / plain
+    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    return (1 - smooth) * plain / factor + smooth * plain
+
+
+def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """(cos, sin) of every position and frequency, float32 [C, I], computed in float64."""
+    angles = np.arange(positions, dtype=np.float64)[:, None] * inverse_frequencies(rope, head_dim)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

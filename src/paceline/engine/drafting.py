@@ -20,7 +20,7 @@ from math import ceil, prod
 
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.engine.acceptance import Acceptance, length_ahead, lengths, likely_length
 from paceline.engine.drafts import (
     AUTO,

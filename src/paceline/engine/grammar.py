@@ -23,8 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from paceline.core.errors import InvalidRequest
 from paceline.core.generation import MAX_GRAMMAR_LETTERS, Grammar, GrammarKind
-from paceline.core.shown import printable
-from paceline.core.text import Tokenizer
+from paceline.core.text import Tokenizer, printable
 from paceline.engine.grammar_trial import SECONDS, trial
 
 Mask = npt.NDArray[np.uint8]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from paceline.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from paceline.core.generation import GenerationRequest, check_sampling
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.engine.config import EngineConfig
 from paceline.engine.drafts import DRAFTS
 from paceline.engine.executor import Executor

@@ -13,8 +13,7 @@ from enum import Enum
 from typing import Generic, Literal, Protocol, TypeVar
 
 from paceline.core.errors import NotTrusted, RevokedNode
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.view import FleetView
 

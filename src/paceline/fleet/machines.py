@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import PlacementError
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, StepTime
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.plan import PlanRequest

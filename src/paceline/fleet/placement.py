@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.core.errors import ImpossiblePin, PlacementError
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet import choices
 from paceline.fleet.card import NodeCard
 from paceline.fleet.choices import Seconds, gib, rate, seconds

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NewType
 
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.core.trust import Trust
 
 LEAST_ROWS = 512
 """Of a batch, what a stage has room for whatever its first caller asks for: the next may want more, and rows take little."""

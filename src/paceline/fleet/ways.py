@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.core.errors import ImpossiblePin
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.core.trust import Trust
 from paceline.fleet import choices
 from paceline.fleet.card import Link, NodeCard
 from paceline.fleet.machines import Links, Machine

@@ -1,14 +1,18 @@
-"""Puts one machine's engine together: model, backend, KV, executor, engine.
+"""Puts one machine's engine together: model, backend, KV, executor, engine; and, for embeddings, an encoder with its tokenizer.
 
 Law: what a person asked for is built, or an error says why not; `notes` says where what they left open was not decided the obvious way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.bert import Bert
 from paceline.backends.memory import human
 from paceline.backends.options import DeviceKind, LoadProgress
 from paceline.core.clock import Clock, SystemClock
@@ -19,12 +23,14 @@ from paceline.engine.drafts import MoreSources
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.local import LayerRunner, LocalExecutor
-from paceline.machine import accelerator
-from paceline.machine.offers import WarmModel
+from paceline.machine import devices
+from paceline.machine.capability import WarmModel
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan
 from paceline.machine.speed import SpeedKey, learn_speed
+from paceline.store.bounded_tokenizer import BoundedTokenizer
+from paceline.store.encoder_files import OpenedEncoder, open_encoder
 from paceline.store.home import Home
 
 if TYPE_CHECKING:
@@ -94,7 +100,7 @@ def build_engine(
         setup.kernels.device is DeviceKind.CPU
         and settings.device is None
         and settings.weights not in {None, WeightsFormat.BF16}
-        and accelerator.fastest_device() is not DeviceKind.CPU
+        and devices.fastest_device() is not DeviceKind.CPU
     ):
         notes.append(f"the GPU is not used: it holds bf16, and --weights {setup.weights} was asked for")
     if not runner.holds_identity:
@@ -134,3 +140,45 @@ def introduced(built: BuiltEngine, home: Home, clock: Clock) -> WarmModel:
     setup = built.setup
     key = SpeedKey(setup.digest, setup.weights, setup.threads)
     return setup.warm(built.kv, learn_speed(home, key, built.runner, setup.opened.tokenizer, built.config, clock, built.sampler))
+
+
+class LoadedEncoder:
+    """A `server.embeddings.TextEncoder`."""
+
+    def __init__(self, opened: OpenedEncoder, created: int) -> None:
+        """Load. Blocks.
+
+        Raises:
+            ModelFileError: the weights can't be read.
+        """
+        self._bert = Bert(opened.tensors)
+        self.name = opened.name
+        self.created = created
+        self.tokenizer = BoundedTokenizer(opened.tokenizer)
+        self.tokenizer.begin()
+
+    @property
+    def max_tokens(self) -> int:
+        return self._bert.spec.max_tokens
+
+    @property
+    def dimensions(self) -> int:
+        return self._bert.spec.hidden
+
+    def vectors(self, texts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
+        return self._bert.vectors(texts)
+
+    @property
+    def summary(self) -> str:
+        """The encoder in one line."""
+        spec = self._bert.spec
+        return f"{self.name} for embeddings of {spec.hidden} numbers, texts of up to {spec.max_tokens} tokens, {spec.pooling} pooling"
+
+
+def load_encoder(ref: str, clock: Clock) -> LoadedEncoder:
+    """Find an encoder and load it.
+
+    Raises:
+        UserError: it is not here, is none, or can't be read.
+    """
+    return LoadedEncoder(open_encoder(ref), int(clock.wall()))

@@ -1,25 +1,227 @@
-"""What this node says of itself: measured, not declared.
+"""What this node says of itself on its card: its devices, as measured, and what it could do with the models on its disk.
 
 Law: `look` measures and blocks, so it runs in a thread: at the start, when models come and go, and about once a minute. `card` says what the last
-look saw, at once. Figures have two digits and keep them, so a card changes only when it means something.
+look saw, at once. Figures have two digits and keep them, so a card changes only when it means something. Of models, nothing is read but the heads
+of files, and no digest is computed: it is empty until it is known (`learn_digests`, in a thread of its own). Speeds are those measured when a
+model was last loaded (`machine.speed`); a model that never was has none.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from paceline import __version__
+from paceline.backends import table
+from paceline.backends.options import DeviceKind
+from paceline.core.errors import PacelineError
 from paceline.core.ids import NodeId
-from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, NodeCard, ShardState, StepTime
+from paceline.core.model import ModelSpec, WeightsFormat
+from paceline.core.stats import EngineStats
+from paceline.core.weights import tensor_shapes
+from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 from paceline.fleet.figures import kept, settled, settled_within
 from paceline.machine.devices import LocalDevice, local_devices, usable_cores
-from paceline.machine.offers import Shelf, WarmModel
 from paceline.machine.ring import mlx_version, probe_ring_environment
-from paceline.store.catalog import ModelLocation
-from paceline.store.home import Home
+from paceline.machine.sizing import fits_gpu, model_shape
+from paceline.machine.speed import Speed, SpeedCache, SpeedKey
+from paceline.store.catalog import ModelLocation, locations, open_weights
+from paceline.store.digests import DigestCache, digest_of_files, file_sums
+from paceline.store.home import Home, identity_key
+from paceline.store.selection import BESIDE
+
+logger = logging.getLogger(__name__)
+
+MOST_STEPS = 8
+"""Row counts of which a card says what steps take. Raising it: larger cards."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmModel:
+    """A model that is loaded and serving here."""
+
+    name: str
+    digest: str
+    weights: WeightsFormat
+    shape: ModelShape
+    context: int
+    """As served: memory may allow less than the model's own."""
+    size_bytes: int
+    speed: Speed
+    tokenizer: str = ""
+    """SHA-256 of its packed tokenizer and template. Empty where it gives none."""
+    steps: tuple[StepTime, ...] = ()
+    drafts: tuple[MeasuredDraft, ...] = ()
+    """As they were while it served."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What the heads of a model's files say."""
+
+    spec: ModelSpec
+    size_bytes: int
+    types: Mapping[str, str]
+    """The type that each tensor is stored in."""
+    digest: str
+    """Empty where it is not known yet."""
+    files_digest: str
+    """Of all files, tokenizer and template among them. Empty as `digest`."""
+    keys: dict[Path, str]
+    """The files, as they were."""
+
+    @property
+    def is_current(self) -> bool:
+        return self.digest != "" and all(identity_key(file, "head") == key for file, key in self.keys.items())
+
+
+class Shelf:
+    """The models on this machine's disk. Remembers the heads of files it has read."""
+
+    def __init__(self, home: Home, threads: int, devices: Sequence[LocalDevice]) -> None:
+        self._home, self._threads, self._devices = home, threads, devices
+        self._digests, self._speeds = DigestCache(home), SpeedCache(home)
+        self._heads: dict[Path, _Head] = {}
+
+    def offers(self, warm: Sequence[WarmModel] = (), beside: Sequence[ModelLocation] = ()) -> tuple[ModelOffer, ...]:
+        """Every model that could run here, those that do first; of those that lie elsewhere than in the home, the ones named."""
+        loaded = {(name, str(model.weights)) for model in warm for name in (model.digest, model.name)}
+        here = locations(self._home)
+        known = {location.path for location in here}
+        here += [location for location in beside if location.path not in known]
+        cold = [offer for location in here for offer in self._offers(location)]
+        files = {offer.digest: offer.files for offer in cold}
+        return (
+            *(replace(warm_offer(model), files=files.get(model.digest, "")) for model in warm),
+            *(offer for offer in cold if (offer.digest or offer.model_id, offer.weights) not in loaded),
+        )
+
+    def _offers(self, location: ModelLocation) -> list[ModelOffer]:
+        """One for each device, in the format that runs there unasked; none where the model can't run here, or is damaged."""
+        found: list[ModelOffer] = []
+        try:
+            head = self._head(location)
+            for device in self._devices:
+                kind = device.kernels.device
+                if kind is not DeviceKind.CPU and not fits_gpu(head.spec, head.types.__getitem__, device.total_bytes()):
+                    continue
+                weights = kind.format_unasked
+                shape = model_shape(head.spec, weights, head.types.__getitem__, table.choose(head.spec, weights, device=kind))
+                speed = self._speeds.find(SpeedKey(head.digest, weights, self._threads)) if head.digest else None
+                found.append(replace(_offer(location.name, head.digest, weights, shape, head.size_bytes, speed), files=head.files_digest))
+        except (PacelineError, OSError) as error:
+            logger.debug("%s is not offered: %s", location.name, error)
+        return found
+
+    def _head(self, location: ModelLocation) -> _Head:
+        head = self._heads.get(location.path)
+        if head is None or not head.is_current:
+            weights = open_weights(location.path, self._digests)
+            beside = [location.path / name for name in BESIDE if location.path.is_dir()]
+            whole = list(dict.fromkeys((*weights.files, *(file for file in beside if file.is_file()))))
+            keys = {file: identity_key(file, "head") for file in whole}
+            size = sum(file.stat().st_size for file in weights.files)
+            types = {name: weights.type_of(name) for name in tensor_shapes(weights.spec)}
+            together = digest_of_files(self._digests, whole) if weights.known_digest else ""
+            head = self._heads[location.path] = _Head(weights.spec, size, types, weights.known_digest or "", together, keys)
+        return head
+
+
+def warm_offer(model: WarmModel) -> ModelOffer:
+    """A model that serves, as a card says it."""
+    offer = _offer(model.name, model.digest, model.weights, model.shape, model.size_bytes, model.speed)
+    assert offer.shape is not None
+    shape = replace(offer.shape, max_context=model.context)
+    return replace(offer, warm=True, tokenizer=model.tokenizer, shape=shape, steps=model.steps, drafts=model.drafts)
+
+
+def as_served(model: WarmModel, stats: EngineStats, drafts: tuple[MeasuredDraft, ...]) -> WarmModel:
+    """With what its engine saw in the place of what was measured when it was loaded.
+
+    Args:
+        drafts: what became of those that other nodes made for it.
+    """
+    one_s = stats.step_seconds.get(1)
+    decode = 1 / one_s if one_s else model.speed.tokens_per_second
+    speed = replace(
+        model.speed, tokens_per_second=decode, prefill_tokens_per_second=stats.prefill_per_s or model.speed.prefill_tokens_per_second
+    )
+    steps = tuple(StepTime(rows, seconds) for rows, seconds in sorted(stats.step_seconds.items()))
+    return replace(model, speed=speed, steps=steps[:MOST_STEPS], drafts=drafts)
+
+
+def shard_offer(model: WarmModel, state: ShardState) -> ModelOffer:
+    """Layers of a model that are loaded for others, as a card says it. `model.speed` is that of the whole model, where it was measured."""
+    return replace(warm_offer(model), role=Role.SHARD, shard=state)
+
+
+def learn_digests(home: Home, stopped: Callable[[], bool]) -> int:
+    """Compute the digests of models that have none yet. Takes as long as reading them; for a thread of its own.
+
+    Args:
+        stopped: asked every few MiB; True ends this at once.
+
+    Returns:
+        How many models gained one.
+    """
+    learned = 0
+
+    def read(done: int, total: int) -> None:
+        del done, total
+        if stopped():
+            raise _Stopped
+
+    for location in locations(home):
+        try:
+            learned += learn_digest(location, home, read)
+        except _Stopped:
+            break
+        except (PacelineError, OSError) as error:
+            logger.warning("the digest of %s can't be had: %s", location.name, error)
+    return learned
+
+
+def learn_digest(location: ModelLocation, home: Home, progress: Callable[[int, int], None]) -> bool:
+    """Compute the digest of one model, and what other nodes check its pieces by. Takes as long as reading it.
+
+    Args:
+        progress: told (bytes read, bytes to read).
+
+    Returns:
+        False where it was known.
+
+    Raises:
+        ModelFileError, UnsupportedModel: it can't be read, or run.
+    """
+    weights = open_weights(location.path, DigestCache(home))
+    if weights.known_digest is not None:
+        return False
+    total, before = sum(file.stat().st_size for file in weights.files), 0
+    for file in weights.files:
+        before += file_sums(file, home, lambda read, before=before: progress(before + read, total)).size
+    return weights.known_digest is not None
+
+
+class _Stopped(Exception):
+    """Raised inside a file that is being read."""
+
+
+def _offer(name: str, digest: str, weights: WeightsFormat, shape: ModelShape, size_bytes: int, speed: Speed | None) -> ModelOffer:
+    offer = ModelOffer(name, Role.VERIFIER, str(weights), digest=digest, size_bytes=size_bytes, shape=shape)
+    if speed is None:
+        return offer
+    return replace(
+        offer,
+        tokens_per_second=speed.tokens_per_second,
+        prefill_tokens_per_second=speed.prefill_tokens_per_second,
+        numerics_id=speed.numerics_id,
+        holds_identity=speed.holds_identity,
+        vocabulary=speed.vocabulary,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.core.errors import ConfigError
+from paceline.core.ids import Trust
 from paceline.core.model import ActivationDtype
-from paceline.core.trust import Trust
 from paceline.fleet.eligibility import TrustPolicy
 from paceline.store.home import Home
 

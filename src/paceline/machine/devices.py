@@ -1,25 +1,24 @@
-"""What runs layers on this machine: a GPU where there is one, and the processors; which of them runs a weights format, and what memory it has.
+"""What this machine has to run layers on: its GPU and its processors, their memory and how fast they read it, and the files it may have open.
 
-Law: this and `backends.table` say the same of each format: CUDA holds bf16, the processors everything that it does not.
-
-How many threads a step should be shared among: one a physical core that this process may use.
-
-How fast this machine reads its memory: what decoding is bound by, and what speeds are guessed from before they are measured.
-
-Law: all cores that a step would use read together, through the caches, for about 0.1 s in all; the best of some passes counts. The result
-is kept until the machine starts again, or, where other programs were busy meanwhile, until it is asked for again: then the better counts.
+Laws: this and `backends.table` say the same of each weights format: CUDA holds bf16, the processors everything that it does not. torch, which takes a
+second to import, is asked only where a driver shows itself. The memory's rate is measured once: all cores that a step would use read together,
+through the caches, for about 0.1 s; the best of some passes is kept until the machine starts again, or, where other programs were busy meanwhile,
+until it is asked for again: then the better counts.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import platform
+import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +29,57 @@ from paceline.backends.memory import available_bytes, total_bytes
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.model import WeightsFormat
-from paceline.machine.accelerator import device_memory_rate, device_name, fastest_device, free_device_bytes, total_device_bytes
 from paceline.store.home import Home, read_json_object, write_cache
+
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))
+
+
+def fastest_device() -> DeviceKind:
+    """CUDA's where there are a driver and a torch that can use it, else the processors."""
+    if not any(path.exists() for path in _DRIVERS) or find_spec("torch") is None:
+        return DeviceKind.CPU
+    import torch
+
+    return DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
+
+
+def device_name() -> str:
+    """As its maker calls it."""
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def total_device_bytes() -> int:
+    """Its memory."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1]
+
+
+def device_memory_rate(_threads: int = 1) -> float:
+    """Bytes a second that it reads of its own memory, by a short copy; the best of some."""
+    import torch
+
+    words = min(free_device_bytes() // 4, 1 << 28) // 8
+    source = torch.ones(words, dtype=torch.int64, device="cuda")
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(5):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        target.copy_(source)
+        ended.record()
+        torch.cuda.synchronize()
+        best = max(best, 2 * words * 8 / max(began.elapsed_time(ended) / 1000, 1e-9))  # a copy reads and writes
+    return best
+
+
+def free_device_bytes() -> int:
+    """Memory that is free on it."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0]
 
 
 def usable_cores(system: Path = Path("/sys")) -> int:
@@ -179,3 +227,23 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         pass  # not Linux: the name above will do
     return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
+
+
+logger = logging.getLogger(__name__)
+
+WANTED = 8192
+"""Connections of members and of clients, of those who are being turned away, and files."""
+
+
+def allow_open_files(wanted: int = WANTED) -> int:
+    """Raise this process's own limit as far as the system lets it; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError) as error:
+        logger.warning("this process may open %d files only: %s", soft, error)
+        return soft
+    return most

@@ -19,11 +19,10 @@ from paceline.core.errors import DownloadError, SourceLost, WeightsError, WrongB
 from paceline.core.manifest import ModelManifest, ModelPart, PieceRun, files_digest, pieces_needed
 from paceline.fleet.sources import WeightsSource
 from paceline.net.weights_client import WeightsClient
-from paceline.store.arriving import Arrivals
 from paceline.store.catalog import LocalModel, describe, find_whole
 from paceline.store.home import Home
 from paceline.store.hub import Listed
-from paceline.store.partial import covers
+from paceline.store.partial import Arrivals, covers
 from paceline.store.pull import Progress
 from paceline.store.staging import Staging, staged
 
@@ -76,7 +75,7 @@ async def fetch_model(fetch: Fetch) -> LocalModel:
 
 
 async def fetch_part(fetch: Fetch, part: ModelPart, arrivals: Arrivals | None = None) -> None:
-    """Bring some layers of a model here; `store.partial.open_part` opens them, and `store.arriving.open_arriving` while they come.
+    """Bring some layers of a model here; `store.partial.open_part` opens them, and `store.partial.open_arriving` while they come.
 
     Args:
         arrivals: told of each piece that is here.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from paceline.backends.options import DeviceKind
 from paceline.core.errors import NoRoom, OutOfMemory
 from paceline.core.inference import ServedModel
+from paceline.machine.capability import WarmModel
 from paceline.machine.host import EngineHost
-from paceline.machine.offers import WarmModel
 from paceline.machine.settings import MemoryBound, NodeSettings
 from paceline.machine.setup import set_up
 from paceline.machine.sizing import KvPlan

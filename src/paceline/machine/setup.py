@@ -25,9 +25,9 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.drafting import DraftingConfig
 from paceline.engine.drafts import MoreSources
 from paceline.engine.local import LayerRunner
-from paceline.machine import accelerator
+from paceline.machine import devices
+from paceline.machine.capability import WarmModel
 from paceline.machine.devices import usable_cores
-from paceline.machine.offers import WarmModel
 from paceline.machine.settings import NodeSettings
 from paceline.machine.sizing import KvPlan, fits_gpu, free_bytes, model_shape, plan_kv, weights_bytes
 from paceline.machine.speed import Speed
@@ -210,10 +210,10 @@ def set_up(settings: NodeSettings, *, spread: bool = False) -> Setup:
         raise ConfigError(f"--threads {settings.threads}: this machine has {cores} cores to use", f"Ask for {cores}, or leave it out.")
     opened = open_model(settings.model)
     spec, type_of, notes = opened.spec, opened.weights.type_of, list[str]()
-    device = accelerator.fastest_device() if settings.device is None or settings.device.device is not DeviceKind.CPU else DeviceKind.CPU
+    device = devices.fastest_device() if settings.device is None or settings.device.device is not DeviceKind.CPU else DeviceKind.CPU
     takes_whole = settings.weights in {None, device.format_unasked} and not spread  # of several machines, each takes what the plan says
     unasked = device is not DeviceKind.CPU and settings.device is None
-    if unasked and takes_whole and not fits_gpu(spec, type_of, free := accelerator.free_device_bytes()):
+    if unasked and takes_whole and not fits_gpu(spec, type_of, free := devices.free_device_bytes()):
         needed = part_bytes(weights_bytes(spec, WeightsFormat.BF16, type_of, Kernels.CUDA), spec.all_layers, edges=True)
         notes.append(f"the GPU is not used: in bf16 the weights need {human(needed)}, and {human(free)} is free there")
         device = DeviceKind.CPU

@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError, OutOfMemory
 from paceline.core.model import BLOCK_TOKENS, LayerRange, ModelSpec, WeightsFormat
 from paceline.fleet.card import ModelShape
 from paceline.fleet.plan import LEAST_ROWS
-from paceline.machine import accelerator
+from paceline.machine import devices
 
 LOAD_BYTES_A_THREAD: Final = 16 * MIB
 """A slab of rows as read, as float32 and as requantised (`backends.quantize.SLAB_WEIGHTS`)."""
@@ -46,7 +46,7 @@ def free_bytes(kernels: Kernels, threads: int, kernel_cache: Path | None) -> int
         kernel_cache: where compiled kernels are kept; None: beside their sources.
     """
     if kernels.device is not DeviceKind.CPU:
-        return accelerator.free_device_bytes()
+        return devices.free_device_bytes()
     return max(0, available_bytes() - load_bytes(kernels, threads, kernel_cache))
 
 

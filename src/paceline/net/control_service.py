@@ -11,9 +11,8 @@ import grpc
 import grpc.aio
 
 from paceline.core.errors import FleetError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.stats import DraftUse
-from paceline.core.trust import Trust
 from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.net.card_codec import read_card, write_card
 from paceline.net.channels import CHANNEL_OPTIONS

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.background import in_background
 from paceline.core.ids import NodeId
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.net.trust.certificates import join_host
 
 if TYPE_CHECKING:

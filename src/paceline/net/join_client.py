@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from paceline.core.clock import Clock
 from paceline.core.errors import FleetError, GossipRefused, JoinRefused, NotTrusted, Unreachable, UserError
 from paceline.core.ids import NodeId
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.fleet.card import SealedRevocation
 from paceline.net.join_host import HINT_KEY, MAX_PEERS
 from paceline.net.rpc_faults import abort, fleet_error_of, unless_closed

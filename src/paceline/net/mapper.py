@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from paceline.core.errors import PacelineError
 from paceline.core.generation import Range
 from paceline.core.model import LayerRange
-from paceline.core.shown import printable
+from paceline.core.text import printable
 
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)

@@ -41,7 +41,7 @@ from paceline.core.errors import (
     UnknownModel,
     WeightsMismatch,
 )
-from paceline.core.shown import printable
+from paceline.core.text import printable
 
 FAULT_KEY = "paceline-fault-bin"
 

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from paceline.core.errors import NodeUnreachable, SourceLost, WrongBytes
 from paceline.core.manifest import PIECE, ModelManifest, PieceRun
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.net.rpc_faults import unless_closed
 from paceline.net.weights_codec import WeightsDescription
 from paceline.net.weights_servicer import MAX_RANGES

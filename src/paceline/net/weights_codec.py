@@ -10,7 +10,7 @@ from typing import Final
 
 from paceline.core.errors import WrongBytes
 from paceline.core.manifest import PIECE, SHA256_BYTES, FileEntry, ModelManifest, TensorAt
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.net.mapper import Codec, Columns, Mapped, refuse_with
 from paceline.net.wire import weights_pb2 as wire
 

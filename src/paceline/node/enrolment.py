@@ -17,8 +17,7 @@ from pathlib import Path
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, MembershipError, NotTrusted
 from paceline.core.files import write_file
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.revocations import Revocations
 from paceline.net.discovery import own_hosts
 from paceline.net.join_client import join

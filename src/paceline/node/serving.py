@@ -18,9 +18,8 @@ from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.plan import Plan
-from paceline.machine.capability import SelfPortrait
+from paceline.machine.capability import SelfPortrait, WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.models import Models
-from paceline.machine.offers import WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
 from paceline.net.member.metrics import fleet_metrics

@@ -18,13 +18,12 @@ from paceline.core.model import ModelSpec
 from paceline.core.weights import WeightSource
 from paceline.store.digests import DigestCache
 from paceline.store.faults import unreadable
-from paceline.store.folder_tokenizer import tokenizer_from_folder
 from paceline.store.gguf_file import GgufWeights, open_gguf
-from paceline.store.gguf_tokenizer import tokenizer_from_gguf
+from paceline.store.hf_folder import CONFIG, SafetensorsWeights
 from paceline.store.home import Home, expanded, read_json_object
-from paceline.store.safetensors_file import CONFIG, SafetensorsWeights
 from paceline.store.selection import choose_gguf, gguf_models, is_path, parse_ref
 from paceline.store.tokenizer import ModelTokenizer
+from paceline.store.tokenizer_files import tokenizer_from_folder, tokenizer_from_gguf
 
 BUNDLED: Final = "smollm2-135m"
 """The name of the model that comes with an installation."""

@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from paceline.core.encoder import FIRST_NORM, POSITIONS, TYPES, WORDS, EncoderSpec, Pooling, encoder_shapes
 from paceline.core.errors import UnsupportedModel
-from paceline.core.weights import Shape, StoredTensor
+from paceline.core.weights import FIRST_NORM, POSITIONS, TYPES, WORDS, EncoderSpec, Pooling, Shape, StoredTensor, encoder_shapes
 from paceline.store.catalog import resolve
 from paceline.store.faults import damaged, unreadable, unsupported
-from paceline.store.folder_tokenizer import TOKENIZER, VOCABULARY, tokenizer_from_folder, tokenizer_from_vocabulary
 from paceline.store.gguf_header import GgufHeader, read_header
-from paceline.store.gguf_tokenizer import tokenizer_from_gguf
-from paceline.store.hf_config import ENCODERS, JsonObject, load_object
+from paceline.store.hf_folder import CONFIG, ENCODERS, JsonObject, load_object, read_head, weight_files
 from paceline.store.home import Home
-from paceline.store.safetensors_file import CONFIG, read_head, weight_files
 from paceline.store.tensor_files import MAX_LAYERS, StoredAt, stored_tensor
 from paceline.store.tokenizer import ModelTokenizer
+from paceline.store.tokenizer_files import TOKENIZER, VOCABULARY, tokenizer_from_folder, tokenizer_from_gguf, tokenizer_from_vocabulary
 
 _MODULES: Final = "modules.json"
 _UNUSED: Final = ("pooler.", "cls.", "embeddings.position_ids")

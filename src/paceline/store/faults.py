@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.core.errors import DownloadError, ModelFileError, UnsupportedModel
-from paceline.core.shown import printable
+from paceline.core.text import printable
 
 LONGEST: Final = 500
 """Characters of a reason that are shown."""

@@ -18,13 +18,13 @@ from typing import Final
 import numpy as np
 
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
-from paceline.core.rope import inverse_frequencies
+from paceline.core.weights import inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.faults import damaged, encoder_alone, unsupported
 from paceline.store.gguf_header import GgufHeader, HeadIncomplete, read_header
-from paceline.store.gguf_tokenizer import build_encoder
-from paceline.store.hf_config import ENCODERS
+from paceline.store.hf_folder import ENCODERS
 from paceline.store.tensor_files import Bytes, StoredAt, TensorFiles, check_sizes, check_tensors
+from paceline.store.tokenizer_files import build_encoder
 
 FAMILIES: Final = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 """llama.cpp's architecture to Hugging Face's family. Mistral's are `llama` there."""

@@ -15,8 +15,8 @@ from paceline.core.manifest import PIECE, FileEntry, ModelManifest, TensorAt, ma
 from paceline.store.catalog import ModelLocation, find_whole
 from paceline.store.digests import file_sums
 from paceline.store.faults import damaged, unreadable
+from paceline.store.hf_folder import CONFIG
 from paceline.store.home import Home, identity_key
-from paceline.store.safetensors_file import CONFIG
 from paceline.store.selection import BESIDE
 from paceline.store.tensor_files import TensorFiles
 

@@ -22,9 +22,8 @@ from paceline.store import hub
 from paceline.store.catalog import MANIFEST, LocalModel, describe, locations, open_model
 from paceline.store.digests import FileSums, remember_sums
 from paceline.store.faults import can_not_write
-from paceline.store.home import Home, read_json_object
+from paceline.store.home import Home, only_one, read_json_object
 from paceline.store.hub import verify
-from paceline.store.locks import only_one
 from paceline.store.partial import PartNote, Runs, make_way, read_note, write_note
 from paceline.store.pull import check_space, entries_of, folder_lock, unlist, write_manifest
 from paceline.store.selection import BESIDE, gguf_models

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from paceline.core.generation import model_sampling
 from paceline.core.text import NOTHING_GIVEN, Given
-from paceline.store.chat_prefixes import ChatPrefixes
-from paceline.store.chat_template import ChatTemplate, join_parts
+from paceline.store.chats import ChatPrefixes, ChatTemplate, join_parts
 from paceline.store.faults import damaged, unsupported
 
 if TYPE_CHECKING:

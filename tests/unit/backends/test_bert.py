@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from tests.fakes.seeded_encoders import SPEC, TOKENS, write_encoder
 
 from paceline.backends.bert import Bert, gelu
-from paceline.core.encoder import Pooling
 from paceline.core.errors import ModelFileError, UnsupportedModel
+from paceline.core.weights import Pooling
 from paceline.store.catalog import open_model
 from paceline.store.encoder_files import OpenedEncoder, open_encoder
 

@@ -16,8 +16,8 @@ import pytest
 from paceline.backends.quantize import to_float32
 from paceline.store.catalog import open_model
 from paceline.store.digests import DigestCache
+from paceline.store.hf_folder import SafetensorsWeights
 from paceline.store.home import Home
-from paceline.store.safetensors_file import SafetensorsWeights
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 WORKER = """

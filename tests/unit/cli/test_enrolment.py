@@ -15,7 +15,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from paceline.core.trust import Trust
+from paceline.core.ids import Trust
 from paceline.net.trust.folder import FleetFolder
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -9,10 +9,9 @@ from rich.console import Console
 
 from paceline.cli.status import _show
 from paceline.cli.status_here import EndpointLoad, show_endpoints
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse
-from paceline.core.trust import Trust
 from paceline.fleet.card import Device, ModelOffer, NodeCard, Role, ShardState
 from paceline.fleet.view import Clash, FleetView, LiveCard
 from paceline.net.control_service import Sight

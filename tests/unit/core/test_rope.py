@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.core.model import RopeSpec
-from paceline.core.rope import inverse_frequencies
+from paceline.core.weights import inverse_frequencies
 
 
 def test_llama3_scaling_is_that_of_transformers() -> None:

@@ -13,9 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ImpossiblePin, PlacementError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
-from paceline.core.trust import Trust
 from paceline.fleet.card import Device, Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.machines import DECODE_SHARE, FREE_SHARE, Links, free_for_layers, groups, live_cards, matching_offers, stage_machines
 from paceline.fleet.placement import explain

@@ -24,9 +24,8 @@ from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.figures import two_digits
 from paceline.machine import devices as rates
 from paceline.machine.build import build_engine, introduced
-from paceline.machine.capability import SelfPortrait
+from paceline.machine.capability import SelfPortrait, Shelf, learn_digests
 from paceline.machine.devices import LocalDevice, local_devices, processor_name, usable_cores
-from paceline.machine.offers import Shelf, learn_digests
 from paceline.machine.settings import NodeSettings
 from paceline.machine.sizing import model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey, learn_speed, measure, vocabulary_id

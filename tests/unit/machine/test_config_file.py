@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from paceline.core.errors import ConfigError
-from paceline.core.trust import Trust
+from paceline.core.ids import Trust
 from paceline.machine.config_file import CONFIG_FILE, TABLES, HostSettings, PipelineSettings, allowed, read_pipeline_settings
 from paceline.store.home import Home
 

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from paceline.machine.open_files import allow_open_files
+from paceline.machine.devices import allow_open_files
 
 Limits = list[tuple[int, int]]
 

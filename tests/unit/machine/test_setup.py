@@ -8,7 +8,7 @@ from paceline.backends import cpu
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.model import WeightsFormat
-from paceline.machine import accelerator
+from paceline.machine import devices
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
 
@@ -31,8 +31,8 @@ SMALL, LARGE = 200 << 20, 8 << 30
 def test_the_gpu_is_used_where_what_it_is_to_hold_fits(
     monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, weights: WeightsFormat | None, spread: bool, kernels: Kernels, said: str
 ) -> None:
-    monkeypatch.setattr(accelerator, "fastest_device", lambda: DeviceKind.CUDA)
-    monkeypatch.setattr(accelerator, "free_device_bytes", lambda: gpu_bytes)
+    monkeypatch.setattr(devices, "fastest_device", lambda: DeviceKind.CUDA)
+    monkeypatch.setattr(devices, "free_device_bytes", lambda: gpu_bytes)
     setup = set_up(NodeSettings(weights=weights), spread=spread)
     assert setup.kernels is kernels
     assert [note for note in setup.notes if note.startswith("the GPU")] == ([] if not said else [setup.notes[0]])

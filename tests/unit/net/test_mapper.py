@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import BadPipelineRequest, FleetError, MalformedMessage
 from paceline.core.generation import Range
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.manifest import PIECE, FileEntry, ModelManifest, TensorAt
 from paceline.core.model import ActivationDtype, LayerRange, WeightsFormat
 from paceline.core.stats import DraftUse
-from paceline.core.trust import Trust
 from paceline.engine.drafts import BlockProposal
 from paceline.fleet.card import NodeCard
 from paceline.fleet.view import Clash, FleetView, LiveCard

@@ -19,7 +19,7 @@ from tests.unit.ways.pipeline.host.test_serving import Homes, nodes
 from paceline.core.clock import SystemClock
 from paceline.core.model import WeightsFormat
 from paceline.core.stats import EngineStats
-from paceline.machine.offers import WarmModel
+from paceline.machine.capability import WarmModel
 from paceline.machine.speed import Speed
 from paceline.server.metrics import Meter, MetricsPage
 from paceline.ways.draft.service import drafting_alone

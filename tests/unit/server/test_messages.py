@@ -16,7 +16,7 @@ from paceline.server.messages import messages_for_template, short_id
 from paceline.server.requests import ChatCompletionRequest, reasoning_fields
 from paceline.server.tools import Tools, write_chat
 from paceline.store.catalog import open_model
-from paceline.store.chat_template import ChatTemplate
+from paceline.store.chats import ChatTemplate
 from paceline.store.tokenizer import ModelTokenizer
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "data" / "templates").glob("*.jinja"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from paceline.store.catalog import open_model
-from paceline.store.chat_prefixes import LEAST_LETTERS, ChatPrefixes
+from paceline.store.chats import LEAST_LETTERS, ChatPrefixes
 from paceline.store.tokenizer import ModelTokenizer
 
 LONG = "a long beginning " * (LEAST_LETTERS // 17 + 1)

@@ -13,8 +13,7 @@ from gguf.quants import dequantize
 
 from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.model import MoeSpec, RopeSpec
-from paceline.core.rope import inverse_frequencies
-from paceline.core.weights import TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor
+from paceline.core.weights import TENSOR_TYPES, BlockTensor, DenseTensor, StoredTensor, inverse_frequencies
 from paceline.store.digests import DigestCache
 from paceline.store.gguf_file import open_gguf
 from paceline.store.gguf_header import read_header

@@ -15,8 +15,8 @@ from gguf import GGMLQuantizationType
 from paceline.core.errors import ConfigError, InvalidRequest, ModelFileError, UnsupportedModel
 from paceline.store import hub
 from paceline.store.catalog import open_model, resolve
-from paceline.store.folder_tokenizer import tokenizer_from_folder
 from paceline.store.home import Home
+from paceline.store.tokenizer_files import tokenizer_from_folder
 
 BOUND = 64 << 20
 """A first read of 4 MiB, copies of small files, and libraries being imported."""

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.store.test_tokenizer import Vocabulary, byte_bpe
 
 from paceline.server.tokenizing import infill_ids
-from paceline.store.gguf_tokenizer import build_encoder
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, unpack_tokenizer
+from paceline.store.tokenizer_files import build_encoder
 
 FIM_NAMES = [
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),

@@ -15,9 +15,9 @@ from paceline.core.errors import ModelFileError
 from paceline.core.text import Given
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import open_model
-from paceline.store.chat_template import ChatTemplate
-from paceline.store.folder_tokenizer import tokenizer_from_folder
+from paceline.store.chats import ChatTemplate
 from paceline.store.tokenizer import ModelTokenizer, pack_tokenizer, unpack_tokenizer
+from paceline.store.tokenizer_files import tokenizer_from_folder
 
 ORIGIN = Path("from-b")
 

@@ -11,8 +11,7 @@ from tests.fakes.seeded_models import TINY, write_folder, write_gguf
 from paceline.core.errors import ConfigError, FetchInProgress, ModelNotFound
 from paceline.store.catalog import MANIFEST, locations, open_model
 from paceline.store.home import Home
-from paceline.store.pull import folder_lock
-from paceline.store.removal import remove_model
+from paceline.store.pull import folder_lock, remove_model
 
 
 @pytest.fixture

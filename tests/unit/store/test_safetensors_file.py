@@ -14,8 +14,7 @@ from paceline.core.errors import ModelFileError, UnsupportedModel
 from paceline.core.model import MoeSpec, RopeSpec
 from paceline.core.weights import DenseTensor
 from paceline.store.digests import DigestCache
-from paceline.store.hf_config import JsonObject, spec_from_config
-from paceline.store.safetensors_file import SafetensorsWeights
+from paceline.store.hf_folder import JsonObject, SafetensorsWeights, spec_from_config
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 

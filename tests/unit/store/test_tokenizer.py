@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from paceline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
-from paceline.store import gguf_tokenizer
-from paceline.store.chat_template import MAX_TEMPLATE_CHARS
-from paceline.store.folder_tokenizer import tokenizer_from_folder
+from paceline.store import tokenizer_files as gguf_tokenizer
+from paceline.store.chats import MAX_TEMPLATE_CHARS
 from paceline.store.gguf_header import read_header
-from paceline.store.gguf_tokenizer import CUTS, build_encoder, tokenizer_from_gguf
 from paceline.store.home import Home
+from paceline.store.tokenizer_files import CUTS, build_encoder, tokenizer_from_folder, tokenizer_from_gguf
 
 TEXTS = [
     "", " ", "Hello, world!", "  two  spaces   three", "tabs\tand\nnew\r\nlines\n\n\n", "1234567890 3.14 ½ ² ٣ 一二三", "it's we'll I'd they've CAN'T",

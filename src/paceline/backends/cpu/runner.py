@@ -24,8 +24,7 @@ from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.cpu.working import cutter_of, product_bytes, thread_bytes
 from paceline.core.model import LayerRange, ModelSpec
-from paceline.core.rope import rope_tables
-from paceline.core.weights import GROUP
+from paceline.core.weights import GROUP, rope_tables
 from paceline.engine.local import Int32, RowPlan
 
 NEAR_BYTES = 512 << 10

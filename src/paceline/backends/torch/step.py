@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.model import RopeSpec
-from paceline.core.rope import rope_tables
+from paceline.core.weights import rope_tables
 from paceline.engine.executor import Path
 from paceline.engine.local import RowPlan
 

@@ -256,7 +256,7 @@ def _drafts(name: str, settings: NodeSettings, tokenizer: Tokenizer, clock: Cloc
         VocabularyMismatch: its tokens are others than those of the model.
         UserError: it can't be loaded.
     """
-    from paceline.machine.loop_thread import LoopThread
+    from paceline.bench.node import LoopThread
     from paceline.machine.speed import vocabulary_id
     from paceline.ways.draft.desk import ProposerDesk
     from paceline.ways.draft.finding import OwnProposers

@@ -22,7 +22,7 @@ from struct import Struct
 import numpy as np
 
 from paceline.core.errors import StreamClosed, StreamCorrupt, StreamStalled, TensorStreamError, TensorTooLarge
-from paceline.core.shown import printable
+from paceline.core.text import printable
 
 TICKET_BYTES = 32
 """Drawn by who expects a stream, shown by who opens it."""

@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.core.errors import IdentityError, NotTrusted
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.net.trust.certificates import (
     BACKDATED,
     FORMAT,

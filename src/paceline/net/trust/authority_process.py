@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import IdentityError, NotTrusted, PacelineError
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import FleetRoot
 from paceline.net.trust.identity import read_secret

@@ -26,8 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from paceline.core.errors import IdentityError, MalformedMessage, NotTrusted
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.net.trust.signing import SIGNING, PrivateKey, PublicKey, SignedKind, verifies
 
 NODE_ID = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")

@@ -24,7 +24,7 @@ from urllib.parse import unquote
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.ids import NodeId
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.net.trust.certificates import Member
 
 Remote = tuple[str, int]

@@ -15,8 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from paceline.core.clock import Clock
 from paceline.core.errors import GossipRefused, JoinRefused, MembershipError, NotTrusted, RevokedNode
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import Revocation, RevocationList, SealedList, SealedRevocation
 from paceline.fleet.revocations import Revocations
 from paceline.net.trust.authority import CertificateAuthority

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.core.errors import IdentityError, TokenError
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.net.trust.certificates import is_address
 from paceline.net.trust.folder import FleetFolder
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.core.errors import ImpossiblePin, PlacementError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
-from paceline.core.trust import Trust
 from paceline.fleet.card import Link, ModelOffer, ModelShape, NodeCard, Role, ShardState
 from paceline.fleet.machines import Links, barred_hosts, fetchers, groups, live_cards, matching_offers
 from paceline.fleet.placement import plan

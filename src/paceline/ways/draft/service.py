@@ -30,7 +30,7 @@ from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.eligibility import Use
 from paceline.fleet.figures import two_digits
 from paceline.fleet.messages import Effect
-from paceline.machine.offers import WarmModel, warm_offer
+from paceline.machine.capability import WarmModel, warm_offer
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import set_up
 from paceline.machine.speed import SpeedKey, learn_speed, vocabulary_id

@@ -21,7 +21,7 @@ from paceline.core.generation import (
     check_sampling,
 )
 from paceline.core.ids import RequestId
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.engine.grammar import VERSION
 from paceline.net.mapper import Codec, Length, Mapped, or_none
 from paceline.net.wire import generate_pb2 as wire

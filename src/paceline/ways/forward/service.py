@@ -21,7 +21,7 @@ from paceline.core.errors import ContextOverflow, PacelineError, UnknownModel
 from paceline.core.generation import GenerationRequest
 from paceline.core.ids import RequestId
 from paceline.core.inference import ChunkStream, Inference, ServedModel
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.engine.grammar import VERSION
 from paceline.net.member.meter import FleetMeter
 from paceline.net.rpc_faults import abort

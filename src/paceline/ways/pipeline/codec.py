@@ -10,7 +10,7 @@ from paceline.core.generation import Range
 from paceline.core.ids import NodeId
 from paceline.core.manifest import is_sha256
 from paceline.core.model import WIDEST_BLOCK, ActivationDtype, WeightsFormat
-from paceline.core.shown import printable
+from paceline.core.text import printable
 from paceline.net.mapper import Codec, Length, Mapped, layer_span, milliseconds, refuse_with
 from paceline.net.tensor.frames import TICKET_BYTES
 from paceline.net.trust.certificates import is_address, is_node_id

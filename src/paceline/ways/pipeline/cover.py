@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import ShardUnavailable, WeightsMismatch
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard, Role, ShardState
 from paceline.fleet.machines import (
     Links,

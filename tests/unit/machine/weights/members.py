@@ -10,7 +10,7 @@ import grpc.aio
 from tests.fakes.fleets import TestFleet
 from tests.unit.machine.weights.nodes import WatchedLibrary
 
-from paceline.core.trust import Trust
+from paceline.core.ids import Trust
 from paceline.fleet.card import ModelOffer, NodeCard
 from paceline.net.trust.credentials import server_credentials
 from paceline.net.trust.folder import FleetFolder

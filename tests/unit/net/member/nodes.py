@@ -12,8 +12,7 @@ from typing import ParamSpec, TypeVar
 from tests.fakes.fleets import TestFleet
 
 from paceline.core.clock import SystemClock
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import Link, ModelOffer, NodeCard
 from paceline.net.member.node import FleetNode
 from paceline.net.member.settings import FleetSettings, parse_preset

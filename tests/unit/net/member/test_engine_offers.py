@@ -23,8 +23,8 @@ from paceline.core.model import WeightsFormat
 from paceline.core.text import Tokenizer
 from paceline.engine.config import EngineConfig
 from paceline.fleet.card import ModelShape, Role
+from paceline.machine.capability import WarmModel
 from paceline.machine.host import EngineHost
-from paceline.machine.offers import WarmModel
 from paceline.machine.speed import Speed
 from paceline.node.build import BuiltNode
 from paceline.node.serving import FleetServing

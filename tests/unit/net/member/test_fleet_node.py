@@ -14,9 +14,8 @@ from tests.unit.net.member.nodes import QUICK, in_loop, make_node, running, unti
 
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, FleetError, MembershipError, NodeUnreachable, PeerFloods
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.stats import DraftUse
-from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, Role
 from paceline.fleet.links import LinkTimes
 from paceline.fleet.messages import ExchangeRequest, GossipCall

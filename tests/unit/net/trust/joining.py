@@ -16,8 +16,7 @@ import grpc
 import grpc.aio
 from tests.fakes.clock import FakeClock
 
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.net.join_host import JoinHost
 from paceline.net.trust.authority import Authority
 from paceline.net.trust.certificates import JOIN_NAME, NODE_NAME, make_key, make_request

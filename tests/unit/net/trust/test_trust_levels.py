@@ -16,8 +16,7 @@ from tests.fakes.fleets import TestFleet, card_of
 from tests.unit.net.trust.joining import IssuerNode, request_for
 
 from paceline.core.errors import RevokedNode
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.net.join_client import join
 from paceline.net.trust.authority import NODE_HOLDS
 from paceline.net.trust.certificates import Member, make_key, make_request

@@ -15,7 +15,7 @@ from tests.unit.server.formats.reading import read
 
 from paceline.server.formats.format import CallArguments, CallBegun, Content, Format, Part, Reasoning, find_format
 from paceline.server.formats.reader import AnswerReader
-from paceline.store.chat_template import ChatTemplate
+from paceline.store.chats import ChatTemplate
 
 TEMPLATES = Path(__file__).parents[3] / "data" / "templates"
 

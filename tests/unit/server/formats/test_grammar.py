@@ -20,8 +20,8 @@ from paceline.server.formats.format import Body, CallArguments, CallBegun, Conte
 from paceline.server.formats.grammar import BranchChoice, calls_grammar
 from paceline.server.formats.tagged import alternatives
 from paceline.store.gguf_header import read_header
-from paceline.store.gguf_tokenizer import tokenizer_from_gguf
 from paceline.store.home import Home
+from paceline.store.tokenizer_files import tokenizer_from_gguf
 
 TEXT: dict[str, Any] = {"type": "string", "maxLength": 5}
 TOOLS: dict[str, Any] = {

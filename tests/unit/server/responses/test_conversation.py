@@ -21,7 +21,7 @@ from paceline.server.intake import Intake
 from paceline.server.responses.conversation import SEAL, KeptBounds, KeptResponses, seal_reasoning, translate_error, write_messages
 from paceline.server.responses.requests import AnyItem
 from paceline.server.responses.routes import Responses
-from paceline.store.chat_template import ChatTemplate
+from paceline.store.chats import ChatTemplate
 
 QWEN = Path(__file__).parents[3] / "data" / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja"
 ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(list[AnyItem])

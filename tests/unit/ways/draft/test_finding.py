@@ -8,7 +8,7 @@ import pytest
 from tests.unit.ways.draft.cards import LOOKUP, SMALL, VERIFIER, A, card
 
 from paceline.core.errors import PlacementError, VocabularyMismatch
-from paceline.core.trust import Trust
+from paceline.core.ids import Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import Eligible, TrustPolicy, Use
 from paceline.fleet.view import FleetView, LiveCard

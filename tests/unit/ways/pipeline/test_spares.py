@@ -9,9 +9,8 @@ import pytest
 from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, GIB, OFFER, OWN, PINNED
 
 from paceline.core.errors import PlacementError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard, Role, ShardState
 from paceline.fleet.placement import explain
 from paceline.fleet.plan import Pin

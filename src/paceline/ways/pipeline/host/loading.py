@@ -30,13 +30,12 @@ from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner
 from paceline.fleet.eligibility import MayGiveWeights
 from paceline.fleet.sources import sources_of
-from paceline.machine import accelerator
+from paceline.machine import devices
 from paceline.machine.fetch import Dial, Fetch, fetch_part, in_thread
 from paceline.machine.setup import load_runner
-from paceline.store.arriving import Arrivals, open_arriving
 from paceline.store.catalog import ModelLocation, find_whole, list_models
 from paceline.store.home import Home
-from paceline.store.partial import open_part, read_note
+from paceline.store.partial import Arrivals, open_arriving, open_part, read_note
 from paceline.ways.pipeline.executor.route import StageRequest
 
 
@@ -267,7 +266,7 @@ def kernels_for(spec: ModelSpec, weights: WeightsFormat) -> Kernels:
     Raises:
         UserError: none do.
     """
-    return table.choose(spec, weights, device=accelerator.fastest_device())
+    return table.choose(spec, weights, device=devices.fastest_device())
 
 
 class _GivenUp(Exception):

@@ -16,15 +16,14 @@ from paceline.backends.memory import total_bytes
 from paceline.backends.options import DeviceKind
 from paceline.backends.table import Kernels
 from paceline.core.clock import Clock
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.metrics import Metrics, Row, counter, gauge, histogram
-from paceline.core.trust import Trust
 from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.messages import Effect, Revoked
+from paceline.machine.capability import WarmModel, shard_offer
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.devices import local_devices, usable_cores
-from paceline.machine.offers import WarmModel, shard_offer
 from paceline.machine.sizing import FETCH_BYTES, load_bytes
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
 from paceline.machine.weights import dial_through

@@ -26,8 +26,8 @@ from paceline.engine.intake import context_of
 from paceline.engine.local import LayerRunner
 from paceline.fleet.placement import plan
 from paceline.fleet.plan import LEAST_ROWS, Choice, Objective, Pin, PlanRequest
+from paceline.machine.capability import WarmModel
 from paceline.machine.config_file import PipelineSettings
-from paceline.machine.offers import WarmModel
 from paceline.machine.settings import NodeSettings
 from paceline.machine.setup import Setup, set_up
 from paceline.machine.sizing import KvPlan

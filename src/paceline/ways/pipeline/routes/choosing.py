@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import PlacementError, ShardUnavailable, WeightsMismatch
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
-from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import TrustPolicy, Use
 from paceline.fleet.placement import plan

@@ -12,8 +12,7 @@ import grpc.aio
 
 from paceline.core.background import Background
 from paceline.core.errors import FleetError
-from paceline.core.ids import NodeId
-from paceline.core.trust import Trust
+from paceline.core.ids import NodeId, Trust
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import Use
 from paceline.fleet.messages import Effect

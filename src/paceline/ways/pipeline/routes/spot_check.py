@@ -21,9 +21,8 @@ import numpy as np
 
 from paceline.core.background import in_background_of
 from paceline.core.errors import FleetError, PipelineError, ShardCorrupt, WeightsMismatch
-from paceline.core.ids import BatchId, NodeId, SequenceId
+from paceline.core.ids import BatchId, NodeId, SequenceId, Trust
 from paceline.core.model import BLOCK_TOKENS, WIDEST_BLOCK, LayerRange, LayerSpan
-from paceline.core.trust import Trust
 from paceline.engine.executor import Path
 from paceline.engine.local import WireBits
 from paceline.fleet.card import NodeCard

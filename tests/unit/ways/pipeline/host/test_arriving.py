@@ -22,7 +22,7 @@ from paceline.core.model import ModelSpec, RopeSpec
 from paceline.core.weights import BlockTensor, WeightSource
 from paceline.fleet.card import ModelOffer, NodeCard, Role
 from paceline.fleet.eligibility import Eligible, MayGiveWeights, Use
-from paceline.store import arriving
+from paceline.store import partial as arriving
 from paceline.store.catalog import open_model
 from paceline.store.digests import DigestCache
 from paceline.store.home import Home

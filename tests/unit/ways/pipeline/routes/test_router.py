@@ -14,9 +14,8 @@ from tests.unit.ways.pipeline.host.hosts import in_thread
 from tests.unit.ways.pipeline.routes.test_choosing import BEE, CARDS, CAT, DOG, OWN, PINNED
 
 from paceline.core.errors import FleetError, NodeUnreachable, PipelineError, PipelineStalled, ShardUnavailable, WeightsMismatch
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerSpan
-from paceline.core.trust import Trust
 from paceline.fleet.card import NodeCard
 from paceline.ways.pipeline.executor.route import Opening, PipelineFault, StageLoading
 from paceline.ways.pipeline.routes.meter import PipelineMeter

@@ -32,9 +32,8 @@ from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.core.background import Background
 from paceline.core.clock import SystemClock
 from paceline.core.errors import FleetError
-from paceline.core.ids import NodeId
+from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange, LayerSpan
-from paceline.core.trust import Trust
 from paceline.core.weights import WeightSource
 from paceline.engine.local import LayerRunner, RowPlan
 from paceline.ways.pipeline.executor.route import PipelineFault

@@ -1,21 +1,25 @@
-"""A model's chat template: a program of the model's maker, rendered in a sandbox.
+"""How a chat becomes text and ids: the model's chat template, a program of its maker, and the ids of chats that were encoded lately.
 
 The environment is the one transformers gives templates (trimmed blocks, loop controls, `tojson` without HTML escapes,
-`raise_exception`, `strftime_now`, `{% generation %}`), so a template renders the same text here as there.
+`raise_exception`, `strftime_now`, `{% generation %}`), so a template renders the same text here as there. The sandbox bounds neither a template's
+time nor its memory: those are the process's that `bounded_tokenizer` starts.
 
-The sandbox keeps a template from reaching the program, and bounds neither its time nor its memory: those are the process's that `bounded_tokenizer`
-starts. So templates of models that are served are compiled and rendered there; in the server's process they are text.
+Law of remembered ids: they are those of the whole text. An encoder cuts a text at its special tokens before it does anything else, and encodes
+what lies between them piece by piece. So where a special token begins, the ids before it and those from it on are the ids of two texts; unless the
+token takes in blanks before it, or stands in a word: texts are not cut at those.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 import jinja2
 import jinja2.ext
@@ -26,6 +30,10 @@ import jinja2.sandbox
 from paceline.core.errors import InvalidRequest
 from paceline.core.text import NOTHING_GIVEN, Given
 from paceline.store.faults import damaged
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
 
 MAX_TEMPLATE_CHARS: Final = 1 << 20
 """The longest templates have some ten thousand."""
@@ -128,3 +136,84 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+KEPT: Final = 8
+"""Chats. Raising it: more of them go on quickly side by side, for their text and five times that for their ids."""
+LEAST_LETTERS: Final = 2000
+"""Of a text that is kept: shorter ones take no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    ids: Sequence[int]
+    cuts: Sequence[tuple[int, int]]
+    """Where special tokens stand: letters before them, and ids before them."""
+
+
+class ChatPrefixes:
+    """Remembers some texts and their ids. For one thread at a time."""
+
+    def __init__(self, added: dict[int, AddedToken], encode: Callable[[str], list[int]]) -> None:
+        """Remember nothing yet.
+
+        Args:
+            added: the encoder's own tokens beside its vocabulary, by id.
+            encode: gives the ids of any text.
+        """
+        self._encode = encode
+        self._added: Final = frozenset(added)
+        names = sorted((token.content for token in added.values()), key=len, reverse=True)
+        self._spelled: Final = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._cuts: Final = frozenset(
+            i for i, token in added.items() if token.special and not (token.lstrip or token.single_word or token.normalized)
+        )
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+
+    def ids(self, text: str, salt: str = "") -> list[int]:
+        """Ids of a text; raises as `encode` does.
+
+        Args:
+            salt: only what was encoded with the same one is used: how long it takes tells no other client what was asked.
+        """
+        if len(text) < LEAST_LETTERS:
+            return self._encode(text)
+        letters, head = self._longest(text, salt)
+        ids = [*head, *self._encode(text[letters:])]
+        places = [place for place, token in enumerate(ids) if token in self._added]
+        starts = [match.start() for match in self._spelled.finditer(text)]
+        if len(starts) == len(places):  # else tokens were found otherwise than they are spelled
+            cuts = [(start, place) for start, place in zip(starts, places, strict=True) if ids[place] in self._cuts]
+            self._known[salt, text] = _Known(ids, cuts)
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return ids
+
+    def _longest(self, text: str, salt: str) -> tuple[int, Sequence[int]]:
+        """The most letters that a known text has in common with this one, up to a cut, and their ids."""
+        best, ids, found = 0, list[int](), ""
+        for (salted, other), known in self._known.items():
+            same = _same_letters(text, other) if salted == salt else 0
+            # A token that is not in both to its end is no cut: `<|im` may go on otherwise.
+            cut = next(((start, place) for start, place in reversed(known.cuts) if self._spelled_end(other, start) <= same), (0, 0))
+            if cut[0] > best:
+                best, ids, found = cut[0], list(known.ids[: cut[1]]), other
+        if found:
+            self._known.move_to_end((salt, found))
+        return best, ids
+
+    def _spelled_end(self, text: str, start: int) -> int:
+        match = self._spelled.match(text, start)
+        return len(text) + 1 if match is None else match.end()
+
+
+def _same_letters(one: str, other: str) -> int:
+    """Of two texts' beginnings."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
