@@ -78,7 +78,7 @@ class Node:
     def trust(self) -> Mapping[NodeId, Trust]:
         return self.fleet_text.trust
 
-    def wait_for_news(self, seconds: float) -> None:
+    def wait_for_change(self, seconds: float) -> None:
         del seconds
 
     def drafter(self) -> str:
@@ -150,7 +150,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
             raise Built(f"{own} alone")
 
         monkeypatch.setattr(pipelines, "resolve", lambda *_: SimpleNamespace(name=model))
-        monkeypatch.setattr(pipelines, "FleetEyes", lambda *_: node)
+        monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: node)
         monkeypatch.setattr(pipelines, "build_node", alone)
         monkeypatch.setattr(pipelines, "tensor_ends", lambda _: None)
         monkeypatch.setattr(build, "set_up", set_up)

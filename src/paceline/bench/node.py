@@ -29,7 +29,7 @@ from paceline.ways.pipeline.client import open_stage
 from paceline.ways.pipeline.executor.route import SESSION_ID_BYTES, StageRequest
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over
-from paceline.ways.pipeline.routes.eyes import FleetEyes
+from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 
 Answer = TypeVar("Answer")
 
@@ -75,7 +75,7 @@ class BenchNode:
         self._loop = LoopThread("paceline-node")
         self._whole: FleetServing | None = None
         try:
-            self._whole, self._eyes = self._loop.run(self._start(settings, home))
+            self._whole, self._access = self._loop.run(self._start(settings, home))
         except BaseException:
             self._loop.close()
             raise
@@ -83,16 +83,16 @@ class BenchNode:
     @property
     def cards(self) -> Sequence[NodeCard]:
         """The live ones."""
-        return self._eyes.cards()
+        return self._access.cards()
 
     @property
     def node_id(self) -> NodeId:
-        return self._eyes.node_id
+        return self._access.node_id
 
     @property
     def trust(self) -> dict[NodeId, Trust]:
         """What certificates say."""
-        return self._eyes.trust()
+        return self._access.trust()
 
     def wait_for_links(self, stages: Sequence[NodeId]) -> bool:
         """Until the ways of a pipeline from here through these were measured. False where they are not in time."""
@@ -102,7 +102,7 @@ class BenchNode:
             known = {(card.node_id, link.to) for card in self.cards for link in card.links}
             if all(pair in known or pair[::-1] in known for pair in pairwise(way)):
                 return True
-            self._eyes.wait_for_news(0.2)
+            self._access.wait_for_change(0.2)
         return False
 
     def wait_for(self, names: Iterable[str], beside: Iterable[bytes] = ()) -> None:
@@ -121,7 +121,7 @@ class BenchNode:
             if missing and self._clock.monotonic() >= until:
                 raise PlacementError(f"{', '.join(sorted(missing))} did not come into view", "Their logs may say why.")
             if missing:
-                self._eyes.wait_for_news(0.2)
+                self._access.wait_for_change(0.2)
 
     def build(self, settings: NodeSettings, order: PipelineOrder) -> BuiltPipeline:
         """An engine over the fleet; close its executor before this node.
@@ -131,7 +131,7 @@ class BenchNode:
         """
         assert self._whole is not None, "a closed node builds nothing"
         try:
-            return build_engine_over(settings, order, self._eyes, tensor_ends(self._whole.fleet), self._loop.loop, self._clock)
+            return build_engine_over(settings, order, self._access, tensor_ends(self._whole.fleet), self._loop.loop, self._clock)
         except (ExecutorUnavailable, PipelineError) as error:
             raise PlacementError(error.message, error.hint) from error
 
@@ -144,7 +144,7 @@ class BenchNode:
 
         async def open_and_close() -> None:
             request = replace(like, session_id=os.urandom(SESSION_ID_BYTES))
-            await (await open_stage(self._eyes.channel(node_id), node_id, request)).close()
+            await (await open_stage(self._access.channel(node_id), node_id, request)).close()
 
         self._loop.run(open_and_close())
 
@@ -157,7 +157,7 @@ class BenchNode:
             finally:
                 self._loop.close()
 
-    async def _start(self, settings: FleetSettings, home: Home) -> tuple[FleetServing, FleetEyes]:
+    async def _start(self, settings: FleetSettings, home: Home) -> tuple[FleetServing, NodeFleetAccess]:
         whole = FleetServing(None, settings, home, self._clock, beside=self._beside)
         await whole.start()
-        return whole, FleetEyes(whole.fleet, PipelineSettings().shard_age_s)
+        return whole, NodeFleetAccess(whole.fleet, PipelineSettings().shard_age_s)

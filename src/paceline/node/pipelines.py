@@ -38,7 +38,7 @@ from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
 from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers
 from paceline.ways.pipeline.routes.choosing import typical_request
-from paceline.ways.pipeline.routes.eyes import FleetEyes
+from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
 from paceline.ways.pipeline.splits import PIPELINE
 
@@ -80,13 +80,13 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     Raises:
         UserError: it can't be had, and why.
     """
-    eyes = FleetEyes(whole.fleet, asked.order.settings.shard_age_s, asked.order.settings.min_host_trust)
+    access = NodeFleetAccess(whole.fleet, asked.order.settings.shard_age_s, asked.order.settings.min_host_trust)
     location = await asyncio.to_thread(resolve, settings.model, whole.home)
     await whole.offer(location, None)
     made: Plan | None = None
     if asked.ways - {PIPELINE}:
         try:
-            made = await asyncio.to_thread(_plan_once_shown, eyes, location.name, settings, asked, clock)
+            made = await asyncio.to_thread(_plan_once_shown, access, location.name, settings, asked, clock)
         except ImpossiblePin:
             raise
         except PlacementError as error:
@@ -107,21 +107,23 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     if made is None:
         # What others are to run layers of, they must be able to see, and to fetch.
         await whole.offer(location, told.reading)
-        made = await asyncio.to_thread(_plan_soon, eyes, location.name, settings, asked, clock, told.say)
-    return await _serve_spread(whole, settings, asked, eyes, made, clock, told)
+        made = await asyncio.to_thread(_plan_soon, access, location.name, settings, asked, clock, told.say)
+    return await _serve_spread(whole, settings, asked, access, made, clock, told)
 
 
-def _plan_once_shown(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constraints, clock: Clock) -> Plan:
+def _plan_once_shown(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, clock: Clock) -> Plan:
     """This node's plan, once its own card shows the model."""
     until = clock.monotonic() + SHOWN_S
     while clock.monotonic() < until:
-        if any(card.node_id == eyes.node_id and any(offer.model_id == name for offer in card.models) for card in eyes.cards()):
+        if any(card.node_id == access.node_id and any(offer.model_id == name for offer in card.models) for card in access.cards()):
             break
-        eyes.wait_for_news(LOOK_S)
-    return _plan_now(eyes, name, settings, asked)
+        access.wait_for_change(LOOK_S)
+    return _plan_now(access, name, settings, asked)
 
 
-def _plan_soon(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constraints, clock: Clock, say: Callable[[str], None]) -> Plan:
+def _plan_soon(
+    access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, clock: Clock, say: Callable[[str], None]
+) -> Plan:
     """This node's plan, waiting for machines that could take part.
 
     Raises:
@@ -131,20 +133,20 @@ def _plan_soon(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constr
     until, said = clock.monotonic() + search_s, ""
     while True:
         try:
-            return _plan_now(eyes, name, settings, asked)
+            return _plan_now(access, name, settings, asked)
         except PlacementError as error:
             if clock.monotonic() >= until:
                 raise
             if error.message != said:
                 said = error.message
                 say(f"Waiting for machines that {name} could run on, for up to {search_s:g} s: {said}")
-        eyes.wait_for_news(LOOK_S)
+        access.wait_for_change(LOOK_S)
 
 
-def _plan_now(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constraints) -> Plan:
+def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints) -> Plan:
     """This node's plan, as its view is now. Not on the event loop."""
-    cards = eyes.cards()
-    own = next((card for card in cards if card.node_id == eyes.node_id), None)
+    cards = access.cards()
+    own = next((card for card in cards if card.node_id == access.node_id), None)
     shapes = [offer.shape for offer in (own.models if own is not None else ()) if offer.model_id == name and offer.shape is not None]
     for shape in shapes:
         check_layers(asked.order, name, shape.n_layers)
@@ -160,12 +162,12 @@ def _plan_now(eyes: FleetEyes, name: str, settings: NodeSettings, asked: Constra
         draft_model=asked.draft_model,
         objective=order.objective,
         kv_tokens=settings.context or 0,
-        orchestrator=eyes.node_id,
+        orchestrator=access.node_id,
         orchestrator_layers=order.own_layers,
         min_host_trust=order.settings.min_host_trust,
         max_shards=order.settings.max_shards_per_request,
     )
-    return plan(cards, request, eyes.trust())
+    return plan(cards, request, access.trust())
 
 
 async def _serve_here(whole: FleetServing, settings: NodeSettings, made: Plan | None, told: LoadTold) -> BuiltNode:
@@ -177,7 +179,7 @@ async def _serve_here(whole: FleetServing, settings: NodeSettings, made: Plan | 
 
 
 async def _serve_spread(
-    whole: FleetServing, settings: NodeSettings, asked: Constraints, eyes: FleetEyes, made: Plan, clock: Clock, told: LoadTold
+    whole: FleetServing, settings: NodeSettings, asked: Constraints, access: NodeFleetAccess, made: Plan, clock: Clock, told: LoadTold
 ) -> BuiltNode:
     """A pipeline that begins on this node."""
     order = replace(asked.order, planned=made.chosen)
@@ -188,7 +190,7 @@ async def _serve_spread(
             drafts = NodeDrafts(settings.draft, clock, in_fleet=True)
             build = partial(build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts)
             loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
-            built = await asyncio.to_thread(build, settings, order, eyes, ends, loop, clock)
+            built = await asyncio.to_thread(build, settings, order, access, ends, loop, clock)
             node = _hosted(built, whole.pipelines, drafts, clock, give_back)
         except BaseException:
             give_back()

@@ -35,7 +35,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) ->
     async def offer(*_: object) -> None: ...
 
     monkeypatch.setattr(pipelines, "resolve", lambda *_: SimpleNamespace(name="m"))
-    monkeypatch.setattr(pipelines, "FleetEyes", lambda *_: Eyes(CARDS))
+    monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
     monkeypatch.setattr(pipelines, "build_node", too_large)
     monkeypatch.setattr(pipelines, "_serve_spread", over_others)
     whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=SimpleNamespace(bound=None))

@@ -85,7 +85,7 @@ class FleetInference:
         self._stale = self._closed = False
         self._unsettled_until = clock.monotonic() + SETTLE_S
         """The fleet may have more than was seen yet."""
-        fleet.listen(self._on_news)
+        fleet.listen(self._on_effect)
         self._changed()
 
     # -------------------------------------------------------------------------------------------------------------- for the server
@@ -154,7 +154,7 @@ class FleetInference:
 
     # ------------------------------------------------------------------------------------------------------------------- inside
 
-    def _on_news(self, effect: Effect) -> None:
+    def _on_effect(self, effect: Effect) -> None:
         del effect
         self._changed()
 

@@ -93,7 +93,7 @@ class RemoteStage:
                     case StageReport() as report:
                         self.report = report
                     case PipelineFault() as fault:
-                        self._lose(replace(fault, told=True))
+                        self._lose(replace(fault, reported=True))
                         return
                     case _:
                         raise FleetError(f"{self.node_id} says out of turn how far it is")

@@ -109,7 +109,7 @@ _EVENTS: Final[dict[type[Any], tuple[str, Codec[Any, Any]]]] = {
                 "code": Mapped(read=lambda code: printable(code, MAX_NAME)),
                 "message": Mapped(write=lambda text: text[:MAX_TEXT], read=lambda text: printable(text, MAX_TEXT)),
             },
-            given=["told"],
+            given=["reported"],
         ),
     ),
 }

@@ -220,7 +220,7 @@ def test_a_stage_opens_reports_and_faults() -> None:
             host.fault.set()
             loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), SOON_S)
             assert loss.code == PipelineStalled.code
-            assert loss == PipelineFault(NodeId("b"), "pipeline_stalled", "b takes nothing", told=True)
+            assert loss == PipelineFault(NodeId("b"), "pipeline_stalled", "b takes nothing", reported=True)
             assert stage.report.sent >= 1
             await stage.close()
             assert stage.lost.result() is loss
@@ -352,7 +352,7 @@ def test_a_node_that_is_gone_is_unreachable() -> None:
         async with served() as (_, channel):
             stage = await open_stage(channel, NodeId("a"), REQUEST)
         loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), SOON_S)
-        assert (loss.code, loss.told) == ("shard_unavailable", False)
+        assert (loss.code, loss.reported) == ("shard_unavailable", False)
 
     asyncio.run(run())
 

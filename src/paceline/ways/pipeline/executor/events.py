@@ -73,7 +73,7 @@ LOADING_S = 2.0
 """Between two notices of how far a load is. Lowering it: clients that wait read more of them."""
 
 
-class RouteNews:
+class RouteEvents:
     """Of one pipeline.
 
     Args:
@@ -96,7 +96,7 @@ class RouteNews:
 
     def lost(self, fault: PipelineFault) -> None:
         """A route broke."""
-        logger.warning("the pipeline broke: %s: %s", fault.node_id or "nobody knows who", fault.message)
+        logger.warning("the pipeline broke: %s: %s", fault.node_id or "an unknown node", fault.message)
         self._note("shard_status", status="degraded", node=fault.node_id or "unknown", code=fault.code, reason=fault.message)
         self._fault = fault
         self._watch.lost(fault)

@@ -41,10 +41,10 @@ from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import LayerSpan
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
-from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteNews, Unwatched
+from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteEvents, Unwatched
 from paceline.ways.pipeline.executor.restoring import Journal, Lacks, Restoring
 from paceline.ways.pipeline.executor.route import PipelineFault, Route, Router, RouteStage
-from paceline.ways.pipeline.executor.search import Fallback, Patience, PipelineLimits, Search
+from paceline.ways.pipeline.executor.search import BatchTimeouts, Fallback, PipelineLimits, Search
 from paceline.ways.pipeline.executor.stage import Stage, StageBatch, check_activations, without_tokens
 
 WORD_S = 0.5
@@ -100,7 +100,7 @@ class PipelineExecutor:
         self._inspector = inspector
         remote = f"{head.layers.stop} to {n_layers - 1}"
         self._search = Search(router, fallback, remote, limits, clock)
-        self._news = RouteNews(remote, head.numerics_id, watch or Unwatched(), clock)
+        self._events = RouteEvents(remote, head.numerics_id, watch or Unwatched(), clock)
         self.block_size, self.one_path = head.block_size, head.one_path
         self._journal: Journal | None = None
         self._lacks = Lacks()
@@ -115,14 +115,14 @@ class PipelineExecutor:
         self._own: Stage | None = None
         self._pending: deque[_InFlight] = deque()
         self._received = 0
-        self._patience = Patience(limits.row_s)
+        self._timeouts = BatchTimeouts(limits.row_s)
         while not self.ready():
             pass
 
     @property
     def failovers(self) -> int:
         """How often others took over."""
-        return self._news.failovers
+        return self._events.failovers
 
     @property
     def stages(self) -> Sequence[RouteStage]:
@@ -135,18 +135,18 @@ class PipelineExecutor:
         if self._route is not None:
             return True
         try:
-            route = self._search.look()
+            route = self._search.look_for_route()
         except ExecutorUnavailable as error:
-            self._news.aborted(error)
+            self._events.aborted(error)
             raise
         if route is None:
             if self._search.opening is not None:
-                self._news.opening(self._search.opening)
+                self._events.opening(self._search.opening)
             return False
         if self._search.is_alone:
-            self._news.fell_back(self._search.reason)
+            self._events.fell_back(self._search.reason)
         else:
-            self._news.found(route, self._search.seconds)
+            self._events.found(route, self._search.seconds)
         self._take(route)
         return True
 
@@ -167,7 +167,7 @@ class PipelineExecutor:
             route.close()
 
     def notices(self) -> Sequence[Notice]:
-        return self._news.take()
+        return self._events.take()
 
     def submit(self, batch: StepBatch) -> None:
         if self._search.is_alone and (others := self._search.others_are_back(partial(self._fits, batch))) is not None:
@@ -225,7 +225,7 @@ class PipelineExecutor:
             raise self._lost(error) from error
         took = clock.monotonic() - now
         times.sending_s += took
-        self._patience.carried(bits_TD.nbytes, took)
+        self._timeouts.carried(bits_TD.nbytes, took)
         self._pending.append(_InFlight(stage_batch, rows_R, now))
 
     def collect(self, deadline: float) -> StepOutput:
@@ -233,7 +233,7 @@ class PipelineExecutor:
         if self._inspector is not None:
             self._inspector.came(oldest.batch, bits_TD)
         now, times = self._clock.monotonic(), self.times
-        self._patience.took(oldest.batch.n_rows, now - oldest.sent_at)
+        self._timeouts.took(oldest.batch.n_rows, now - oldest.sent_at)
         logits_RV = self._head.logits(self._head.from_wire(bits_TD), oldest.rows_R)
         times.away_s += now - oldest.sent_at
         times.own_s += self._clock.monotonic() - now
@@ -278,7 +278,7 @@ class PipelineExecutor:
     def _given_back(self, others: Route) -> ExecutorLost:
         """Let go of the layers that this machine took over, as others have them again."""
         assert self._route is not None, "it runs them"
-        self._news.restored()
+        self._events.restored()
         self._route.close()
         void = _spans(self._route, None)
         self._take(others)
@@ -321,7 +321,7 @@ class PipelineExecutor:
         """How long nothing may come, or be taken: what is on its way has to be computed and carried first, and `more` batches with it."""
         hops = len(self.stages) + 1
         batches = (*(waiting.batch for waiting in self._pending), *more)
-        return self._limits.stall_s + sum(self._patience.of(batch.n_rows, hops * 2 * self._width * batch.n_rows) for batch in batches)
+        return self._limits.stall_s + sum(self._timeouts.of(batch.n_rows, hops * 2 * self._width * batch.n_rows) for batch in batches)
 
     def _in_use(self) -> Route:
         """The route, unless something was heard of it that ends it.
@@ -363,7 +363,7 @@ class PipelineExecutor:
             fault = route.suspect(self._received)
             if not isinstance(error, StreamStalled) and error is not None:
                 fault = PipelineFault(fault.node_id, ShardUnavailable.code, str(error))
-        self._news.lost(fault)
+        self._events.lost(fault)
         self._route = self._restoring = None
         self._pending.clear()
         route.close()

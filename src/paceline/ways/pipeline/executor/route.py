@@ -157,7 +157,7 @@ class PipelineFault:
     code: str
     """As `core.errors.PipelineError` and its kin have it."""
     message: str
-    told: bool = False
+    reported: bool = False
     """The stage said so itself; else it is what was seen of it from here."""
 
 

@@ -81,7 +81,7 @@ MARGIN = 4.0
 """By what factor a batch may take longer than estimated. Raising it: a stall is noticed later."""
 
 
-class Patience:
+class BatchTimeouts:
     """How long batches of one pipeline may take.
 
     Law: a row of a small batch costs far more than one of a large batch, so each kind has its own estimate; until a large one was seen, what is known
@@ -341,7 +341,7 @@ class Search:
         self._back_at, self.is_alone = now, False
         return route
 
-    def look(self) -> Route | None:
+    def look_for_route(self) -> Route | None:
         """A route, or None where it is worth looking again. Takes a moment.
 
         Raises:

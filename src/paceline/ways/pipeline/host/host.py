@@ -66,7 +66,7 @@ class _Open:
 
     session: Session | None = None
     connecting: bool = False
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    faulted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it has a fault."""
 
 
@@ -116,7 +116,7 @@ class NodeShardHost:
         for session in self._live:
             session.stop()
         for asked in self._open.values():
-            asked.news.set()
+            asked.faulted.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(JOIN_S):
                 while self._live:
@@ -190,7 +190,7 @@ class NodeShardHost:
             while session.fault is None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(request.report_s):
-                        await mine.news.wait()
+                        await mine.faulted.wait()
                 if session.stopping and session.fault is None:
                     raise ShardUnavailable("This machine is stopping")
                 yield session.report
@@ -273,7 +273,7 @@ class NodeShardHost:
             self.warm.release(shard, claim)
             self._ended.set()
 
-        around = Surroundings(self._limits, self.meter, self._clock, partial(_tell, loop, mine.news.set), partial(_tell, loop, ended))
+        around = Surroundings(self._limits, self.meter, self._clock, partial(_tell, loop, mine.faulted.set), partial(_tell, loop, ended))
         session = Session(request, place, ticket, expected, around)
         claim.session = mine.session = session
         self._live.add(session)

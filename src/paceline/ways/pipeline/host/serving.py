@@ -104,7 +104,7 @@ SHOW_S = 5.0
 """How often the card is told how busy shards are. What comes and goes, it is told at once."""
 
 
-def anybody(caller: Member) -> None:
+def every_member(caller: Member) -> None:
     """Every member of the fleet is served."""
     del caller
 
@@ -116,7 +116,7 @@ class Hosting:
     limits: HostLimits = field(default_factory=HostLimits)
     threads: int | None = None
     """None: one a core."""
-    check_caller: Callable[[Member], None] = anybody
+    check_caller: Callable[[Member], None] = every_member
     """Raises NotTrusted for members that are not served."""
 
 
@@ -173,7 +173,7 @@ class ShardServing:
         self.host = NodeShardHost(warm, tensor_ends(fleet), hosting.limits, self.meter, clock, hosting.check_caller)
         self.metrics = shard_metrics(self.host)
         self._showing: asyncio.Task[None] | None = None
-        fleet.listen(self._on_news)
+        fleet.listen(self._on_effect)
 
     def _load_bytes(self, kernels: Kernels) -> int:
         """None of it is a GPU's memory."""
@@ -210,7 +210,7 @@ class ShardServing:
             except TimeoutError:
                 pass  # nothing came or went, but queues may be longer
 
-    def _on_news(self, effect: Effect) -> None:
+    def _on_effect(self, effect: Effect) -> None:
         if isinstance(effect, Revoked):
             self.host.revoked(effect.node_id)
 

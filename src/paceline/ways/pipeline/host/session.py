@@ -71,7 +71,7 @@ class Lease:
     n_blocks: int
 
 
-class Turns:
+class FairLock:
     """A lock that hands itself to the thread that waited longest."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Turns:
         return len(self._queue)
 
     @contextmanager
-    def take(self, bound_s: float) -> Generator[None]:
+    def hold(self, bound_s: float) -> Generator[None]:
         """Have the turn for as long as the block runs.
 
         Raises:
@@ -97,7 +97,7 @@ class Turns:
             self._pass_on()
 
     @contextmanager
-    def take_free(self) -> Generator[bool]:
+    def hold_if_free(self) -> Generator[bool]:
         """Have the turn for as long as the block runs, if no thread has it now. Says whether."""
         with self._lock:
             mine = not self._taken
@@ -138,7 +138,7 @@ class Place:
 
     shard_id: str
     stage: Stage
-    turns: Turns
+    lock: FairLock
     lease: Lease
     width: int
     """Of a row."""
@@ -291,7 +291,7 @@ class Session:
             except FleetError as error:
                 raise _Ended(_broken(error, "The output", to)) from error
             try:
-                with self.place.turns.take(limits.turn_s):
+                with self.place.lock.hold(limits.turn_s):
                     began = now()
                     self.holds_kv = False
                     out_TD = stage.run(batch, x_TD)
@@ -347,7 +347,7 @@ class Session:
 
     def _rehearse(self, batch: StageBatch, x_TD: WireBits) -> None:
         """While nothing comes, and no other session computes here."""
-        with self.place.turns.take_free() as mine:
+        with self.place.lock.hold_if_free() as mine:
             if mine:
                 self.place.stage.rehearse(batch, x_TD)
 

@@ -18,7 +18,7 @@ from paceline.fleet.card import ModelShape
 from paceline.ways.pipeline.executor.route import StageRequest
 from paceline.ways.pipeline.executor.stage import Stage
 from paceline.ways.pipeline.host.loading import LoadMeter
-from paceline.ways.pipeline.host.session import Lease, Place, Session, Turns
+from paceline.ways.pipeline.host.session import FairLock, Lease, Place, Session
 
 KEPT_BACK = 16
 """Blocks, of 16 tokens, for a session that comes later, where the first would take all: a short answer, or the prompt rows of a spot check. Raising it shortens the
@@ -121,7 +121,7 @@ class Shard:
         self.max_streams = max_streams
         self.claims: set[ShardClaim] = set()
         self.used_at = now
-        self.turns = Turns()
+        self.lock = FairLock()
         self.loading: asyncio.Task[None] | None = None
         self.meter = LoadMeter()
         self.loaded: LoadedLayers | None = None
@@ -253,7 +253,7 @@ class Shard:
             max_context=loaded.spec.max_context,
             width=loaded.spec.hidden,
         )
-        return Place(self.shard_id, stage, self.turns, lease, loaded.spec.hidden, request.layers, max_rows)
+        return Place(self.shard_id, stage, self.lock, lease, loaded.spec.hidden, request.layers, max_rows)
 
 
 def _own_blocks(n_blocks: int, runner: LayerRunner[Any]) -> int:

@@ -38,7 +38,7 @@ from paceline.ways.pipeline.executor.search import Fallback, LocalRoute, Pipelin
 from paceline.ways.pipeline.host.ends import TensorEnds
 from paceline.ways.pipeline.price import Pipelined
 from paceline.ways.pipeline.routes.choosing import Wanted, typical_request
-from paceline.ways.pipeline.routes.eyes import SeesFleet
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import RouteOpener
 from paceline.ways.pipeline.routes.router import FleetRouter, SpareKeeper, begin_loads
@@ -116,7 +116,7 @@ def check_layers(order: PipelineOrder, model: str, n_layers: int) -> None:
             )
 
 
-def fitting(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) -> tuple[Choice, LayerRange, KvPlan]:
+def fitting(fleet: FleetAccess, order: PipelineOrder, setup: Setup, clock: Clock) -> tuple[Choice, LayerRange, KvPlan]:
     """What the plan says, the layers that this machine runs of it, and room for their KV: fewer where the plan, which rounds, gives it too many.
 
     Raises:
@@ -146,7 +146,7 @@ def longest_context(setup: Setup) -> int:
     return setup.settings.context or setup.opened.spec.max_context
 
 
-def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock) -> Choice:
+def _planned(fleet: FleetAccess, order: PipelineOrder, setup: Setup, clock: Clock) -> Choice:
     """What the plan says of a pipeline that begins here; waits for machines that could take part.
 
     Raises:
@@ -180,7 +180,7 @@ def _planned(fleet: SeesFleet, order: PipelineOrder, setup: Setup, clock: Clock)
             if error.message != told:
                 told = error.message
                 logger.info("waiting for machines that %s could run on, for up to %g s: %s", name, order.settings.search_seconds, told)
-        fleet.wait_for_news(LOOK_S)
+        fleet.wait_for_change(LOOK_S)
 
 
 def loads_the_rest(own: NodeId, setup: Setup, head: LayerRunner[Any], max_rows: int) -> Callable[[], LocalRoute]:
@@ -239,7 +239,7 @@ class BuiltPipeline:
 def build_engine_over(
     settings: NodeSettings,
     order: PipelineOrder,
-    fleet: SeesFleet,
+    fleet: FleetAccess,
     ends: TensorEnds,
     loop: asyncio.AbstractEventLoop,
     clock: Clock,

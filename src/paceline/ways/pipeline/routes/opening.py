@@ -43,7 +43,7 @@ from paceline.ways.pipeline.executor.route import (
     StageRequest,
 )
 from paceline.ways.pipeline.host.ends import StreamSource, TensorEnds, opened_in_thread
-from paceline.ways.pipeline.routes.eyes import SeesFleet
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess
 
 
 class FleetRoute:
@@ -87,7 +87,7 @@ class FleetRoute:
             wait([session.lost for session in self.sessions], wait_s, FIRST_COMPLETED)
         faults = [(place, session.lost.result()) for place, session in enumerate(self.sessions) if session.lost.done()]
         # A node that broke off knows less of others than those who still speak, and is itself the likeliest reason of what they say.
-        faults.sort(key=lambda pair: pair[1].told)
+        faults.sort(key=lambda pair: pair[1].reported)
         return self._blamed(*faults[0]) if faults and not self._closed else None
 
     def suspect(self, received: int) -> PipelineFault:
@@ -116,7 +116,7 @@ class FleetRoute:
 
     def _blamed(self, place: int, fault: PipelineFault) -> PipelineFault:
         """Whom it is held against. A stage knows only those it receives from and sends to; of this node it may say what it likes."""
-        if not fault.told:
+        if not fault.reported:
             return fault
         node_id = self.sessions[place].node_id
         if fault.node_id in {self.sessions[at].node_id for at in (place - 1, place + 1) if 0 <= at < len(self.sessions)}:
@@ -135,14 +135,14 @@ class _Load:
 
     began_s: float
     began_bytes: int
-    news: StageLoading
+    progress: StageLoading
 
     def seconds_left(self, now_s: float) -> float | None:
         """At its pace until now: while nothing comes, it takes longer."""
-        gained = self.news.bytes_done - self.began_bytes
+        gained = self.progress.bytes_done - self.began_bytes
         if gained <= 0 or now_s <= self.began_s:
             return None
-        return (self.news.bytes_total - self.news.bytes_done) * (now_s - self.began_s) / gained
+        return (self.progress.bytes_total - self.progress.bytes_done) * (now_s - self.began_s) / gained
 
 
 class StageLoads:
@@ -160,19 +160,19 @@ class StageLoads:
         with self._lock:
             self._parts, self._loads = tuple(parts), {}
 
-    def told(self, part: LayerSpan, news: StageLoading) -> None:
+    def note_progress(self, part: LayerSpan, progress: StageLoading) -> None:
         """A machine said how far it is."""
         now = self._clock.monotonic()
         with self._lock:
-            load = self._loads.setdefault(part, _Load(now, news.bytes_done, news))
-            load.news = news
-            self._most[part] = max(self._most.get(part, 0), news.bytes_done)
+            load = self._loads.setdefault(part, _Load(now, progress.bytes_done, progress))
+            load.progress = progress
+            self._most[part] = max(self._most.get(part, 0), progress.bytes_done)
 
     def opened(self, part: LayerSpan) -> None:
         """A machine has its layers."""
         with self._lock:
             if (load := self._loads.get(part)) is not None:
-                load.news = StageLoading(load.news.bytes_total, load.news.bytes_total)
+                load.progress = StageLoading(load.progress.bytes_total, load.progress.bytes_total)
 
     def end(self) -> None:
         """There is a route."""
@@ -185,14 +185,18 @@ class StageLoads:
         now = self._clock.monotonic()
         with self._lock:
             loads = [(part, load) for part in self._parts if (load := self._loads.get(part)) is not None]
-            left = [load.seconds_left(now) for _, load in loads if load.news.bytes_done < load.news.bytes_total]
+            left = [load.seconds_left(now) for _, load in loads if load.progress.bytes_done < load.progress.bytes_total]
             known = [seconds for seconds in left if seconds is not None]
             return Opening(
-                sum(load.news.bytes_done for _, load in loads),
-                sum(load.news.bytes_total for _, load in loads),
+                sum(load.progress.bytes_done for _, load in loads),
+                sum(load.progress.bytes_total for _, load in loads),
                 sum(self._most.values()),
                 max(known) if known and len(known) == len(left) else None,
-                tuple(part.node_id for part, load in loads if load.news.bytes_done < load.news.bytes_total or not load.news.bytes_total),
+                tuple(
+                    part.node_id
+                    for part, load in loads
+                    if load.progress.bytes_done < load.progress.bytes_total or not load.progress.bytes_total
+                ),
             )
 
 
@@ -217,7 +221,7 @@ class RouteOpener:
 
     def __init__(
         self,
-        fleet: SeesFleet,
+        fleet: FleetAccess,
         ends: TensorEnds,
         request: StageRequest,
         width: int,
@@ -283,9 +287,9 @@ class RouteOpener:
             kv=kv,
         )
 
-        def loading(news: StageLoading) -> None:
+        def loading(progress: StageLoading) -> None:
             if loads is not None:
-                loads.told(part, news)
+                loads.note_progress(part, progress)
 
         stage = await open_stage(self._fleet.channel(part.node_id), part.node_id, request, loading)
         if loads is not None:

@@ -30,7 +30,7 @@ from paceline.ways.pipeline.cover import spares_for
 from paceline.ways.pipeline.executor.route import KV_NAME_BYTES, Opening, PipelineFault, StageLoading, StageRequest
 from paceline.ways.pipeline.executor.search import TOLD
 from paceline.ways.pipeline.routes.choosing import Wanted, choose, plan_request
-from paceline.ways.pipeline.routes.eyes import SeesFleet
+from paceline.ways.pipeline.routes.fleet_access import FleetAccess
 from paceline.ways.pipeline.routes.meter import PipelineMeter
 from paceline.ways.pipeline.routes.opening import FleetRoute, NotOpened, RouteOpener, StageLoads
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def begin_loads(
-    fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, planned: tuple[LayerSpan, ...] = ()
+    fleet: FleetAccess, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop, planned: tuple[LayerSpan, ...] = ()
 ) -> tuple[LayerSpan, ...]:
     """Ask the machines that will run a pipeline, as things are now, to load their layers. For any thread.
 
@@ -71,7 +71,7 @@ def begin_loads(
     return parts
 
 
-async def ask_to_load(fleet: SeesFleet, request: StageRequest, node_id: NodeId, layers: LayerRange) -> StageLoading | None:
+async def ask_to_load(fleet: FleetAccess, request: StageRequest, node_id: NodeId, layers: LayerRange) -> StageLoading | None:
     """Ask a machine to load layers that it may be asked to run. On the event loop.
 
     Args:
@@ -109,7 +109,7 @@ class SpareKeeper:
         wanted: what the pipeline is for.
     """
 
-    def __init__(self, fleet: SeesFleet, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, fleet: FleetAccess, request: StageRequest, wanted: Wanted, loop: asyncio.AbstractEventLoop) -> None:
         self._fleet, self._request, self._wanted, self._loop = fleet, request, wanted, loop
         self._keeping: asyncio.Task[None] | None = None
         """The event loop's alone."""
@@ -127,7 +127,7 @@ class SpareKeeper:
         """There is none. For any thread; idempotent."""
         self._on_loop(self._end)
 
-    async def look(self, parts: Sequence[LayerSpan], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
+    async def load_spares(self, parts: Sequence[LayerSpan], exclude: frozenset[NodeId] = frozenset()) -> dict[NodeId, bool]:
         """Ask the spares for a route over these machines to have its spans loaded. On the event loop.
 
         Args:
@@ -174,7 +174,7 @@ class SpareKeeper:
 
     async def _keep(self, parts: Sequence[LayerSpan], excluded: Callable[[], frozenset[NodeId]]) -> None:
         while True:
-            await self.look(parts, excluded())
+            await self.load_spares(parts, excluded())
             await asyncio.sleep(ASK_S)
 
 
@@ -207,7 +207,7 @@ class FleetRouter:
 
     def __init__(
         self,
-        fleet: SeesFleet,
+        fleet: FleetAccess,
         opener: RouteOpener,
         wanted: Wanted,
         loop: asyncio.AbstractEventLoop,
@@ -255,7 +255,7 @@ class FleetRouter:
             raise ShardUnavailable("This node is stopping") from error
         except PipelineError:
             # No node can now. One may as soon as there is news, and those left out may in a while.
-            self._fleet.wait_for_news(max(0.0, until - self._clock.monotonic()))
+            self._fleet.wait_for_change(max(0.0, until - self._clock.monotonic()))
             raise
         if self._kv_asked is not self._kv:
             route.close()

@@ -78,7 +78,7 @@ def in_vain(search: Search, router: Router) -> float:
 
 
 def look_to_the_end(search: Search) -> None:
-    while search.look() is None:
+    while search.look_for_route() is None:
         pass
 
 
@@ -123,7 +123,7 @@ def test_requests_of_a_pipeline_that_stalled_and_found_no_other_machines_are_tol
     # One that breaks otherwise after a route was found has nothing to do with it.
     search.lost(PipelineFault(NodeId("b"), "pipeline_stalled", "b has let nothing through"))
     router.answer = ROUTE
-    assert search.look() is ROUTE
+    assert search.look_for_route() is ROUTE
     router.answer = NOBODY
     with pytest.raises(ExecutorUnavailable) as caught:
         look_to_the_end(search)
@@ -133,9 +133,9 @@ def test_requests_of_a_pipeline_that_stalled_and_found_no_other_machines_are_tol
 def test_a_later_search_waits_for_a_machine_that_gets_ready(search: Search, router: Router) -> None:
     in_vain(search, router)
     router.answer = Opening()
-    assert [search.look() for _ in range(8)] == [None] * 8
+    assert [search.look_for_route() for _ in range(8)] == [None] * 8
     router.answer = ROUTE
-    assert search.look() is router.answer
+    assert search.look_for_route() is router.answer
 
 
 def test_nobody_is_waited_for_longer_than_a_search_lasts(search: Search, router: Router) -> None:
@@ -155,12 +155,12 @@ def test_machines_that_load_further_bytes_are_waited_for_however_long_it_takes(s
     began = router.clock.monotonic()
     for done in range(0, 1000, 50):
         router.answer = loading(done)
-        assert search.look() is None
+        assert search.look_for_route() is None
         assert search.opening == router.answer
         router.clock.advance(0.9 * LIMITS.search_s)
     assert router.clock.monotonic() - began > 10 * LIMITS.search_s
     router.answer = ROUTE
-    assert search.look() is ROUTE
+    assert search.look_for_route() is ROUTE
     assert search.opening is None
 
 
@@ -173,7 +173,7 @@ def test_machines_that_load_nothing_further_are_not_waited_for(search: Search, r
         for done in [*again, *again, *again]:
             most = max(most, done)
             router.answer = loading(done, advanced=most)
-            search.look()
+            search.look_for_route()
             router.clock.advance(0.4 * LIMITS.search_s)
 
     with pytest.raises(ExecutorUnavailable, match=r"b loaded nothing more \(\d+ % done\)"):
@@ -202,20 +202,20 @@ def test_machines_that_say_nothing_are_not_waited_for(search: Search, router: Ro
 
 def test_what_was_loaded_for_one_route_is_no_measure_for_the_next(search: Search, router: Router) -> None:
     router.answer = loading(900)
-    search.look()
+    search.look_for_route()
     router.answer = ROUTE
-    search.look()
+    search.look_for_route()
     search.lost(PipelineFault(None, "shard_unavailable", "gone"))
     for done in (10, 20, 30):
         router.answer = loading(done)
-        assert search.look() is None
+        assert search.look_for_route() is None
         router.clock.advance(0.9 * LIMITS.search_s)
 
 
 def test_after_a_route_a_search_lasts_its_time_again(search: Search, router: Router) -> None:
     in_vain(search, router)
     router.answer = ROUTE
-    assert search.look() is router.answer
+    assert search.look_for_route() is router.answer
     router.answer = NOBODY
     search.lost(PipelineFault(None, "shard_unavailable", "gone"))
     assert in_vain(search, router) >= LIMITS.search_s

@@ -41,7 +41,7 @@ async def test_values_that_are_no_activations_are_the_senders_fault(bits: int) -
         await in_thread(route.sink.send, batch_of(2, sequence=2, blocks=(1,)), spoiled(bits), soon())
         loss = await loss_of(stage)
         assert loss.code == ShardCorrupt.code
-        assert loss.told
+        assert loss.reported
         assert (loss.code, loss.node_id) == ("shard_corrupt", "user")
         assert (stage.report.received, stage.report.computed) == (2, 1)
         assert a.meter.corruption == 1
@@ -65,7 +65,7 @@ async def test_batches_that_can_not_be_are_the_senders_fault_and_never_run(batch
         route = await user.route((a, stage))
         await in_thread(route.sink.send, batch, rows_of(batch.n_rows), soon())
         loss = await loss_of(stage)
-        assert loss.told
+        assert loss.reported
         assert (loss.code, loss.node_id) == ("bad_request", "user")
         assert not a.runner.running.is_set()
 
@@ -78,7 +78,7 @@ async def test_rows_of_another_width_are_the_senders_fault() -> None:
         route = await user.route((a, stage))
         await in_thread(route.sink.send, batch_of(1), np.zeros((4, SPEC.hidden + 1), np.uint16), soon())
         loss = await loss_of(stage)
-        assert loss.told
+        assert loss.reported
         assert (loss.code, loss.node_id) == ("shard_corrupt", "user")
         assert a.meter.corruption == 1
 
@@ -93,7 +93,7 @@ async def test_an_input_that_breaks_is_the_senders_fault() -> None:
         await first.close()
         loss = await loss_of(second)
         assert loss.code == ShardUnavailable.code
-        assert loss.told
+        assert loss.reported
         assert loss.node_id == "a"
         await until(lambda: b.host.sessions == 0)
 
@@ -110,7 +110,7 @@ async def test_an_output_that_breaks_is_the_receivers_fault() -> None:
         await _push(route.sink, first, 2)
         loss = await loss_of(first)
         assert loss.code == ShardUnavailable.code
-        assert loss.told
+        assert loss.reported
         assert loss.node_id == "b"
 
 
@@ -132,7 +132,7 @@ async def test_a_receiver_that_takes_nothing_is_a_stall_of_its_own(monkeypatch: 
         await _push(route.sink, stage, 1)
         loss = await loss_of(stage)
         assert loss.code == PipelineStalled.code
-        assert loss.told
+        assert loss.reported
         assert loss.node_id == "user"
         assert stage.report.computed > stage.report.sent
 
@@ -162,7 +162,7 @@ async def test_kernels_that_fail_are_the_stages_own_fault(caplog: pytest.LogCapt
         a.runner.run_layers = broken  # type: ignore[method-assign]
         await in_thread(route.sink.send, batch_of(1), rows_of(4), soon())
         loss = await loss_of(stage)
-        assert loss.told
+        assert loss.reported
         assert (loss.code, loss.node_id) == ("pipeline_error", None)
         assert "a kernel failed" in caplog.text
         assert "array" not in caplog.text, "activations are in no log"
@@ -180,7 +180,7 @@ async def test_sessions_on_one_shard_take_turns_and_one_that_waits_too_long_says
         await in_thread(other.sink.send, batch_of(1), rows_of(4), soon())
         loss = await loss_of(second)
         assert loss.code == PipelineStalled.code
-        assert loss.told
+        assert loss.reported
         assert loss.node_id is None
         a.runner.gate.set()
         source = await in_thread(one.expected.accept, soon())
@@ -198,7 +198,7 @@ async def test_nothing_that_a_revoked_neighbour_sends_is_run() -> None:
         net.fleet.revoke("a")
         b.host.revoked(NodeId("a"))
         loss = await loss_of(second)
-        assert loss.told
+        assert loss.reported
         assert (loss.node_id, "revoked" in loss.message) == ("a", True)
 
 
@@ -216,7 +216,7 @@ async def test_nothing_is_sent_to_a_revoked_neighbour() -> None:
         a.host.revoked(NodeId("b"))
         a.runner.gate.set()
         loss = await loss_of(first)
-        assert loss.told
+        assert loss.reported
         assert (loss.node_id, "revoked" in loss.message) == ("b", True)
         await until(lambda: a.host.sessions == 0)
         assert second.report.received <= 1

@@ -601,7 +601,7 @@ async def test_a_session_ends_when_its_callers_channel_breaks() -> None:
         await channel.close(None)
         await until_free(a)
         loss = await asyncio.wait_for(asyncio.wrap_future(stage.lost), 100)
-        assert (loss.code, loss.told) == ("shard_unavailable", False)
+        assert (loss.code, loss.reported) == ("shard_unavailable", False)
 
 
 @in_loop

@@ -25,7 +25,7 @@ from paceline.ways.pipeline.routes.router import LAST_RESORT_S, FleetRouter
 
 @dataclass(slots=True)
 class Eyes:
-    """`SeesFleet` of these cards."""
+    """`FleetAccess` of these cards."""
 
     held: Sequence[NodeCard]
     node_id: NodeId = OWN
@@ -36,7 +36,7 @@ class Eyes:
     def trust(self) -> dict[NodeId, Trust]:
         return {}
 
-    def wait_for_news(self, seconds: float) -> None:
+    def wait_for_change(self, seconds: float) -> None:
         del seconds
 
 
@@ -62,7 +62,7 @@ class Opens:
         self.names.append(kv)
         self.asked.append({part.node_id for part in parts})
         for part in parts:
-            loads.told(part, StageLoading(self.done, 100))
+            loads.note_progress(part, StageLoading(self.done, 100))
         await self.may.wait()
         if refused := {part.node_id: self.refuses[part.node_id] for part in parts if part.node_id in self.refuses}:
             raise NotOpened(refused)

@@ -69,9 +69,9 @@ async def test_a_machine_outside_the_route_loads_its_layers_and_takes_over_witho
         eyes = Eyes(user, {A: a, B: b})
         keeper = keeper_of(eyes)
         stage = await user.open(a, wanted(2, 6))
-        assert await keeper.look(USED) == {B: False}
+        assert await keeper.load_spares(USED) == {B: False}
         await until(lambda: any(shard.loaded is not None for shard in b.warm.shards))
-        assert await keeper.look(USED) == {B: True}
+        assert await keeper.load_spares(USED) == {B: True}
         assert (len(b.loads.asked), b.host.sessions, len(a.loads.asked)) == (1, 0, 1)
         await stage.close()
         eyes.left_out.add(A)
@@ -87,12 +87,12 @@ async def test_a_spare_that_refuses_is_asked_again_and_spares_are_kept_until_the
     async with hosting(net, "a") as a, hosting(net, "b", refuse=("user",)) as b, User(net) as user:
         eyes = Eyes(user, {A: a, B: b})
         keeper = keeper_of(eyes)
-        assert await keeper.look(USED) == {}
+        assert await keeper.load_spares(USED) == {}
         await b.host.close()
-        assert await keeper.look(USED) == {}
+        assert await keeper.load_spares(USED) == {}
         both: dict[NodeId, Hosting] = {A: a}
         alone = keeper_of(Eyes(user, both))
-        assert await alone.look(USED) == {}
+        assert await alone.load_spares(USED) == {}
 
 
 @in_loop
@@ -100,7 +100,7 @@ async def test_a_machine_that_broke_a_route_is_no_spare_of_the_next() -> None:
     net = Net()
     async with hosting(net, "a") as a, hosting(net, "b") as b, User(net) as user:
         keeper = keeper_of(Eyes(user, {A: a, B: b}))
-        assert await keeper.look(USED, frozenset({B})) == {}
+        assert await keeper.load_spares(USED, frozenset({B})) == {}
         assert b.warm.shards == ()
         out: set[NodeId] = {B}
         asked: list[frozenset[NodeId]] = []

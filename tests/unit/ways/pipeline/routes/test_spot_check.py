@@ -51,7 +51,7 @@ class SomeCard:
 
 @dataclass(slots=True)
 class Eyes:
-    """`SeesFleet` of these hosts."""
+    """`FleetAccess` of these hosts."""
 
     user: User
     hosts: dict[NodeId, Hosting]
@@ -79,7 +79,7 @@ class Eyes:
     def order(self, addresses: Sequence[str]) -> tuple[str, ...]:
         return tuple(addresses)
 
-    def wait_for_news(self, seconds: float) -> None:
+    def wait_for_change(self, seconds: float) -> None:
         raise AssertionError("nobody waits here")
 
 

@@ -17,12 +17,12 @@ def test_it_is_as_far_as_all_its_machines_are_and_takes_as_long_as_the_slowest()
     loads = StageLoads(clock)
     loads.begin([BEE, CAT])
     assert (loads.opening.nodes, loads.opening.percent, loads.opening.seconds_left) == ((), 0, None)
-    loads.told(BEE, StageLoading(0, 200))
-    loads.told(CAT, StageLoading(100, 200))  # which had half of it from before
+    loads.note_progress(BEE, StageLoading(0, 200))
+    loads.note_progress(CAT, StageLoading(100, 200))  # which had half of it from before
     clock.advance(10)
-    loads.told(BEE, StageLoading(40, 200))
+    loads.note_progress(BEE, StageLoading(40, 200))
     assert loads.opening.seconds_left is None, "nothing is known of the other"
-    loads.told(CAT, StageLoading(150, 200))
+    loads.note_progress(CAT, StageLoading(150, 200))
     opening = loads.opening
     assert (opening.nodes, opening.bytes_done, opening.bytes_total) == (("bee", "cat"), 190, 400)
     assert opening.seconds_left == 40
@@ -38,10 +38,10 @@ def test_a_load_that_begins_anew_has_gained_nothing_until_it_is_beyond_where_it_
     for most in (50, 50, 60):
         loads.begin([BEE])
         for done in (0, most // 2, most):
-            loads.told(BEE, StageLoading(done, 100))
+            loads.note_progress(BEE, StageLoading(done, 100))
         assert loads.opening.advanced == most
     loads.begin([CAT])
-    loads.told(CAT, StageLoading(1, 100))
+    loads.note_progress(CAT, StageLoading(1, 100))
     assert loads.opening.advanced == 61
     loads.end()
     assert loads.opening.advanced == 0
@@ -51,10 +51,10 @@ def test_before_the_first_byte_and_behind_the_last_kernels_are_read_and_compiled
     loads = StageLoads(FakeClock())
     loads.begin([BEE])
     assert not loads.opening.counts_no_bytes, "it has said nothing: it may be asleep"
-    loads.told(BEE, StageLoading(0, 0))
+    loads.note_progress(BEE, StageLoading(0, 0))
     assert loads.opening.counts_no_bytes
     assert loads.opening.nodes == ("bee",)
-    loads.told(BEE, StageLoading(0, 100))
+    loads.note_progress(BEE, StageLoading(0, 100))
     assert not loads.opening.counts_no_bytes
-    loads.told(BEE, StageLoading(100, 100))
+    loads.note_progress(BEE, StageLoading(100, 100))
     assert loads.opening.counts_no_bytes

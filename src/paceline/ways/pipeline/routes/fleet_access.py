@@ -24,7 +24,7 @@ ANSWER_S = 5.0
 Answer = TypeVar("Answer")
 
 
-class SeesFleet(Protocol):
+class FleetAccess(Protocol):
     """What pipelines need of their node."""
 
     @property
@@ -37,11 +37,11 @@ class SeesFleet(Protocol):
     def trust(self) -> dict[NodeId, Trust]: ...
     def channel(self, node_id: NodeId) -> grpc.aio.Channel: ...
     def order(self, addresses: Sequence[str]) -> tuple[str, ...]: ...
-    def wait_for_news(self, seconds: float) -> None: ...
+    def wait_for_change(self, seconds: float) -> None: ...
 
 
-class FleetEyes:
-    """A `SeesFleet`. Made on the event loop.
+class NodeFleetAccess:
+    """A `FleetAccess`. Made on the event loop.
 
     Args:
         shard_age_s: what a card says of loaded shards is not believed when it is older.
@@ -52,8 +52,8 @@ class FleetEyes:
         self._fleet, self._shard_age_s = fleet, shard_age_s
         self._policy = fleet.trust if least is None else replace(fleet.trust, host=least)
         self._loop = asyncio.get_running_loop()
-        self._news = threading.Event()
-        fleet.listen(self._on_news)
+        self._changed = threading.Event()
+        fleet.listen(self._on_effect)
 
     @property
     def node_id(self) -> NodeId:
@@ -91,10 +91,10 @@ class FleetEyes:
             raise FleetError(f"{node_id} is not in view any more")
         return self._fleet.channel(node_id, live.card.addresses, Use.HOLD_LAYERS, trust=self._policy)
 
-    def wait_for_news(self, seconds: float) -> None:
+    def wait_for_change(self, seconds: float) -> None:
         """Until something changes in the fleet, but no longer. Not on the event loop."""
-        self._news.clear()
-        self._news.wait(seconds)
+        self._changed.clear()
+        self._changed.wait(seconds)
 
     def _view(self) -> FleetView:
         return self._asked(self._fleet.view)
@@ -111,9 +111,9 @@ class FleetEyes:
 
         return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(ANSWER_S)
 
-    def _on_news(self, effect: Effect) -> None:
+    def _on_effect(self, effect: Effect) -> None:
         del effect
-        self._news.set()
+        self._changed.set()
 
 
 def without_shards(card: NodeCard) -> NodeCard:

@@ -7,40 +7,40 @@ import threading
 import pytest
 
 from paceline.core.errors import PipelineStalled
-from paceline.ways.pipeline.host.session import Turns
+from paceline.ways.pipeline.host.session import FairLock
 
 
 def test_a_free_turn_is_held_and_given_back() -> None:
-    turns = Turns()
-    with turns.take_free() as mine:
+    lock = FairLock()
+    with lock.hold_if_free() as mine:
         assert mine
-        with pytest.raises(PipelineStalled), turns.take(0.001):
+        with pytest.raises(PipelineStalled), lock.hold(0.001):
             pass
-    with turns.take(0.001):
+    with lock.hold(0.001):
         pass
 
 
 def test_a_turn_that_another_has_is_left_alone() -> None:
-    turns = Turns()
-    with turns.take(1.0):
-        with turns.take_free() as mine:
+    lock = FairLock()
+    with lock.hold(1.0):
+        with lock.hold_if_free() as mine:
             assert not mine
-        with pytest.raises(PipelineStalled), turns.take(0.001):
+        with pytest.raises(PipelineStalled), lock.hold(0.001):
             pass
 
 
 def test_whoever_waits_for_a_free_turn_s_end_comes_next() -> None:
-    turns, came = Turns(), threading.Event()
+    lock, came = FairLock(), threading.Event()
 
     def wait() -> None:
-        with turns.take(20.0):
+        with lock.hold(20.0):
             came.set()
 
     thread = threading.Thread(target=wait)
-    with turns.take_free() as mine:
+    with lock.hold_if_free() as mine:
         assert mine
         thread.start()
-        while not turns.waiting:
+        while not lock.waiting:
             threading.Event().wait(0.001)
         assert not came.is_set()
     assert came.wait(20.0)
