@@ -23,7 +23,7 @@ from paceline.core.model import LayerRange, LayerSpan, WeightsFormat
 from paceline.engine.config import EngineConfig
 from paceline.fleet.card import NodeCard
 from paceline.fleet.eligibility import TrustPolicy, Use
-from paceline.fleet.plan import ALONE, Objective, Plan
+from paceline.fleet.plan import ALONE, Objective
 from paceline.fleet.view import FleetView, LiveCard
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
@@ -162,9 +162,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
         async def offer(*_: object) -> None: ...
 
         slots = SimpleNamespace(take=lambda _: lambda: None)
-        whole: Any = SimpleNamespace(
-            fleet=node, home=None, offer=offer, slots=slots, models=SimpleNamespace(bound=None), pipelines=None, plans=dict[str, Plan]()
-        )
+        whole: Any = SimpleNamespace(fleet=node, home=None, offer=offer, slots=slots, models=SimpleNamespace(bound=None), pipelines=None)
         told = LoadTold(lambda *_: None, lambda *_: None, lambda _: None, said.append)
         try:
             await serve_planned(whole, NodeSettings(model), asked, SystemClock(), told)

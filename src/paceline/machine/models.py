@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from paceline.backends.memory import free_what_failed, give_memory_back
 from paceline.backends.options import LoadProgress
@@ -86,7 +86,7 @@ class Models(Generic[Hosted]):
         self._waiting = Counter[str]()
         """Requests that wait for a model."""
         self._leaving: set[str] = set()
-        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._loading: dict[str, asyncio.Task[Any]] = {}
         self._read: dict[str, tuple[int, int]] = {}
         """Of a model that is being loaded: bytes, and of how many."""
         self._turn, self._stopped = asyncio.Lock(), asyncio.Event()
@@ -249,6 +249,26 @@ class Models(Generic[Hosted]):
         finally:
             self._leaving.discard(found)
 
+    async def change(self, place: ModelLocation, build: Callable[[], Awaitable[Hosted]]) -> bool:
+        """Serve a model that is idle, or not loaded, in another way. Requests that come meanwhile wait for that, as for any load.
+
+        Args:
+            build: loads it, once what served it is gone.
+
+        Returns:
+            False: it is not idle, and nothing was done.
+
+        Raises:
+            PacelineError: `build` failed, and it is served no more.
+        """
+        name = place.name
+        if self._stopped.is_set() or name in self._loading or (name in self._loaded and not self._is_idle(name)):
+            return False
+        self._places[name], self._sign_s = place, self._clock.monotonic()
+        task = self._loading[name] = asyncio.create_task(self._change(name, build), name=f"change of {name}")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(task)
+
     def drain(self) -> None:
         """Take no more requests and load nothing; what is live goes on. On the event loop."""
         self._stopped.set()
@@ -272,7 +292,7 @@ class Models(Generic[Hosted]):
         self._waiting[name] += 1
         try:
             while (node := self._loaded.get(name)) is None:
-                if not self.on_demand or name not in self._places:
+                if name not in self._loading and (not self.on_demand or name not in self._places):
                     raise UnknownModel(f"The model {name!r} is not served here", f"Served here: {', '.join(self._loaded) or 'none'}.")
                 await self._bring(name)
         except UserError as error:
@@ -322,6 +342,22 @@ class Models(Generic[Hosted]):
             self._loading.pop(name)
             self._read.pop(name, None)
 
+    async def _change(self, name: str, build: Callable[[], Awaitable[Hosted]]) -> bool:
+        try:
+            async with self._turn:
+                if name in self._loaded:
+                    if not self._is_idle(name):
+                        return False  # it waited for its turn
+                    await self._take_out(name)
+                self.add(await build())
+                return True
+        except BaseException:
+            if not self.on_demand and name not in self._loaded:
+                self._served.pop(name, None)
+            raise
+        finally:
+            self._loading.pop(name)
+
     async def _built(self, name: str) -> Hosted:
         settings = await asyncio.to_thread(self._settings_of, self._places[name])
         while True:
@@ -343,14 +379,18 @@ class Models(Generic[Hosted]):
 
     def _may_go(self, name: str) -> bool:
         node = self._loaded.get(name)
-        return node is not None and node.location is not None and not (node.host.live or self._waiting[name] or name in self._leaving)
+        return node is not None and node.location is not None and self._is_idle(name)
+
+    def _is_idle(self, name: str) -> bool:
+        node = self._loaded.get(name)
+        return node is not None and not (node.host.live or self._waiting[name] or name in self._leaving)
 
     async def _take_out(self, name: str) -> None:
         """Stop a model that nothing waits for, and have its memory back."""
         node = self._loaded.pop(name)
         self._past = self._past.plus(node.host.stats().ended)
         tokenizer = node.model.tokenizer
-        if not self.on_demand:
+        if not self.on_demand and name not in self._loading:
             self._served.pop(name)
         elif isinstance(tokenizer, BoundedTokenizer):
             kept = BoundedTokenizer(tokenizer.model, TOKENIZER_IDLE_S)

@@ -25,14 +25,16 @@ from paceline.core.errors import (
     PlacementError,
     UserError,
 )
+from paceline.fleet.card import NodeCard
 from paceline.fleet.placement import figures, headline
 from paceline.fleet.plan import Choice, Plan, PlanRequest, Way
+from paceline.fleet.standing import Standing
 from paceline.machine.host import EngineHost
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
 from paceline.node.serving import FleetServing
 from paceline.node.ways import plan
-from paceline.store.catalog import resolve
+from paceline.store.catalog import ModelLocation, resolve
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 SHOWN_S = 5.0
 """Within which a node's card shows what lies on its disk. Raising it: a start waits longer where the card can't be made."""
+REPLANNED_S = 5.0
+"""From one plan of a model that is served to the next. Raising it: what changed is seen later; a plan takes some ms of a core."""
 LOOK_S = 0.5
 """Between two looks at a view in which no node can take part yet."""
 
@@ -92,14 +96,20 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
         except PlacementError as error:
             logger.info("no plan yet for %s: %s", location.name, error.message)
         if made is None or made.chosen.way != PIPELINE:
+            if made is not None:
+                told.say(f"Plan for {settings.model}: {in_words(made)}")
             try:
-                return await _serve_here(whole, settings, made, told)
+                node = await _attached(whole, await _build_here(whole, settings, told), made)
             except OutOfMemory as error:
                 if PIPELINE not in asked.ways:
                     raise
                 free_what_failed(error)
                 told.say(f"{settings.model} does not fit this machine alone: {error.message}. Looking for machines to share it with")
                 asked, made = replace(asked, ways=frozenset({PIPELINE})), None
+            else:
+                if made is not None:
+                    _replan(whole, settings, asked, access, location, made, clock)
+                return node
     if not asked.order.settings.enabled:
         raise PipelineDisabled(
             "Pipelines are switched off here", "Start with --pipeline, or set enabled = true in [pipeline] of config.toml."
@@ -108,7 +118,24 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
         # What others are to run layers of, they must be able to see, and to fetch.
         await whole.offer(location, told.reading)
         made = await asyncio.to_thread(_plan_soon, access, location.name, settings, asked, clock, told.say)
-    return await _serve_spread(whole, settings, asked, access, made, clock, told)
+    told.say(f"Plan for {settings.model}: {in_words(made)}")
+    node = await _attached(whole, await _build_spread(whole, settings, asked, access, made.chosen, clock, told), made)
+    _replan(whole, settings, asked, access, location, made, clock)
+    return node
+
+
+def _replan(
+    whole: FleetServing,
+    settings: NodeSettings,
+    asked: Constraints,
+    access: NodeFleetAccess,
+    location: ModelLocation,
+    made: Plan,
+    clock: Clock,
+) -> None:
+    """From now on."""
+    replanning = _Replanning(whole, settings, asked, access, location, made, clock)
+    whole.keep(replanning.run, f"plan of {location.name}")
 
 
 def _plan_once_shown(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, clock: Clock) -> Plan:
@@ -143,9 +170,16 @@ def _plan_soon(
         access.wait_for_change(LOOK_S)
 
 
-def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints) -> Plan:
-    """This node's plan, as its view is now. Not on the event loop."""
+def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, running: Choice | None = None) -> Plan:
+    """This node's plan, as its view is now. Not on the event loop.
+
+    Args:
+        running: how the model is served; None: it is not yet.
+    """
     cards = access.cards()
+    if running is not None and running.way == PIPELINE:
+        # The card says that the model answers here. That is no reason to think that all of it would fit.
+        cards = [_cold(card, name) if card.node_id == access.node_id else card for card in cards]
     own = next((card for card in cards if card.node_id == access.node_id), None)
     shapes = [offer.shape for offer in (own.models if own is not None else ()) if offer.model_id == name and offer.shape is not None]
     for shape in shapes:
@@ -170,20 +204,16 @@ def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked:
     return plan(cards, request, access.trust())
 
 
-async def _serve_here(whole: FleetServing, settings: NodeSettings, made: Plan | None, told: LoadTold) -> BuiltNode:
+async def _build_here(whole: FleetServing, settings: NodeSettings, told: LoadTold) -> BuiltNode:
     """All of the model on this machine. Without a plan it is tried all the same: a load knows best what fits."""
-    if made is not None:
-        told.say(f"Plan for {settings.model}: {in_words(made)}")
-    node = await asyncio.to_thread(build_node, replace(settings, bound=whole.models.bound), told.loading)
-    return await _attached(whole, node, made)
+    return await asyncio.to_thread(build_node, replace(settings, bound=whole.models.bound), told.loading)
 
 
-async def _serve_spread(
-    whole: FleetServing, settings: NodeSettings, asked: Constraints, access: NodeFleetAccess, made: Plan, clock: Clock, told: LoadTold
+async def _build_spread(
+    whole: FleetServing, settings: NodeSettings, asked: Constraints, access: NodeFleetAccess, chosen: Choice, clock: Clock, told: LoadTold
 ) -> BuiltNode:
     """A pipeline that begins on this node."""
-    order = replace(asked.order, planned=made.chosen)
-    told.say(f"Plan for {settings.model}: {in_words(made)}")
+    order = replace(asked.order, planned=chosen)
     try:
         give_back = whole.slots.take(order.settings.max_concurrent_pipelines)
         try:
@@ -191,7 +221,7 @@ async def _serve_spread(
             build = partial(build_engine_over, meter=whole.pipelines, progress=told.loading, on_opening=told.opening, drafts=drafts)
             loop, ends = asyncio.get_running_loop(), tensor_ends(whole.fleet)
             built = await asyncio.to_thread(build, settings, order, access, ends, loop, clock)
-            node = _hosted(built, whole.pipelines, drafts, clock, give_back)
+            return _hosted(built, whole.pipelines, drafts, clock, give_back)
         except BaseException:
             give_back()
             raise
@@ -199,7 +229,6 @@ async def _serve_spread(
         raise
     except (ExecutorUnavailable, PipelineError) as error:
         raise PlacementError(error.message, error.hint) from error
-    return await _attached(whole, node, made)
 
 
 async def _attached(whole: FleetServing, node: BuiltNode, made: Plan | None) -> BuiltNode:
@@ -209,9 +238,96 @@ async def _attached(whole: FleetServing, node: BuiltNode, made: Plan | None) -> 
         node.close()
         raise
     if made is not None:
-        whole.plans[node.model.name] = made
-        whole.fleet.plans[node.model.name] = in_words(made)
+        whole.show_plan(node.model.name, made.chosen, in_words(made))
     return node
+
+
+class _Replanning:
+    """Plans one model again whenever the view changes, and moves it to another way once that held."""
+
+    def __init__(
+        self,
+        whole: FleetServing,
+        settings: NodeSettings,
+        asked: Constraints,
+        access: NodeFleetAccess,
+        location: ModelLocation,
+        made: Plan,
+        clock: Clock,
+    ) -> None:
+        self._whole, self._settings, self._asked, self._eyes = whole, settings, asked, access
+        self._location, self._clock = location, clock
+        self._standing = Standing(made.chosen)
+        self._words = in_words(made)
+        self._serves = made.chosen
+        self._is_gone = False
+        """It could be served in no way any more, and is tried again."""
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(REPLANNED_S)
+            if not (self._is_gone or self._whole.models.is_loaded(self._location.name)):
+                continue  # its owner took it away
+            to = self._standing.look(await asyncio.to_thread(self._plan), self._clock.monotonic())
+            if to is not None or self._is_gone:
+                await self._move(to or self._standing.running)
+            self._show()
+
+    def _plan(self) -> Plan | None:
+        try:
+            return _plan_now(self._eyes, self._location.name, self._settings, self._asked, running=self._standing.running)
+        except PlacementError:
+            return None
+
+    async def _move(self, to: Choice) -> None:
+        before = self._standing.running
+        self._serves = to
+        if self._is_gone or PIPELINE in (to.way, before.way):
+            if to.way == before.way and not self._is_gone:
+                return  # which machines a pipeline runs over, its own routes decide
+            try:
+                if not await self._whole.models.change(self._location, partial(self._built, to, before)):
+                    return
+            except Exception:
+                self._is_gone = not self._whole.models.is_loaded(self._location.name)
+                raise
+            self._is_gone = False
+        if self._serves is not before:
+            self._standing.moved(to)
+            self._words = _brief(to)
+            logger.info("%s is served another way, as planned: %s", self._location.name, self._words)
+
+    async def _built(self, to: Choice, before: Choice) -> BuiltNode:
+        try:
+            return await self._build(to)
+        except PacelineError as error:
+            free_what_failed(error)
+            logger.warning(
+                "%s could not be served as planned, %s: %s; it is served as before", self._location.name, headline(to), error.message
+            )
+        self._standing.failed(to, self._clock.monotonic())
+        self._serves = before
+        return await self._build(before)
+
+    async def _build(self, chosen: Choice) -> BuiltNode:
+        quiet = LoadTold(_nothing, _nothing, _nothing, _nothing)
+        if chosen.way == PIPELINE:
+            return await _build_spread(self._whole, self._settings, self._asked, self._eyes, chosen, self._clock, quiet)
+        return await _build_here(self._whole, self._settings, quiet)
+
+    def _show(self) -> None:
+        rather = self._standing.rather
+        words = self._words if rather is None else f"{self._words}; would rather be {_brief(rather)}"
+        self._whole.show_plan(self._location.name, self._standing.running, words)
+
+
+def _nothing(*_: object) -> None:
+    """Where no one is told."""
+
+
+def _cold(card: NodeCard, name: str) -> NodeCard:
+    return replace(card, models=tuple(replace(offer, warm=False) if offer.model_id == name else offer for offer in card.models))
 
 
 def in_words(made: Plan) -> str:

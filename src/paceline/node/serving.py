@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from prometheus_client.registry import Collector
 
@@ -17,7 +18,7 @@ from paceline.backends.options import LoadProgress
 from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
-from paceline.fleet.plan import Plan
+from paceline.fleet.plan import Choice
 from paceline.machine.capability import SelfPortrait, WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
@@ -131,8 +132,9 @@ class FleetServing:
         self.shards = None if hosting is None else ShardServing(self.fleet, portrait, hosting, home, clock, self._beside)
         self.pipelines = PipelineMeter()
         self.slots = PipelineSlots()
-        self.plans: dict[str, Plan] = {}
+        self.plans: dict[str, Choice] = {}
         """What runs, by model."""
+        self._kept: list[asyncio.Task[None]] = []
         self._pipeline_metrics = pipeline_metrics(self.pipelines, None if self.shards is None else self.shards.meter)
         self.home = home
         self._ending = threading.Event()
@@ -194,6 +196,14 @@ class FleetServing:
             settling.result()
         settling.cancel()
 
+    def show_plan(self, model: str, runs: Choice, words: str) -> None:
+        """Say how a model is served, and what would be rather."""
+        self.plans[model], self.fleet.plans[model] = runs, words
+
+    def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Work that goes on until this node stops."""
+        self._kept.append(self.fleet.background.keep(work, name))
+
     async def attach(self, node: BuiltNode) -> None:
         """Serve a model that was built while this node ran already: a pipeline's."""
         self.models.add(node)
@@ -244,6 +254,9 @@ class FleetServing:
     async def stop(self) -> None:
         """Say goodbye and end. Bounded; idempotent."""
         self._ending.set()
+        for task in self._kept:
+            task.cancel()
+        await asyncio.gather(*self._kept, return_exceptions=True)
         await self.drafting.stop()
         await asyncio.gather(self.fleet.stop(), *([] if self.shards is None else [self.shards.stop()]))
         await self.inference.close()

@@ -34,7 +34,7 @@ from paceline.core.inference import ChunkStream
 from paceline.machine.models import LOAD_FAILED, Models
 from paceline.machine.settings import NodeSettings
 from paceline.node.build import BuiltNode, build_node
-from paceline.store.catalog import MANIFEST
+from paceline.store.catalog import MANIFEST, resolve
 from paceline.store.home import Home, write_cache
 
 pytestmark = pytest.mark.timeout(600)  # the first load on a machine compiles kernels
@@ -345,5 +345,47 @@ def test_names_are_those_on_this_disk_and_no_paths(home: Home, files: dict[str, 
             await tokens(asked(models, "a"))
             with pytest.raises(ConfigError, match="both called"):
                 models.add(models.nodes[0])
+
+    run(work())
+
+
+def test_a_model_is_served_in_another_way_once_it_is_idle_and_requests_wait_for_that(home: Home) -> None:
+    async def work() -> None:
+        builds = Builds()
+        async with models_of(home, builds, on_demand=False) as models:
+            await models.load("a")
+            before, place = models.nodes[0], resolve("a", home)
+            go = asyncio.Event()
+
+            async def another() -> BuiltNode:
+                assert not models.nodes, "what served it is gone first: both need memory"
+                await go.wait()
+                return await asyncio.to_thread(build_node, replace(SETTINGS, model="a"))
+
+            live = asked(models, "a", max_tokens=200)
+            first = await anext(live)
+            assert not await models.change(place, another), "it is in the middle of an answer"
+            rest = await drain(live)
+            assert len([token for chunk in [*first, *rest] for token in chunk.token_ids]) == 200
+            alone = await tokens(asked(models, "a"))
+            changing = asyncio.create_task(models.change(place, another))
+            await until(lambda: not models.nodes)
+            assert [model.name for model in models.models()] == ["a"]
+            assert not await models.change(place, another), "one change at a time"
+            waiting = asyncio.create_task(tokens(asked(models, "a")))
+            await asyncio.sleep(0)
+            go.set()
+            assert await changing
+            assert await waiting == alone
+            assert models.nodes[0] is not before
+
+            async def fails() -> BuiltNode:
+                raise OutOfMemory("It does not fit")
+
+            with pytest.raises(OutOfMemory):
+                await models.change(place, fails)
+            assert models.models() == ()
+            assert await models.change(place, another), "what is not loaded may be tried again"
+            assert await tokens(asked(models, "a")) == alone
 
     run(work())

@@ -11,8 +11,8 @@ from tests.unit.ways.pipeline.routes.test_choosing import CARDS
 from tests.unit.ways.pipeline.routes.test_router import Eyes
 
 from paceline.core.clock import SystemClock
-from paceline.core.errors import OutOfMemory, PipelineDisabled
-from paceline.fleet.plan import ALONE, Plan
+from paceline.core.errors import OutOfMemory, PipelineDisabled, PlacementError
+from paceline.fleet.plan import ALONE, Choice, PlanRequest, Way
 from paceline.machine.config_file import PipelineSettings
 from paceline.machine.settings import NodeSettings
 from paceline.node import pipelines
@@ -21,24 +21,29 @@ from paceline.ways.pipeline.routes.build import PipelineOrder
 from paceline.ways.pipeline.splits import PIPELINE
 
 
-def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) -> tuple[list[str], Plan | None]:
+def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) -> tuple[list[str], Choice | None]:
     """What was said, and the plan of the pipeline that was built; this machine has the memory for no model."""
     said: list[str] = []
-    spread: list[Plan] = []
+    spread: list[Choice] = []
 
     def too_large(settings: NodeSettings, _: object) -> None:
         raise OutOfMemory(f"The weights of {settings.model} need 90.0 GiB")
 
-    async def over_others(*given: Any) -> None:
-        spread.append(next(each for each in given if isinstance(each, Plan)))
+    async def over_others(*given: Any) -> Any:
+        spread.append(next(each for each in given if isinstance(each, Choice)))
+        return SimpleNamespace(model=SimpleNamespace(name="m"))
 
     async def offer(*_: object) -> None: ...
+
+    def said_of(*_: object) -> None: ...
 
     monkeypatch.setattr(pipelines, "resolve", lambda *_: SimpleNamespace(name="m"))
     monkeypatch.setattr(pipelines, "NodeFleetAccess", lambda *_: Eyes(CARDS))
     monkeypatch.setattr(pipelines, "build_node", too_large)
-    monkeypatch.setattr(pipelines, "_serve_spread", over_others)
-    whole: Any = SimpleNamespace(fleet=None, home=None, offer=offer, models=SimpleNamespace(bound=None))
+    monkeypatch.setattr(pipelines, "_build_spread", over_others)
+    whole: Any = SimpleNamespace(
+        fleet=None, home=None, offer=offer, models=SimpleNamespace(bound=None), attach=offer, show_plan=said_of, keep=said_of
+    )
     asked = Constraints(frozenset(ways), PipelineOrder(PipelineSettings(enabled=enabled)))
     told = LoadTold(lambda *_: None, lambda *_: None, lambda _: None, said.append)
     asyncio.run(serve_planned(whole, NodeSettings("m"), asked, SystemClock(), told))
@@ -50,8 +55,8 @@ def test_what_does_not_fit_here_is_spread_where_that_is_allowed(monkeypatch: pyt
     assert said[0].startswith("Plan for m: own alone: "), "the plan's first choice is tried first"
     assert said[1].startswith("m does not fit this machine alone: The weights of m need 90.0 GiB")
     assert made is not None
-    assert made.chosen.way == PIPELINE
-    assert made.chosen.stages[0].node_id == "own"
+    assert made.way == PIPELINE
+    assert made.stages[0].node_id == "own"
 
 
 def test_where_spreading_is_not_allowed_the_error_is_the_load_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +67,55 @@ def test_where_spreading_is_not_allowed_the_error_is_the_load_s(monkeypatch: pyt
 def test_where_pipelines_are_switched_off_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PipelineDisabled):
         served(monkeypatch, enabled=False, ways={PIPELINE})
+
+
+async def replanned(monkeypatch: pytest.MonkeyPatch, fails: set[Way]) -> tuple[list[str], list[str]]:
+    """What was built as a plan's choice was better for long, where some ways can't be built; and what was shown last."""
+    monkeypatch.setattr("paceline.fleet.standing.HELD_S", 0.0)
+    monkeypatch.setattr("paceline.fleet.standing.BETTER", 1.0)
+    monkeypatch.setattr(pipelines, "REPLANNED_S", 0.0)
+    built: list[str] = []
+    shown: list[str] = []
+    done = asyncio.Event()
+
+    async def build(way: Way) -> Any:
+        built.append(way)
+        if way in fails:
+            raise PlacementError(f"no {way}")
+
+    async def change(_: object, build: Any) -> bool:
+        await build()
+        return True
+
+    def show(_name: str, runs: Choice, words: str) -> None:
+        shown.append(f"{runs.way}: {words}")
+        if len(shown) == 3:
+            done.set()
+
+    monkeypatch.setattr(pipelines, "_build_here", lambda *_: build(ALONE))
+    monkeypatch.setattr(pipelines, "_build_spread", lambda *_: build(PIPELINE))
+    whole: Any = SimpleNamespace(models=SimpleNamespace(change=change, is_loaded=lambda _: True), show_plan=show)
+    asked = Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings()))
+    eyes: Any = Eyes(CARDS)
+    best = pipelines.plan(CARDS, PlanRequest("m", orchestrator=eyes.node_id))
+    spread = pipelines.plan(CARDS, PlanRequest("m", orchestrator=eyes.node_id, ways=frozenset({PIPELINE})))
+    assert best.chosen.way == ALONE
+    location: Any = SimpleNamespace(name="m")
+    replanning = pipelines._Replanning(whole, NodeSettings("m"), asked, eyes, location, spread, SystemClock())  # pyright: ignore[reportPrivateUsage]
+    task = asyncio.create_task(replanning.run())
+    await asyncio.wait_for(done.wait(), 60)
+    task.cancel()
+    return built, shown
+
+
+def test_what_is_better_for_long_is_built_in_the_place_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, shown = asyncio.run(replanned(monkeypatch, set()))
+    assert built == [ALONE]
+    assert shown[-1].startswith("alone: own alone: ")
+
+
+def test_what_can_t_be_built_leaves_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, shown = asyncio.run(replanned(monkeypatch, {ALONE}))
+    assert built == [ALONE, PIPELINE]
+    assert shown[-1].startswith("pipeline: own ")
+    assert "; would rather be own alone: " in shown[-1]

@@ -1,0 +1,102 @@
+"""Views that change, and what a node serves its model by as they do: replanned.txt. A machine that comes and goes moves nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.scenarios.fleet_text import FleetText, blocks
+
+from paceline.core.errors import PlacementError
+from paceline.core.ids import NodeId
+from paceline.fleet.placement import headline
+from paceline.fleet.plan import Plan, PlanRequest
+from paceline.fleet.standing import BETTER, FAILED_S, HELD_S, Standing
+from paceline.node.ways import plan
+
+TEXT = (Path(__file__).parent / "replanned.txt").read_text()
+
+
+class Replanned:
+    """A node, and how often it moved."""
+
+    def __init__(self) -> None:
+        self.fleet = FleetText()
+        self.standing: Standing | None = None
+        self.moves = 0
+
+    def read(self, lines: list[str]) -> list[str]:
+        said: list[str] = []
+        flaps: tuple[str, int, int, int] | None = None
+        for line in lines:
+            match line.split():
+                case [] | ["#", *_]:
+                    pass
+                case ["at", seconds]:
+                    said.append(self.look(float(seconds)))
+                case ["gone", name]:
+                    del self.fleet.cards[name]
+                case ["flap", name, first, last, each]:
+                    flaps = name, int(first), int(last), int(each)
+                case _:
+                    self.fleet.read(line)
+        if flaps is not None:
+            name, first, last, each = flaps
+            card, said, shown = self.fleet.cards[name], [], ""
+            for now in range(first, last, 5):
+                self.fleet.cards.pop(name, None)
+                if (now - first) // each % 2 == 0:
+                    self.fleet.cards[name] = card
+                shown = self.look(float(now))
+            self.fleet.cards.pop(name, None)
+            said.append(shown.partition(";")[0])
+        return said
+
+    def look(self, now: float) -> str:
+        made = self.made()
+        if self.standing is None:
+            assert made is not None
+            self.standing = Standing(made.chosen)
+        to = self.standing.look(made, now)
+        if to is not None:
+            self.standing.moved(to)
+            self.moves += 1
+        rather = self.standing.rather
+        return headline(self.standing.running) + ("" if rather is None else f"; rather {headline(rather)}")
+
+    def made(self) -> Plan | None:
+        try:
+            return plan(self.fleet.cards.values(), PlanRequest("mid", orchestrator=NodeId("a")))
+        except PlacementError:
+            return None
+
+
+def test_a_model_is_moved_for_what_lasts() -> None:
+    node = Replanned()
+    for lines, expected in blocks(TEXT.partition("\n\n")[2]):
+        assert node.read(lines) == expected, lines
+    assert node.moves == 2
+
+
+def test_without_a_plan_nothing_moves() -> None:
+    node = Replanned()
+    node.read([line for line in TEXT.splitlines() if line.startswith(("model", "node a", "  has mid warm"))])
+    node.look(0)
+    assert node.standing is not None
+    assert node.standing.look(None, 10 * HELD_S) is None
+    assert BETTER > 1
+
+
+def test_what_could_not_be_had_is_not_tried_again_for_long() -> None:
+    node = Replanned()
+    node.read(TEXT.partition("\n\n")[2].split("----")[0].splitlines())
+    for line in ("node b memory 24G/32G rate 90G shards 24G", "  has mid decode 20 prefill 300 numerics m"):
+        node.fleet.read(line)
+    assert node.standing is not None
+    made = node.made()
+    node.standing.look(made, 0.0)
+    to = node.standing.look(made, HELD_S)
+    assert to is not None
+    node.standing.failed(to, HELD_S)
+    assert node.standing.look(made, HELD_S + FAILED_S - 1) is None
+    assert node.standing.rather is not None
+    assert node.standing.look(made, HELD_S + FAILED_S) is not None
