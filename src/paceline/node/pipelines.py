@@ -38,7 +38,7 @@ from paceline.store.catalog import ModelLocation, resolve
 from paceline.ways.draft.sources import NodeDrafts
 from paceline.ways.pipeline.executor.route import Opening
 from paceline.ways.pipeline.host.ends import tensor_ends
-from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers
+from paceline.ways.pipeline.routes.build import BuiltPipeline, PipelineOrder, build_engine_over, check_layers, plan_in_time
 from paceline.ways.pipeline.routes.choosing import typical_request
 from paceline.ways.pipeline.routes.fleet_access import NodeFleetAccess
 from paceline.ways.pipeline.routes.meter import MeteredEngine, PipelineMeter
@@ -117,7 +117,9 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     if made is None:
         # What others are to run layers of, they must be able to see, and to fetch.
         await whole.offer(location, told.reading)
-        made = await asyncio.to_thread(_plan_soon, access, location.name, settings, asked, clock, told.say)
+        plan_now = partial(_plan_now, access, location.name, settings, asked)
+        search_s = asked.order.settings.search_seconds
+        made = await asyncio.to_thread(plan_in_time, plan_now, access, location.name, search_s, clock, told.say)
     told.say(f"Plan for {settings.model}: {in_words(made)}")
     node = await _attached(whole, await _build_spread(whole, settings, asked, access, made.chosen, clock, told), made)
     _replan(whole, settings, asked, access, location, made, clock)
@@ -146,28 +148,6 @@ def _plan_once_shown(access: NodeFleetAccess, name: str, settings: NodeSettings,
             break
         access.wait_for_change(LOOK_S)
     return _plan_now(access, name, settings, asked)
-
-
-def _plan_soon(
-    access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, clock: Clock, say: Callable[[str], None]
-) -> Plan:
-    """This node's plan, waiting for machines that could take part.
-
-    Raises:
-        PlacementError: none came in time.
-    """
-    search_s = asked.order.settings.search_seconds
-    until, said = clock.monotonic() + search_s, ""
-    while True:
-        try:
-            return _plan_now(access, name, settings, asked)
-        except PlacementError as error:
-            if clock.monotonic() >= until:
-                raise
-            if error.message != said:
-                said = error.message
-                say(f"Waiting for machines that {name} could run on, for up to {search_s:g} s: {said}")
-        access.wait_for_change(LOOK_S)
 
 
 def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, running: Choice | None = None) -> Plan:

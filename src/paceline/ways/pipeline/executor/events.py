@@ -1,6 +1,5 @@
-"""Who is told what a pipeline does, by its executor: one counts (`node` has the meter), one looks whether stages compute what they should.
-
-What is said of a pipeline's routes, as they break and others take over: to the log, to clients that ask, to the meter.
+"""What a pipeline's executor tells: a watch, which counts; an inspector, which looks whether stages compute what they should; and, as routes break and
+others take over, the log and clients that ask.
 """
 
 from __future__ import annotations
@@ -17,38 +16,23 @@ from paceline.ways.pipeline.executor.route import Opening, PipelineFault, Route
 from paceline.ways.pipeline.executor.stage import StageBatch
 
 
-class PipelineWatch(Protocol):
-    """Told by the engine's thread; must not wait."""
+class PipelineWatch:
+    """Told by the engine's thread; must not wait. This one counts nothing."""
 
     def opening(self, opening: Opening) -> None:
         """A route is on its way, and so far has its machines loaded their layers. Told some times a second."""
-        ...
 
     def constructed(self, seconds: float) -> None:
         """A route was found, so long after it was first looked for."""
-        ...
 
     def lost(self, fault: PipelineFault) -> None:
         """A route broke."""
-        ...
 
     def failed_over(self) -> None:
         """Other machines took over."""
-        ...
 
     def fell_back(self) -> None:
         """This machine took over."""
-        ...
-
-
-class Unwatched:
-    """Counts nothing."""
-
-    def opening(self, opening: Opening) -> None: ...
-    def constructed(self, seconds: float) -> None: ...
-    def lost(self, fault: PipelineFault) -> None: ...
-    def failed_over(self) -> None: ...
-    def fell_back(self) -> None: ...
 
 
 class Inspector(Protocol):

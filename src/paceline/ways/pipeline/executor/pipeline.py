@@ -41,7 +41,7 @@ from paceline.core.ids import BatchId, NodeId, SequenceId
 from paceline.core.model import LayerSpan
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 from paceline.engine.local import Int32, LayerRunner, WireBits, logits_rows, token_ids
-from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteEvents, Unwatched
+from paceline.ways.pipeline.executor.events import Inspector, PipelineWatch, RouteEvents
 from paceline.ways.pipeline.executor.restoring import Journal, Lacks, Restoring
 from paceline.ways.pipeline.executor.route import PipelineFault, Route, Router, RouteStage
 from paceline.ways.pipeline.executor.search import BatchTimeouts, Fallback, PipelineLimits, Search
@@ -100,7 +100,7 @@ class PipelineExecutor:
         self._inspector = inspector
         remote = f"{head.layers.stop} to {n_layers - 1}"
         self._search = Search(router, fallback, remote, limits, clock)
-        self._events = RouteEvents(remote, head.numerics_id, watch or Unwatched(), clock)
+        self._events = RouteEvents(remote, head.numerics_id, watch or PipelineWatch(), clock)
         self.block_size, self.one_path = head.block_size, head.one_path
         self._journal: Journal | None = None
         self._lacks = Lacks()

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock
@@ -79,6 +79,8 @@ class PipelineSlots:
 
 
 logger = logging.getLogger(__name__)
+
+Planned = TypeVar("Planned")
 
 LOOK_S = 0.5
 """Between two looks at a view in which no node can take part yet."""
@@ -169,17 +171,31 @@ def _planned(fleet: FleetAccess, order: PipelineOrder, setup: Setup, clock: Cloc
         min_host_trust=order.settings.min_host_trust,
         called=name,
     )
-    until = clock.monotonic() + order.settings.search_seconds
-    told = ""
+
+    def plan_now() -> Choice:
+        return plan(fleet.cards(), request, (Pipelined(),), fleet.trust()).chosen
+
+    return plan_in_time(plan_now, fleet, name, order.settings.search_seconds, clock, logger.info)
+
+
+def plan_in_time(
+    plan_now: Callable[[], Planned], fleet: FleetAccess, name: str, search_s: float, clock: Clock, say: Callable[[str], None]
+) -> Planned:
+    """What `plan_now` plans for a model, as soon as there are machines that could take part. Says what it waits for. Not on the event loop.
+
+    Raises:
+        PlacementError: none came in time.
+    """
+    until, said = clock.monotonic() + search_s, ""
     while True:
         try:
-            return plan(fleet.cards(), request, (Pipelined(),), fleet.trust()).chosen
+            return plan_now()
         except PlacementError as error:
             if clock.monotonic() >= until:
                 raise
-            if error.message != told:
-                told = error.message
-                logger.info("waiting for machines that %s could run on, for up to %g s: %s", name, order.settings.search_seconds, told)
+            if error.message != said:
+                said = error.message
+                say(f"Waiting for machines that {name} could run on, for up to {search_s:g} s: {said}")
         fleet.wait_for_change(LOOK_S)
 
 

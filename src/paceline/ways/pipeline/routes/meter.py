@@ -13,6 +13,7 @@ from paceline.core.ids import RequestId
 from paceline.core.metrics import Metrics, Row, counter, histogram
 from paceline.core.stats import EngineStats, Histogram
 from paceline.machine.engine_thread import StepEngine
+from paceline.ways.pipeline.executor.events import PipelineWatch
 from paceline.ways.pipeline.executor.route import Opening, PipelineFault
 from paceline.ways.pipeline.host.shard_meter import ShardMeter
 
@@ -21,7 +22,7 @@ FIRST_TOKEN_BOUNDS_MS = (10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3
 RATE_BOUNDS = (0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 512.0)
 
 
-class PipelineMeter:
+class PipelineMeter(PipelineWatch):
     """Counted by the engine's thread and by the event loop."""
 
     def __init__(self) -> None:
