@@ -19,7 +19,7 @@ from tests.fleet.machines import until
 from paceline.bench.fault import answer, requests
 from paceline.bench.local_fleet import LocalFleet
 from paceline.bench.node import BenchNode
-from paceline.cli.membership import fleet_settings
+from paceline.cli.sharing import fleet_settings
 from paceline.core.clock import SystemClock
 from paceline.core.errors import PacelineError
 from paceline.core.ids import NodeId

@@ -361,7 +361,7 @@ def models(as_json: AsJson = False) -> None:
 @app.command()
 def rm(name: Annotated[str, typer.Argument(help="A pulled model's name.")]) -> None:
     """Delete a pulled model from the disk, with all that caches keep of it."""
-    from paceline.cli.loaded import run_rm
+    from paceline.cli.running import run_rm
 
     run_rm(name)
 
@@ -369,7 +369,7 @@ def rm(name: Annotated[str, typer.Argument(help="A pulled model's name.")]) -> N
 @app.command()
 def ps(as_json: AsJson = False) -> None:
     """List the models that the running `paceline up` of this machine has loaded, and what they take."""
-    from paceline.cli.loaded import run_ps
+    from paceline.cli.running import run_ps
 
     run_ps(as_json=as_json)
 
@@ -377,7 +377,7 @@ def ps(as_json: AsJson = False) -> None:
 @app.command()
 def load(name: Annotated[str, typer.Argument(help="A model's name, a folder, or a GGUF file.")]) -> None:
     """Have the running `paceline up` of this machine load a model."""
-    from paceline.cli.loaded import run_load
+    from paceline.cli.running import run_load
 
     run_load(name)
 
@@ -388,7 +388,7 @@ def unload(
     wait_s: Annotated[float, typer.Option("--wait-s", min=0, max=3600, help="Seconds that its answers may go on.")] = 30.0,
 ) -> None:
     """Free a model's memory, once its answers have ended."""
-    from paceline.cli.loaded import run_unload
+    from paceline.cli.running import run_unload
 
     run_unload(name, wait_s)
 
@@ -405,8 +405,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say which machines would run a model, how fast, and why."""
-    from paceline.cli.membership import fleet_view
     from paceline.cli.plan import run_plan
+    from paceline.cli.sharing import fleet_view
 
     run_plan(
         model,

@@ -13,16 +13,15 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
-from rich.table import Table
 
 from paceline.bench.engine import BenchPlan, BenchReport, run_bench
 from paceline.bench.fault import FaultPlan, FaultReport, run_fault_bench
 from paceline.bench.local_fleet import LocalFleet, become_first
 from paceline.bench.node import BenchNode
 from paceline.bench.pipeline import PipelineBenchPlan, PipelineReport, run_pipeline_bench
-from paceline.cli.bring import lies_elsewhere
-from paceline.cli.membership import fleet_settings
-from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal, counted, interrupts_end_now
+from paceline.cli.models import lies_elsewhere
+from paceline.cli.sharing import fleet_settings
+from paceline.cli.terminal import EXIT_INTERRUPTED, Terminal, counted, interrupts_end_now, table_of
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import NodeId
@@ -78,14 +77,6 @@ def print_report(report: R, show: Callable[[Console, R], None], *, as_json: bool
         print()
     else:
         show(Terminal(), report)
-
-
-def table_of(*headings: str) -> Table:
-    """An empty one, for numbers."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
 
 
 def note_load(console: Console, load_average: float) -> None:

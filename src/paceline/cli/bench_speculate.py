@@ -6,8 +6,8 @@ from rich.console import Console
 
 from paceline.bench.draft.exercises import ExerciseKind
 from paceline.bench.draft.run import DraftBenchPlan, DraftReport, run_draft_bench
-from paceline.cli.bench import counts, note_load, print_report, table_of, telling
-from paceline.cli.terminal import counted
+from paceline.cli.bench import counts, note_load, print_report, telling
+from paceline.cli.terminal import counted, table_of
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.machine.settings import NodeSettings

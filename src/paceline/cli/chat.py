@@ -2,31 +2,33 @@
 
 Ctrl-C during an answer ends the answer; at the prompt it clears the line. A question on the command line is answered once, and so is all of standard
 input where that is no terminal: the answer alone goes to standard output, and an answer that fails or is interrupted is an exit code.
+
+At a terminal lines have a history, pasted text is one message, and what is typed during an answer is not shown in it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
+import termios
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from rich.console import Console
 
 from paceline.cli.endpoint import EndpointClient
-from paceline.cli.status_here import RunningEndpoint, running
-from paceline.cli.terminal import EXIT_OK, Terminal, report
+from paceline.cli.running import RunningEndpoint, running
+from paceline.cli.terminal import EXIT_OK, Terminal, WordWrap, report
 from paceline.core.errors import ContextOverflow, PacelineError, UserError
 from paceline.core.text import shown
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
-
-if TYPE_CHECKING:
-    from paceline.cli.ask import Asker
 
 HELP = """\
   /reset   forget the conversation
@@ -74,8 +76,6 @@ def run_chat(
             _write(say([*opening, {"role": "user", "content": once}]), _show_plain)
             print()
             return
-        from paceline.cli.ask import Asker
-
         console = Terminal()
         console.print(f"Chatting with {name}. /help says how, /quit leaves.", style="dim", markup=False)
         _Conversation(console, Asker(Home.from_environment().chat_history), opening, say).run()
@@ -185,9 +185,6 @@ class _Conversation:
         self._console.print(f"Forgot the oldest; {(len(self._messages) - first) // 2} left.", style="dim")
 
     def _answer(self, text: str) -> None:
-        from paceline.cli.ask import untyped
-        from paceline.cli.terminal import WordWrap
-
         asked: list[Message] = [*self._messages, {"role": "user", "content": text}]
         parts: list[str] = []
         wrap = WordWrap(shutil.get_terminal_size().columns)
@@ -230,3 +227,88 @@ def _write(texts: Generator[str, None, bool], show: Callable[[str], object]) -> 
 def _show_plain(text: str) -> None:
     """On a terminal, nothing in it commands that; a file gets all of it."""
     sys.stdout.write(shown(text) if sys.stdout.isatty() else text)
+
+
+FENCE = '"""'
+
+
+class Asker:
+    """Reads messages at a terminal.
+
+    Args:
+        history: the file that keeps what was typed, for this user's eyes; one that can't be written is done without.
+    """
+
+    def __init__(self, history: Path) -> None:
+        self._session: PromptSession[str] = PromptSession(history=_kept(history))
+        self._interrupted = False
+
+    def message(self) -> str | None:
+        """The next message; empty where a line was given up with Ctrl-C. None: the person leaves (Ctrl-D, or Ctrl-C twice)."""
+        try:
+            text = read_message(self._session.prompt, ">>> ")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            empty = not self._session.default_buffer.text
+            if empty and self._interrupted:
+                return None
+            self._interrupted = True
+            if empty:
+                print("(Ctrl-C once more, Ctrl-D or /quit leaves)")
+            return ""
+        self._interrupted = False
+        return text
+
+
+def _kept(path: Path) -> History:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+def read_message(read: Callable[[str], str], prompt: str) -> str:
+    """One message of one or many lines.
+
+    Args:
+        read: reads a line after showing a prompt.
+        prompt: for the first line.
+
+    Raises:
+        EOFError: there is nothing more to read.
+    """
+    line = read(prompt)
+    more = "... " if prompt else ""
+    if line.lstrip().startswith(FENCE):
+        lines = [line.lstrip().removeprefix(FENCE)]
+        while not lines[-1].rstrip().endswith(FENCE):
+            lines.append(read(more))
+        lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
+        return "\n".join(lines).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        lines.append(read(more))
+    return "\n".join(lines)
+
+
+@contextmanager
+def untyped() -> Generator[None]:
+    """Keep what is typed during an answer off the screen, until the next prompt shows it."""
+    try:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+    except (OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    try:
+        termios.tcsetattr(descriptor, termios.TCSANOW, silent)
+        yield
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.terminal import table_of
 from paceline.core.errors import ConfigError
 from paceline.core.ids import NodeId
 from paceline.fleet.choices import seconds
@@ -60,11 +60,7 @@ def show(console: Console, made: Explained) -> None:
     lengths = f"{plan.request.prompt_tokens} tokens of prompt, {plan.request.answer_tokens} of answer"
     weights = f", {plan.chosen.weights} weights" if plan.chosen.weights else ""
     console.print(Text.assemble((plan.chosen.model_id, "bold"), f"{weights}, {lengths}"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("plan", overflow="fold")
-    for heading in ("tokens/s", "first token", "all"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    table = table_of("plan", "tokens/s", "first token", "all", "", left=("plan", ""))
     for place, choice in enumerate((plan.chosen, *plan.runners_up)):
         table.add_row(*(Text(cell, "bold" if place == 0 else "dim") for cell in _row(choice)))
     console.print(table)

@@ -9,12 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from paceline.backends.memory import human
-from paceline.cli.status_here import EndpointLoad, endpoints_here, show_endpoints
-from paceline.cli.terminal import Terminal, counted
+from paceline.cli.running import EndpointLoad, endpoints_here, show_endpoints
+from paceline.cli.terminal import Terminal, counted, table_of
 from paceline.core.errors import PlacementError, UserError
 from paceline.core.ids import NodeId
 from paceline.core.stats import DraftUse
@@ -134,14 +133,8 @@ def _memory(device: NodeCard | Device) -> str:
 def _show(looked: Looked, console: Console) -> None:
     view, lost = looked.sight.view, _lost(looked)
     console.print(Text.assemble("fleet ", (looked.fleet_id, "bold"), f", seen by {view.own}"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("node", "trust", "heard", "at", "backend", "memory free"):
-        table.add_column(
-            heading,
-            justify="right" if heading in {"heard", "memory free"} else "left",
-            overflow="fold",
-            no_wrap=heading in {"at", "node", "backend"},
-        )
+    left = ("node", "trust", "at", "backend")
+    table = table_of("node", "trust", "heard", "at", "backend", "memory free", left=left, whole=("at", "node", "backend"))
     for live in view.nodes:
         card = live.card
         heard = "here" if card.node_id == view.own else f"{live.age_s:.0f} s ago"

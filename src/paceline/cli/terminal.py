@@ -14,13 +14,14 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
 from prompt_toolkit.utils import get_cwidth
 from rich.console import Console
+from rich.table import Table
 
 from paceline.core.errors import PacelineError
 from paceline.core.text import shown
@@ -61,6 +62,19 @@ def own_command() -> str:
 def counted(number: int, thing: str) -> str:
     """`1 thread`, `2 threads`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def table_of(*headings: str, left: Collection[str] = (), whole: Collection[str] = ()) -> Table:
+    """An empty table, with numbers to the right.
+
+    Args:
+        left: headings of columns of words.
+        whole: headings of columns whose lines are not broken.
+    """
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold", no_wrap=heading in whole)
+    return table
 
 
 EXIT_OK = 0

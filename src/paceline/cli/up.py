@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 
 from paceline.cli.api_options import ApiOptions
-from paceline.cli.bring import ensure
 from paceline.cli.ending import Ending
+from paceline.cli.models import ensure
 from paceline.cli.progress import byte_bar, opening_bar
-from paceline.cli.status_here import announced
+from paceline.cli.running import announced
 from paceline.cli.terminal import EXIT_INTERRUPTED, EXIT_OK, Terminal, end_now, interrupts_end_now, own_command
 from paceline.core.errors import ConfigError
 from paceline.core.text import shown

@@ -1,5 +1,5 @@
 """What only this machine's owner may do: see what models take here, load and unload them. `paceline ps`, `load` and `unload` ask here, with the key
-that lies in the note of this endpoint (`cli.status_here`); an API key opens none of it.
+that lies in the note of this endpoint (`cli.running`); an API key opens none of it.
 """
 
 from __future__ import annotations

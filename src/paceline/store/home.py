@@ -9,7 +9,7 @@
     cache/speeds/                tokens a second that models were measured at here
     cache/memory_rate.json       the memory's bandwidth, as measured since the machine last started
     api/                         the API's own certificate and its key
-    running/                     a note of each endpoint that runs now: see `cli.status_here`
+    running/                     a note of each endpoint that runs now: see `cli.running`
     chat_history                 what was typed in chats, for the arrow keys
     fleet/                       identity, and what belongs to it: see `net.trust.folder`
 

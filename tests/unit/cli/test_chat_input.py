@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.cli.ask import read_message
+from paceline.cli.chat import read_message
 
 
 def lines(*texts: str) -> Callable[[str], str]:

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from paceline.cli.running import EndpointLoad, show_endpoints
 from paceline.cli.status import _show
-from paceline.cli.status_here import EndpointLoad, show_endpoints
 from paceline.core.ids import NodeId, Trust
 from paceline.core.model import LayerRange
 from paceline.core.stats import DraftUse

@@ -14,8 +14,7 @@ from tests.unit.machine.weights.members import belongs, member
 from tests.unit.machine.weights.nodes import Fleet
 from tests.unit.net.member.nodes import in_loop
 
-from paceline.cli.bring import ensure
-from paceline.cli.models import run_pull
+from paceline.cli.models import ensure, run_pull
 from paceline.core.errors import DownloadError, ModelNotFound
 from paceline.fleet.card import ModelOffer, Role
 from paceline.machine.weights import pull_from_fleet

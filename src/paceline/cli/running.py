@@ -1,8 +1,7 @@
-"""The endpoints of this machine, for `paceline status`: what each serves, how busy it is, and what it takes.
+"""The endpoints that run on this machine for this home: what each serves, how busy it is, what it takes, and which models it has loaded.
 
-Endpoints that run on this machine for this home: each `paceline up` leaves a note of itself while it serves.
-
-A note whose process is gone, or no longer answers as what it says, is no endpoint.
+Each `paceline up` leaves a note of itself while it serves. A note whose process is gone, or no longer answers as what it says, is no endpoint.
+`paceline ps`, `load`, `unload` and `rm` ask an endpoint by its note, with the owner's key in it.
 """
 
 from __future__ import annotations
@@ -11,22 +10,29 @@ import json
 import logging
 import os
 import ssl
+import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from paceline.backends.memory import human
-from paceline.cli.terminal import counted
+from paceline.cli.endpoint import EndpointError
+from paceline.cli.models import ensure
+from paceline.cli.terminal import Terminal, counted, table_of
+from paceline.core.errors import ConfigError
 from paceline.core.files import write_file
 from paceline.core.text import printable
 from paceline.server.settings import OWNER_HEADER
+from paceline.store.catalog import locations, resolve
 from paceline.store.home import Home, read_json_object
+from paceline.store.pull import remove_model
 
 logger = logging.getLogger(__name__)
 
@@ -245,3 +251,93 @@ def _samples(page: str) -> Iterator[tuple[str, float]]:
 
 def _key() -> str | None:
     return os.environ.get("PACELINE_API_KEY")
+
+
+Use = dict[str, Any]  # fields of `machine.room.ModelUse`
+
+
+def run_ps(*, as_json: bool) -> None:
+    """Print a table for each endpoint of this machine, or JSON: a list of objects with its URL and its models."""
+    found = [(one, _in_use(one)) for one in _endpoints()]
+    if as_json:
+        json.dump([{"url": one.url, "models": uses} for one, uses in found], sys.stdout, indent=2)
+        print()
+        return
+    console = Terminal()
+    for one, uses in found:
+        if len(found) > 1:
+            console.print(f"{one.url}/v1", markup=False)
+        _show(uses, console)
+
+
+def run_load(ref: str) -> None:
+    """Have a model loaded, which the fleet brings here first where it is not; raises UserError where it can't be."""
+    console, home = Terminal(), Home.from_environment()
+    one = _endpoints()[0]
+    ensure(ref, console)
+    location = resolve(ref, home)
+    console.print(f"Loading {location.name}", markup=False, soft_wrap=True)
+    name = _ask(one, "load", {"model": location.name if location in locations(home) else str(location.path)})["model"]
+    console.print(f"{name} is loaded at {one.url}/v1", markup=False, soft_wrap=True)
+
+
+def run_unload(name: str, wait_s: float) -> None:
+    """Have a model's memory freed once its answers have ended; raises UserError where it can't be."""
+    endpoints = _endpoints()
+    one = next((each for each in endpoints if name in {use["name"] for use in _in_use(each)}), endpoints[0])
+    _ask(one, "unload", {"model": name, "wait_s": wait_s})
+    Terminal().print(f"{name} is unloaded", markup=False, soft_wrap=True)
+
+
+def run_rm(ref: str) -> None:
+    """Delete a pulled model from the disk; raises UserError where it is loaded, or was not pulled."""
+    home = Home.from_environment()
+    path = str(resolve(ref, home).path)
+    for one in running(home):
+        if any(use["path"] == path or (use["state"] == "loading" and use["name"] == ref) for use in _in_use(one)):
+            raise ConfigError(f"{ref} is loaded at {one.url}/v1", f"Unload it first: paceline unload {ref}")
+    removed = remove_model(ref, home)
+    what = f"; {removed.location.path} stays" if removed.kept else ""
+    Terminal().print(f"{removed.location.name} is removed: {human(removed.freed_bytes)} freed{what}", markup=False, soft_wrap=True)
+
+
+def _endpoints() -> list[RunningEndpoint]:
+    """Raises ConfigError where there is none."""
+    found = running(Home.from_environment())
+    if not found:
+        raise ConfigError("No endpoint runs on this machine", "Start one with `paceline up`.")
+    return found
+
+
+def _in_use(one: RunningEndpoint) -> list[Use]:
+    return cast("list[Use]", _ask(one, "models", None)["models"])
+
+
+def _ask(one: RunningEndpoint, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """Its answer to its owner; raises EndpointError where it can't be reached, or refuses."""
+    try:
+        with one.client(wait_s=None) as client:
+            answer = client.get(f"/owner/{what}") if body is None else client.post(f"/owner/{what}", json=body)
+        if answer.is_error:
+            raise EndpointError(printable(str(answer.json()["error"]["message"]), 2000))
+        return answer.json()
+    except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+        raise EndpointError(f"{one.url} can't be asked: {printable(str(error), 200)}", "See `paceline status`.") from error
+
+
+def _show(uses: list[Use], console: Console) -> None:
+    if not uses:
+        console.print("No model is loaded.")
+        return
+    table = table_of("name", "weights", "KV", "memory", "context", "answers", "idle for", left=("name",))
+    for use in uses:
+        name, state = printable(str(use["name"])), use["state"]
+        if state == "loading":
+            table.add_row(name, f"loading, {use['percent']}%", *[""] * 5)
+            continue
+        kind = f"{use['stored_as']} {human(use['weights_bytes'])}" if use["weights_bytes"] else ""
+        taken = [human(use[key]) if use[key] else "" for key in ("kv_bytes", "memory_bytes")]
+        seconds = int(use["idle_s"])
+        idle = "" if use["live"] else counted(seconds, "second") if seconds < 120 else counted(seconds // 60, "minute")
+        table.add_row(name if state == "loaded" else f"{name} ({state})", kind, *taken, str(use["context"]), str(use["live"]), idle)
+    console.print(table)
