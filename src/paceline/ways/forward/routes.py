@@ -1,12 +1,12 @@
-"""Which nodes could run a request for a model, the best first: this node's view, read by the plan that every node computes.
+"""The nodes that could run a request for a model, the best first: this node's view, read by the plan that every node computes; and which of them a
+request goes to.
 
-Law: the nodes of one route have the same weights in the same format, and the same tokenizer and template. Where this node has the model loaded, it is that one; where several
-nodes offer different weights under one name, the plan decides, and the name keeps its meaning for as long as a node offers it.
-
-Which of the nodes that give the same bytes a request goes to: the one that is likely to answer first.
-
-Law: the plan says how long each takes when it is idle; what is under way there makes it longer, a prefix that it holds shorter. A node that was lost
-comes last until it was heard of again. A choice changes no byte.
+Laws:
+- The nodes of one route have the same weights in the same format, and the same tokenizer and template. Where this node has the model loaded, it is
+  that one; where several nodes offer different weights under one name, the plan decides, and the name keeps its meaning for as long as a node
+  offers it.
+- A request goes to the node that is likely to answer first. The plan says how long each takes when it is idle; what is under way there makes it
+  longer, a prefix that it holds shorter. A node that was lost comes last until it was heard of again. A choice changes no byte.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """GenerateService: runs what this node has loaded, for another node that was asked. It never forwards, so a request can't go in circles.
 
 The caller's end is the generation's end: grpc cancels the handler, which closes the stream, which frees its blocks.
-
-What this node has loaded, as it offers it to the fleet.
 """
 
 from __future__ import annotations

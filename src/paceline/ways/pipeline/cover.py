@@ -1,12 +1,11 @@
-"""Which shards that are loaded already cover a model's layers, so that a pipeline opens with no weights to move.
+"""Shards that are loaded already and cover a model's layers, so that a pipeline opens with no weights to move; and nodes outside a pipeline that
+should have its spans loaded before a node is lost. Pure functions of the view, as the plan is.
 
-Law: from the first uncovered layer on, of the shards that include it the one with the lowest queue; among equals the one that reaches
-farthest, then throughput, memory, id. Who has no stream free is passed over, not waited for. The order in which shards are given
-does not matter.
-
-Which machines outside a pipeline should have which of its spans loaded, before a machine is lost: a pure function of the view, as the plan is.
-
-Law: a machine is a spare for one span. One that has a span loaded, or loads it, stays its spare; the longest spans are given away first.
+Laws:
+- From the first uncovered layer on, of the shards that include it the one with the lowest queue is taken; among equals the one that reaches
+  farthest, then throughput, memory, id. A shard with no stream free is passed over, not waited for. The order in which shards are given does not
+  matter.
+- A node is a spare for one span. One that has a span loaded, or loads it, stays its spare; the longest spans are given away first.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""What stages of a route lack of live sequences' KV after a loss, and the batches that give it to them.
+"""The KV of live sequences that stages lack after a loss, and the batches that give it to them.
 
 Laws:
 - A stage that took part in the route before holds what it held; one that is new holds nothing.
-- A batch goes through every stage before the last that lacks rows, and is computed by all of them. One that is on its way when the route breaks was run by
-  some stages and not by others: rows count as there once it is back.
-- What went to the first stage comes from the journal, where that has it; else this machine computes its own layers anew.
-
-What went to the first stage, of blocks that live sequences hold: so that a loss behind this machine costs its own layers nothing. In memory alone.
-
-Law: within a budget of bytes, the block that was begun first is dropped first. What is not there is computed anew.
+- A batch goes through every stage before the last that lacks rows, and is computed by all of them. One that is on its way when the route breaks was
+  run by some stages and not by others: rows count as there once it is back.
+- What went to the first stage comes from the journal, where that has it, in memory and within a budget of bytes: the block that was begun first is
+  dropped first. Else this node computes its own layers anew.
 
 Shapes: T rows of a batch, D hidden.
 """

@@ -1,16 +1,10 @@
 """A range of layers that runs batches of one orchestrator, in blocks of its own.
 
-Law: whatever a batch says, nothing outside the leased blocks is read or written, nothing is read that this session has not written, and a
-batch that is refused changes nothing. Kernels reach KV by address, and blocks still hold what an earlier session left there, so what comes
-from another machine is checked here, before they run.
+Law: whatever a batch says, nothing outside the leased blocks is read or written, nothing is read that this session has not written, and a batch
+that is refused changes nothing. Kernels reach KV by address, and blocks still hold what an earlier session left there, so what comes from another
+node is checked here, before they run: the batch, and whether its rows can be activations at all.
 
-Shapes: T rows, D hidden, S sequences.
-
-A step batch as stages see it: which rows stand where, and no token ids.
-
-Stages run activations; the orchestrator alone knows tokens. What a stage must know of a batch is where each row's KV belongs.
-
-Whether rows that another machine sent can be activations at all is checked. Shapes: T rows, D hidden.
+Stages run activations; the orchestrator alone knows tokens. A `StageBatch` says where each row's KV belongs. Shapes: T rows, D hidden, S sequences.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""From a digest to layers in memory: where weights come from, and what of them is loaded.
+"""From a digest to layers in memory: where weights come from, what of them is loaded, and how far a load is.
 
-Law: weights are never taken by name. What can't be had is said in a pipeline's terms, and everything that was begun is undone.
-
-How far a load is: bytes its source examined, bytes fetched, bytes put into memory, and those of the loads it waits for.
-
-Law: bytes done only rise, so that a caller can tell a load that goes on from one that hangs. Counted on the event loop and in threads.
-
-Layers that could not be loaded a moment ago: they are not loaded again for callers that may come.
+Laws:
+- Weights are never taken by name. What can't be had is said in a pipeline's terms, and everything that was begun is undone.
+- Bytes done only rise, over those examined, fetched and put into memory, and those of the loads waited for: so a caller can tell a load that goes
+  on from one that hangs. Counted on the event loop and in threads.
+- Layers that could not be loaded a moment ago are not loaded again for callers that may come.
 """
 
 from __future__ import annotations

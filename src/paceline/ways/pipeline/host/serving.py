@@ -1,9 +1,4 @@
-"""A node of a fleet that serves shards: the host, put together, and what the rest of the node sees of it.
-
-What a card says of a host's shards: a function of the host's state.
-
-What a person's settings mean for the shards this node serves.
-"""
+"""A node of a fleet that serves shards: the host, put together as the node's settings say, what its card says of the shards, and their metrics."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""Opens routes: a session with each machine that is to take part, connected one to the next, from this node and back to it.
+"""Opens routes over the fleet: a session with each node that takes part, connected one to the next, from this node and back to it.
 
-Law: a route that can't be opened leaves no session behind, and `NotOpened` says who was in the way.
-
-A route over the fleet: a session with each stage, and the two ends of the activations' way.
-
-Law: as soon as a stage is gone, a thread that waits for activations is woken; `close` ends everything and waits for nothing. What is read here from
-the engine's thread is set by the event loop once and for all.
-
-How far the machines of a route that is being opened are with their layers, and how long they will need.
-
-Law: what counts as progress only rises. A machine whose load failed and began anew has made none until it is beyond where it was, so that one
-which fails again and again is not waited for.
+Laws:
+- A route that can't be opened leaves no session behind, and `NotOpened` says which nodes were in the way.
+- As soon as a stage is gone, a thread that waits for activations is woken; `close` ends everything and waits for nothing. What the engine's thread
+  reads here, the event loop has set once and for all.
+- Progress of loads only rises. A node whose load failed and began anew has made none until it is beyond where it was, so that one which fails again
+  and again is not waited for.
 """
 
 from __future__ import annotations
