@@ -249,7 +249,7 @@ path = Path(sys.argv[1])
 try:
     if path.suffix == ".gguf":
         header = read_header(path)
-        for key in header.metadata:
+        for key in header.fields:
             if "tokens" in key:
                 header.strings(key)
     else:

@@ -266,8 +266,7 @@ class MessageTooLarge(GossipRefused):
 ENGINE_GONE = "engine_gone"
 NO_MACHINE = "no_machine"
 SERVER_STOPPING = "server_stopping"
-"""Codes that clients are told."""
-"""What clients are told, and what an answer that was cut short ends with."""
+"""Codes: what clients are told, and what an answer that was cut short ends with."""
 
 
 class DrawFailed(PacelineError):
@@ -292,8 +291,8 @@ class EngineGone(ExecutorUnavailable):
 class ExecutorLost(PacelineError):
     """Spans of the model can't be reached; the engine replays live sequences once they are back."""
 
-    def __init__(self, message: str, spans: tuple[LayerSpan, ...], hint: str = "") -> None:
-        super().__init__(message, hint)
+    def __init__(self, message: str, spans: tuple[LayerSpan, ...]) -> None:
+        super().__init__(message)
         self.spans = spans
 
 

@@ -57,7 +57,7 @@ def total_device_bytes() -> int:
     return torch.cuda.mem_get_info()[1]
 
 
-def device_memory_rate(_threads: int = 1) -> float:
+def device_memory_rate() -> float:
     """Bytes a second that it reads of its own memory, by a short copy; the best of some."""
     import torch
 

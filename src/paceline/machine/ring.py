@@ -1,4 +1,4 @@
-"""The MLX ring: whether this process was started as a rank of one, and whether two nodes could use it. Reports, never raises.
+"""The MLX ring: whether this process was started as a rank of one. Reports, never raises.
 
 A ring is a data path beside gRPC, for bulk tensors. Its members are fixed when its processes start (`mlx.launch` sets `MLX_RANK` and
 `MLX_HOSTFILE`), so a node can only say that it has one. Looking opens no socket: `mlx.core.distributed.init` does, and waits for all ranks.
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from paceline.fleet.card import NodeCard
 
 BACKEND = "ring"
 _MOST_BYTES = 1 << 20
@@ -60,23 +58,12 @@ def probe_ring_environment(environment: Mapping[str, str] | None = None) -> Ring
     return RingEnvironment(True, int(rank), len(hosts), BACKEND, address=f"{host}:{int(rank)}")
 
 
-def ring_path_available(a: NodeCard, b: NodeCard) -> bool:
-    """Whether bulk tensors between two nodes could take the ring: both are ranks of one, and not the same. A card says no more than that."""
-    ranks = {_rank(a.ring_address), _rank(b.ring_address)}
-    return a.node_id != b.node_id and None not in ranks and len(ranks) == 2
-
-
 def mlx_version() -> str:
     """Of the package installed; empty where there is none. Imports nothing."""
     try:
         return version("mlx")
     except PackageNotFoundError:
         return ""
-
-
-def _rank(address: str) -> int | None:
-    host, _, rank = address.rpartition(":")
-    return int(rank) if host and rank.isascii() and rank.isdigit() and len(rank) < 7 else None
 
 
 def _hosts(hostfile: str) -> list[str] | str:

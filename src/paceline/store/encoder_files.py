@@ -19,7 +19,7 @@ from paceline.store.faults import damaged, unreadable, unsupported
 from paceline.store.gguf_header import GgufHeader, read_header
 from paceline.store.hf_folder import CONFIG, ENCODERS, JsonObject, load_object, read_head, weight_files
 from paceline.store.home import Home
-from paceline.store.tensor_files import MAX_LAYERS, StoredAt, stored_tensor
+from paceline.store.tensor_files import MAX_LAYERS, StoredAt, check_range, stored_tensor
 from paceline.store.tokenizer import ModelTokenizer
 from paceline.store.tokenizer_files import TOKENIZER, VOCABULARY, tokenizer_from_folder, tokenizer_from_gguf, tokenizer_from_vocabulary
 
@@ -58,7 +58,7 @@ class OpenedEncoder:
     tokenizer: ModelTokenizer
 
 
-def open_encoder(ref: str, home: Home | None = None) -> OpenedEncoder:
+def open_encoder(ref: str) -> OpenedEncoder:
     """Find an encoder, by a name or a path as `resolve` does, and open its tensors and its tokenizer.
 
     Raises:
@@ -66,7 +66,7 @@ def open_encoder(ref: str, home: Home | None = None) -> OpenedEncoder:
         ModelFileError: its files are missing, truncated or damaged.
         UnsupportedModel: it is no encoder, or has something that Paceline does not run.
     """
-    home = Home.from_environment() if home is None else home
+    home = Home.from_environment()
     location = resolve(ref, home)
     path = location.path
     if path.is_dir():
@@ -102,9 +102,7 @@ def _check_sizes(path: Path, spec: EncoderSpec) -> EncoderSpec:
         "layers": spec.n_layers, "hidden size": spec.hidden, "heads": spec.n_heads, "feed-forward size": spec.ffn,
         "vocabulary": spec.vocab, "positions": spec.max_tokens, "segments": spec.n_types,
     }  # fmt: skip
-    for name, size in sizes.items():
-        if not 0 < size < 1 << 31:
-            raise damaged(path, f"its configuration says {name} = {size}")
+    check_range(path, sizes)
     if spec.n_layers > MAX_LAYERS or max(spec.hidden, spec.ffn, spec.max_tokens) > _MOST_WIDE or spec.hidden % spec.n_heads:
         raise damaged(path, f"its {spec.n_layers} layers of {spec.n_heads} heads, {spec.hidden} and {spec.ffn} wide, are no encoder's")
     if not 0 <= spec.norm_eps < math.inf:
@@ -128,23 +126,17 @@ def _spec_of_folder(folder: Path) -> EncoderSpec:
     if config.text("position_embedding_type") not in {None, "absolute"} or config.flag("is_decoder"):
         raise unsupported(config.path, "its positions are relative, or it is a decoder")
 
-    def needed(key: str) -> int:
-        value = config.integer(key)
-        if value is None:
-            raise damaged(config.path, f"{key} is missing")
-        return value
-
     eps, n_types = config.number("layer_norm_eps"), config.integer("type_vocab_size")
     pooling, normalise = _pooling(folder)
     return _check_sizes(
         config.path,
         EncoderSpec(
-            n_layers=needed("num_hidden_layers"),
-            hidden=needed("hidden_size"),
-            n_heads=needed("num_attention_heads"),
-            ffn=needed("intermediate_size"),
-            vocab=needed("vocab_size"),
-            max_tokens=needed("max_position_embeddings"),
+            n_layers=config.needed("num_hidden_layers"),
+            hidden=config.needed("hidden_size"),
+            n_heads=config.needed("num_attention_heads"),
+            ffn=config.needed("intermediate_size"),
+            vocab=config.needed("vocab_size"),
+            max_tokens=config.needed("max_position_embeddings"),
             n_types=2 if n_types is None else n_types,
             norm_eps=1e-12 if eps is None else eps,
             pooling=pooling,
@@ -209,10 +201,7 @@ def _spec_of_gguf(header: GgufHeader) -> EncoderSpec:
         raise no_encoder(path, arch)
 
     def needed(key: str) -> int:
-        value = header.integer(f"{arch}.{key}")
-        if value is None:
-            raise damaged(path, f"metadata {arch}.{key} is missing")
-        return value
+        return header.needed(f"{arch}.{key}")
 
     pooling = header.integer(f"{arch}.pooling_type")
     if pooling is not None and pooling not in _GGUF_POOLINGS:

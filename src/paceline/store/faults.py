@@ -1,10 +1,14 @@
-"""Complaints about a model's files, worded alike everywhere: damaged, of a kind Paceline does not run, unreadable, or not to be written."""
+"""Complaints about a model's files, worded alike everywhere: damaged, of a kind Paceline does not run, unreadable, or not to be
+written; and what such files say of themselves, each field checked for its type before it is believed.
+"""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from paceline.core.errors import DownloadError, ModelFileError, UnsupportedModel
 from paceline.core.text import printable
@@ -53,3 +57,51 @@ def go_on(first: str) -> str:
 def _shown(reason: str) -> str:
     """Reasons quote files: what a terminal would obey, and what no screen holds, is not for printing."""
     return printable(reason, LONGEST) + "..." * (len(reason) > LONGEST)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Named values and the file they came from. Getters give None for an absent or null field, and raise ModelFileError for a wrong type."""
+
+    path: Path
+    fields: Mapping[str, Any]
+
+    def text(self, key: str) -> str | None:
+        return self.typed(key, str, "a string")
+
+    def flag(self, key: str) -> bool | None:
+        return self.typed(key, bool, "true or false")
+
+    def integer(self, key: str) -> int | None:
+        value = self.fields.get(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise damaged(self.path, f"{self.called(key)} is not an integer ({key} is {value!r})")
+
+    def needed(self, key: str) -> int:
+        """An integer. Raises ModelFileError where it is absent, too."""
+        value = self.integer(key)
+        if value is None:
+            raise damaged(self.path, f"{self.called(key)} is missing")
+        return value
+
+    def number(self, key: str) -> float | None:
+        value = self.fields.get(key)
+        if value is None:
+            return None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except OverflowError:
+                pass  # falls to the complaint below: an integer beyond a float's range is no number here
+        raise damaged(self.path, f"{self.called(key)} is not a number")
+
+    def typed(self, key: str, kind: type, what: str) -> Any:
+        value = self.fields.get(key)
+        if value is None or isinstance(value, kind):
+            return value
+        raise damaged(self.path, f"{self.called(key)} is not {what}")
+
+    def called(self, key: str) -> str:
+        """A field in a complaint."""
+        return key

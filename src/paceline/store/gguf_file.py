@@ -53,10 +53,7 @@ def spec_from_gguf(header: GgufHeader, rope_factors: Sequence[float] | None) -> 
     family = FAMILIES[arch]
 
     def needed(key: str) -> int:
-        value = header.integer(f"{arch}.{key}")
-        if value is None:
-            raise damaged(path, f"metadata {arch}.{key} is missing")
-        return value
+        return header.needed(f"{arch}.{key}")
 
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.core.weights import TENSOR_TYPES
-from paceline.store.faults import damaged, unreadable, unsupported
+from paceline.store.faults import Fields, damaged, unreadable, unsupported
 from paceline.store.tensor_files import StoredAt
 
 MAX_HEADER_BYTES: Final = 32 << 20
@@ -53,46 +53,19 @@ Scalar = int | float | bool | str
 
 
 @dataclass(frozen=True, slots=True)
-class GgufHeader:
+class GgufHeader(Fields):
     """Metadata and tensor table of one file."""
 
-    path: Path
-    metadata: Mapping[str, Scalar | ArrayRef]
+    fields: Mapping[str, Scalar | ArrayRef]
     tensors: Mapping[str, StoredAt]
 
-    def text(self, key: str) -> str | None:
-        """A string, None where the key is absent. Raises ModelFileError where it is something else."""
-        value = self.metadata.get(key)
-        if value is None or isinstance(value, str):
-            return value
-        raise damaged(self.path, f"metadata {key} is not a string")
-
-    def integer(self, key: str) -> int | None:
-        """An integer, None where the key is absent. Raises ModelFileError where it is something else."""
-        value = self.metadata.get(key)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-            return value
-        raise damaged(self.path, f"metadata {key} is not an integer")
-
-    def number(self, key: str) -> float | None:
-        """A float, None where the key is absent. Raises ModelFileError where it is something else."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        raise damaged(self.path, f"metadata {key} is not a number")
-
-    def flag(self, key: str) -> bool | None:
-        """A boolean, None where the key is absent. Raises ModelFileError where it is something else."""
-        value = self.metadata.get(key)
-        if value is None or isinstance(value, bool):
-            return value
-        raise damaged(self.path, f"metadata {key} is not a boolean")
+    def called(self, key: str) -> str:
+        """See `Fields.called`."""
+        return f"metadata {key}"
 
     def strings(self, key: str) -> list[str] | None:
         """An array of strings, read from the file; None where the key is absent. Raises ModelFileError where it is something else."""
-        value = self.metadata.get(key)
+        value = self.fields.get(key)
         if value is None:
             return None
         if not isinstance(value, ArrayRef) or value.kind != _STRING:
@@ -111,7 +84,7 @@ class GgufHeader:
 
     def numbers(self, key: str) -> list[float] | None:
         """An array of numbers, read from the file; None where the key is absent. Raises ModelFileError where it is something else."""
-        value = self.metadata.get(key)
+        value = self.fields.get(key)
         if value is None:
             return None
         if not isinstance(value, ArrayRef) or value.kind not in _SCALARS:

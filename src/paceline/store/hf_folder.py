@@ -18,7 +18,7 @@ from paceline.core.errors import ModelFileError
 from paceline.core.model import ModelSpec, MoeSpec, RopeSpec
 from paceline.core.weights import TENSOR_TYPES
 from paceline.store.digests import DigestCache
-from paceline.store.faults import damaged, encoder_alone, unreadable, unsupported
+from paceline.store.faults import Fields, damaged, encoder_alone, unreadable, unsupported
 from paceline.store.selection import INDEX
 from paceline.store.tensor_files import DENSE, StoredAt, TensorFiles, check_sizes
 
@@ -27,41 +27,17 @@ MAX_JSON_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class JsonObject:
-    """A JSON object and the file it came from. Getters give None for an absent or null field, and ModelFileError for a wrong type."""
+class JsonObject(Fields):
+    """A JSON object and the file it came from."""
 
-    path: Path
     fields: dict[str, Any]
 
-    def text(self, key: str) -> str | None:
-        return self._typed(key, str, "a string")
-
-    def flag(self, key: str) -> bool | None:
-        return self._typed(key, bool, "true or false")
-
-    def integer(self, key: str) -> int | None:
-        value = self.fields.get(key)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-            return value
-        raise damaged(self.path, f"{key} is {value!r}, not an integer")
-
-    def number(self, key: str) -> float | None:
-        value = self.fields.get(key)
-        if value is None:
-            return None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            try:
-                return float(value)
-            except OverflowError:
-                pass  # falls to the complaint below: an integer beyond a float's range is no number here
-        raise damaged(self.path, f"{key} is not a number")
-
     def child(self, key: str) -> JsonObject | None:
-        value = self._typed(key, dict, "an object")
+        value = self.typed(key, dict, "an object")
         return None if value is None else JsonObject(self.path, value)
 
     def strings(self, key: str) -> list[str] | None:
-        values = self._typed(key, list, "a list")
+        values = self.typed(key, list, "a list")
         if values is not None and not all(isinstance(value, str) for value in values):
             raise damaged(self.path, f"{key} is not a list of strings")
         return values
@@ -73,12 +49,6 @@ class JsonObject:
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
             raise damaged(self.path, f"{key} is not an integer or a list of integers")
         return found
-
-    def _typed(self, key: str, kind: type, what: str) -> Any:
-        value = self.fields.get(key)
-        if value is None or isinstance(value, kind):
-            return value
-        raise damaged(self.path, f"{key} is not {what}")
 
 
 def parse_object(path: Path, data: bytes) -> JsonObject:
@@ -140,10 +110,10 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
     activation = config.text("hidden_act")
     if activation not in {None, "silu"}:
         raise unsupported(config.path, f"its activation is {activation!r}")
-    hidden, n_heads = _needed(config, "hidden_size"), _needed(config, "num_attention_heads")
+    hidden, n_heads = config.needed("hidden_size"), config.needed("num_attention_heads")
     if n_heads <= 0:
         raise damaged(config.path, f"it has {n_heads} heads")
-    n_layers, context = _needed(config, "num_hidden_layers"), _needed(config, "max_position_embeddings")
+    n_layers, context = config.needed("num_hidden_layers"), config.needed("max_position_embeddings")
     n_kv_heads, eps = config.integer("num_key_value_heads"), config.number("rms_norm_eps")
     tied = config.flag("tie_word_embeddings")
     window = _window(config, n_layers)
@@ -154,8 +124,8 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
         n_heads=n_heads,
         n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         head_dim=config.integer("head_dim") or hidden // n_heads,
-        ffn=_needed(config, "intermediate_size"),
-        vocab=_needed(config, "vocab_size"),
+        ffn=config.needed("intermediate_size"),
+        vocab=config.needed("vocab_size"),
         # Within one window, sliding attention is plain attention.
         max_context=context if window is None else min(context, window),
         rms_eps=1e-6 if eps is None else eps,
@@ -167,13 +137,6 @@ def spec_from_config(config: JsonObject) -> ModelSpec:
     )
     check_sizes(config.path, spec)
     return spec
-
-
-def _needed(config: JsonObject, key: str) -> int:
-    value = config.integer(key)
-    if value is None:
-        raise damaged(config.path, f"{key} is missing")
-    return value
 
 
 def _window(config: JsonObject, n_layers: int) -> int | None:
@@ -199,9 +162,9 @@ def _moe(config: JsonObject) -> MoeSpec:
         raise unsupported(config.path, "only some of its layers are mixtures of experts")
     n_experts = config.integer("num_experts")
     return MoeSpec(
-        n_experts=_needed(config, "num_local_experts") if n_experts is None else n_experts,
-        top_k=_needed(config, "num_experts_per_tok"),
-        ffn=_needed(config, "moe_intermediate_size"),
+        n_experts=config.needed("num_local_experts") if n_experts is None else n_experts,
+        top_k=config.needed("num_experts_per_tok"),
+        ffn=config.needed("moe_intermediate_size"),
         norm_topk=bool(config.flag("norm_topk_prob")),
     )
 

@@ -121,24 +121,49 @@ class HeldPart:
     """Why it can't be opened."""
 
 
-class PartWeights:
-    """The tensors of a model that are here. A `WeightSource` for what runs some of its layers."""
+class SomeTensors:
+    """A `WeightSource` of those of a model's tensors that are here, or come. `spec` and `digest` are the whole model's.
 
-    def __init__(self, weights: TensorFiles, digest: str, held: Mapping[Path, Runs]) -> None:
+    Args:
+        weights: the files, with holes.
+        names: of the tensors.
+    """
+
+    def __init__(self, weights: TensorFiles, digest: str, names: Iterable[str]) -> None:
         self._weights: Final = weights
-        self._digest: Final = digest
-        places = weights.places
-        self._names: Final = frozenset(name for name in weights.names() if _all_held(held.get(places[name].path, ()), places[name]))
+        self._names: Final = frozenset(names)
+        self.digest: Final = digest
 
     @property
     def spec(self) -> ModelSpec:
-        """Of the whole model."""
         return self._weights.spec
 
-    @property
-    def digest(self) -> str:
-        """Of the whole model."""
-        return self._digest
+    def names(self) -> Iterable[str]:
+        return self._names
+
+    def nbytes(self, name: str) -> int:
+        return self._weights.nbytes(name)
+
+    def type_of(self, name: str) -> str:
+        return self._weights.type_of(name)
+
+    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
+        """One tensor.
+
+        Raises:
+            ModelFileError: it is not among these.
+        """
+        if name not in self._names:
+            raise damaged(self._weights.files[0], f"tensor {name} was never fetched")
+        return self._weights.read(name, rows)
+
+
+class PartWeights(SomeTensors):
+    """The tensors of a model that are here."""
+
+    def __init__(self, weights: TensorFiles, digest: str, held: Mapping[Path, Runs]) -> None:
+        places = weights.places
+        super().__init__(weights, digest, (name for name in weights.names() if _all_held(held.get(places[name].path, ()), places[name])))
 
     @property
     def layers(self) -> tuple[LayerRange, ...]:
@@ -161,25 +186,6 @@ class PartWeights:
 
     def holds(self, part: ModelPart) -> bool:
         return all(name in self._names for name in tensor_shapes(self.spec) if part.needs(name))
-
-    def names(self) -> Iterable[str]:
-        return self._names
-
-    def nbytes(self, name: str) -> int:
-        return self._weights.nbytes(name)
-
-    def type_of(self, name: str) -> str:
-        return self._weights.type_of(name)
-
-    def read(self, name: str, rows: slice | None = None) -> StoredTensor:
-        """One tensor.
-
-        Raises:
-            ModelFileError: it is not among those that are here.
-        """
-        if name not in self._names:
-            raise damaged(self._weights.files[0], f"tensor {name} was never fetched")
-        return self._weights.read(name, rows)
 
 
 def open_part(digest: str, part: ModelPart, home: Home) -> WeightSource:
@@ -335,34 +341,18 @@ class Arrivals:
                 raise self._over
 
 
-class ArrivingWeights:
-    """The tensors of a part of a model. A `WeightSource` whose `read` waits for what is on its way.
+class ArrivingWeights(SomeTensors):
+    """The tensors of a part of a model; `read` waits for what is on its way.
 
     Args:
-        weights: the files, with holes.
         digest: of the whole model.
         part: what is fetched of it.
         arrivals: says which pieces are here.
     """
 
     def __init__(self, weights: TensorFiles, digest: str, part: ModelPart, folder: Path, arrivals: Arrivals) -> None:
-        self._weights, self._folder, self._arrivals = weights, folder, arrivals
-        self.digest: Final = digest
-        self._names: Final = frozenset(name for name in weights.names() if part.needs(name))
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Of the whole model."""
-        return self._weights.spec
-
-    def names(self) -> Iterable[str]:
-        return self._names
-
-    def nbytes(self, name: str) -> int:
-        return self._weights.nbytes(name)
-
-    def type_of(self, name: str) -> str:
-        return self._weights.type_of(name)
+        super().__init__(weights, digest, (name for name in weights.names() if part.needs(name)))
+        self._folder, self._arrivals = folder, arrivals
 
     def read(self, name: str, rows: slice | None = None) -> StoredTensor:
         """One tensor, once all of it is here.
@@ -371,12 +361,11 @@ class ArrivingWeights:
             ModelFileError: it is not among those that are fetched.
             PacelineError: the fetch ended before it came.
         """
-        if name not in self._names:
-            raise damaged(self._weights.files[0], f"tensor {name} is not fetched")
-        at = self._weights.places[name]
-        file = at.path.relative_to(self._folder).as_posix()
-        self._arrivals.wait((file, piece) for piece in range(at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE)))
-        return self._weights.read(name, rows)
+        if name in self._names:
+            at = self._weights.places[name]
+            file = at.path.relative_to(self._folder).as_posix()
+            self._arrivals.wait((file, piece) for piece in range(at.offset // PIECE, -(-(at.offset + at.nbytes) // PIECE)))
+        return super().read(name, rows)
 
 
 def open_arriving(part: ModelPart, home: Home, arrivals: Arrivals) -> ArrivingWeights:

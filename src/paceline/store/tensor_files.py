@@ -46,6 +46,13 @@ def check_tensors(path: Path, spec: ModelSpec, found: Mapping[str, Shape]) -> No
         raise unsupported(path, f"tensor {extra[0]} is not part of the {spec.model_type} family")
 
 
+def check_range(path: Path, sizes: Mapping[str, int]) -> None:
+    """Raise ModelFileError for a size that no model has."""
+    for name, size in sizes.items():
+        if not 0 < size < 1 << 31:
+            raise damaged(path, f"its configuration says {name} = {size}")
+
+
 def check_sizes(path: Path, spec: ModelSpec) -> None:
     """Sizes that no model has, found before they are used to allocate or to divide.
 
@@ -58,9 +65,7 @@ def check_sizes(path: Path, spec: ModelSpec) -> None:
     }  # fmt: skip
     if spec.moe is not None:
         sizes |= {"experts": spec.moe.n_experts, "experts a token": spec.moe.top_k, "expert size": spec.moe.ffn}
-    for name, size in sizes.items():
-        if not 0 < size < 1 << 31:
-            raise damaged(path, f"its configuration says {name} = {size}")
+    check_range(path, sizes)
     n_experts = 1 if spec.moe is None else spec.moe.n_experts
     if spec.n_layers > MAX_LAYERS or spec.n_layers * n_experts > MAX_EXPERTS:
         experts = "" if spec.moe is None else f" of {n_experts} experts"

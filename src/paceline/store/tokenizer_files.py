@@ -207,7 +207,7 @@ def tokenizer_from_gguf(header: GgufHeader, home: Home, rows: int | None = None)
     source = header.text("tokenizer.chat_template")
     template = None if source is None else ChatTemplate(header.path, source, special)
     ends = (header.integer(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    said = {name: header.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    said = {name: header.fields.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
     usual = _CARDS.get(header.text("general.basename") or "", {})
     drawn = {**usual, **{name: value for name, value in said.items() if value is not None}}
     marks = [next((i for key in keys if (i := header.integer(f"tokenizer.ggml.{key}_token_id")) is not None), None) for keys in _INFILL]

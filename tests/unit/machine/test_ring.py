@@ -7,16 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.core.ids import NodeId
-from paceline.fleet.card import NodeCard
 from paceline.machine import ring
-from paceline.machine.ring import RingEnvironment, mlx_version, probe_ring_environment, ring_path_available
+from paceline.machine.ring import RingEnvironment, mlx_version, probe_ring_environment
 
 needs_mlx = pytest.mark.skipif(not mlx_version(), reason="mlx is not installed (there are wheels for Linux with glibc 2.35 and for macOS)")
 
@@ -132,27 +129,3 @@ def test_a_broken_mlx_is_reported(broken: Exception, tmp_path: Path, monkeypatch
     found = probe_ring_environment({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "hosts.json")})
     assert not found.is_available
     assert "mlx can't be used" in found.failure_reason
-
-
-def card(name: str, ring_address: str) -> NodeCard:
-    return replace(NodeCard(NodeId(name), 1, (), b"", 1, 0), ring_address=ring_address)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "available"),
-    [
-        ("left:0", "right:1", True),
-        ("left:0", "right:0", False),
-        ("", "right:1", False),
-        ("left:0", "", False),
-        ("left", "right:1", False),
-        ("left:x", "right:1", False),
-        (":0", "right:1", False),
-        ("left:²", "right:1", False),
-        ("left:" + "9" * 5000, "right:1", False),
-    ],
-)
-def test_a_ring_path_has_two_ranks(a: str, b: str, available: bool) -> None:
-    assert ring_path_available(card("a", a), card("b", b)) is available
-    assert ring_path_available(card("b", b), card("a", a)) is available
-    assert not ring_path_available(card("a", a), card("a", a))
