@@ -38,7 +38,6 @@ class Wanted:
     """The least KV that is of use."""
     rows: int = LEAST_ROWS
     """Of a batch."""
-    streams: int = 1
     objective: Objective = Objective.LATENCY
     pins: tuple[Pin, ...] = ()
     """Hold as long as all of these machines are there: where one is lost, any others may go on."""
@@ -104,7 +103,6 @@ def plan_request(own: NodeId, wanted: Wanted, exclude: frozenset[NodeId], pins: 
         ways=frozenset({PIPELINE}),
         pins=pins,
         objective=wanted.objective,
-        streams=wanted.streams,
         kv_tokens=wanted.kv_tokens,
         rows=max(LEAST_ROWS, wanted.rows),
         orchestrator=own,
