@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -54,3 +55,28 @@ def test_no_two_files_of_a_room_have_one_name() -> None:
             rooms[inside.parts[: 2 if inside.parts[0] == "ways" else 1]].append(path.name)
     twice = {room: sorted({name for name in names if names.count(name) > 1}) for room, names in rooms.items()}
     assert {room: names for room, names in twice.items() if names} == {}
+
+
+RETIRED = {
+    "CoverPart": "LayerSpan",
+    "FleetEyes": "FleetAccess",
+    "LostSpan": "LayerSpan",
+    "RouteNews": "events",
+    "SpanLease": "LayerSpan",
+    "StageLoss": "PipelineFault",
+    "StagePart": "LayerSpan",
+    "fleet_look": "snapshot",
+    "wait_for_news": "wait for events",
+}
+"""Coinages that were renamed, and the words that stand for them now."""
+
+
+def test_no_retired_word_comes_back() -> None:
+    words = re.compile(rf"\b({'|'.join(RETIRED)})\b")
+    root = SOURCE.parents[1]
+    sources = [path for folder in ("src", "tests", "bench", "tools") for path in sorted((root / folder).rglob("*.py"))]
+    pages = sorted((root / "docs").glob("*.md"))
+    found = {
+        str(path.relative_to(root)): sorted(set(words.findall(path.read_text()))) for path in (*sources, *pages) if path != Path(__file__)
+    }
+    assert {path: said for path, said in found.items() if said} == {}
