@@ -102,7 +102,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
     pins = tuple(parse_pin(words[place + 1]) for place, word in enumerate(words) if word == "pin")
     layers = int(words[words.index("own") + 1]) if "own" in words else None
     ways = {PIPELINE} if "pipeline" in words else {ALONE, DRAFT} if "no-pipeline" in words else {ALONE, DRAFT, PIPELINE}
-    settings = PipelineSettings(search_seconds=0, max_shards_per_request=2)
+    settings = PipelineSettings(search_seconds=0, max_shards_per_request=2, allow_self_as_shard="no-self" not in words)
     objective = Objective.THROUGHPUT if "throughput" in words else Objective.LATENCY
     asked = Constraints(frozenset(ways), PipelineOrder(settings, pins, layers, objective))
     said: list[str] = []
@@ -161,7 +161,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> tuple[list[st
 
         async def offer(*_: object) -> None: ...
 
-        slots = SimpleNamespace(take=lambda _: lambda: None)
+        slots = SimpleNamespace(take=lambda _: lambda: None, taken=settings.max_concurrent_pipelines if "full" in words else 0)
         whole: Any = SimpleNamespace(fleet=node, home=None, offer=offer, slots=slots, models=SimpleNamespace(bound=None), pipelines=None)
         told = LoadTold(lambda *_: None, lambda *_: None, lambda _: None, said.append)
         try:
@@ -188,6 +188,16 @@ def test_the_plan_that_is_printed_is_what_is_built(monkeypatch: pytest.MonkeyPat
 
 
 HOPELESS = {"no memory anywhere", "guests alone could help"}
+
+
+def test_settings_of_pipelines_constrain_the_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = dict(FLEETS)
+    lines = fleet["this machine holds no layers of its own pipelines"]
+    assert executed(monkeypatch, lines)[1] == "a [no layers] -> b [0..31]"
+    assert executed(monkeypatch, [*lines[:-1], "serve a mid"])[1].startswith("a [0..")
+    lines = fleet["as many pipelines begin here as may, so that it runs alone"]
+    assert executed(monkeypatch, lines)[1] == "a alone"
+    assert executed(monkeypatch, [*lines[:-1], "serve a mid"])[1] != "a alone"
 
 
 def test_there_are_twenty_fleets() -> None:

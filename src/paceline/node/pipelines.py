@@ -86,6 +86,7 @@ async def serve_planned(whole: FleetServing, settings: NodeSettings, asked: Cons
     """
     access = NodeFleetAccess(whole.fleet, asked.order.settings.shard_age_s, asked.order.settings.min_host_trust)
     location = await asyncio.to_thread(resolve, settings.model, whole.home)
+    asked = _with_free_slots(whole, asked)
     await whole.offer(location, None)
     made: Plan | None = None
     if asked.ways - {PIPELINE}:
@@ -140,6 +141,16 @@ def _replan(
     whole.keep(replanning.run, f"plan of {location.name}")
 
 
+def _with_free_slots(whole: FleetServing, asked: Constraints, running: Choice | None = None) -> Constraints:
+    """Without pipelines, where as many begin here as may and another way is allowed.
+
+    Args:
+        running: how the model is served: a pipeline of its own has a slot.
+    """
+    full = whole.slots.taken >= asked.order.settings.max_concurrent_pipelines and (running is None or running.way != PIPELINE)
+    return replace(asked, ways=asked.ways - {PIPELINE}) if full and asked.ways - {PIPELINE} else asked
+
+
 def _plan_once_shown(access: NodeFleetAccess, name: str, settings: NodeSettings, asked: Constraints, clock: Clock) -> Plan:
     """This node's plan, once its own card shows the model."""
     until = clock.monotonic() + SHOWN_S
@@ -177,7 +188,7 @@ def _plan_now(access: NodeFleetAccess, name: str, settings: NodeSettings, asked:
         objective=order.objective,
         kv_tokens=settings.context or 0,
         orchestrator=access.node_id,
-        orchestrator_layers=order.own_layers,
+        orchestrator_layers=0 if order.own_layers is None and not order.settings.allow_self_as_shard else order.own_layers,
         min_host_trust=order.settings.min_host_trust,
         max_shards=order.settings.max_shards_per_request,
     )
@@ -235,7 +246,7 @@ class _Replanning:
         made: Plan,
         clock: Clock,
     ) -> None:
-        self._whole, self._settings, self._asked, self._eyes = whole, settings, asked, access
+        self._whole, self._settings, self._asked, self._access = whole, settings, asked, access
         self._location, self._clock = location, clock
         self._standing = Standing(made.chosen)
         self._words = in_words(made)
@@ -255,8 +266,10 @@ class _Replanning:
             self._show()
 
     def _plan(self) -> Plan | None:
+        running = self._standing.running
         try:
-            return _plan_now(self._eyes, self._location.name, self._settings, self._asked, running=self._standing.running)
+            asked = _with_free_slots(self._whole, self._asked, running)
+            return _plan_now(self._access, self._location.name, self._settings, asked, running=running)
         except PlacementError:
             return None
 
@@ -293,7 +306,7 @@ class _Replanning:
     async def _build(self, chosen: Choice) -> BuiltNode:
         quiet = LoadTold(_nothing, _nothing, _nothing, _nothing)
         if chosen.way == PIPELINE:
-            return await _build_spread(self._whole, self._settings, self._asked, self._eyes, chosen, self._clock, quiet)
+            return await _build_spread(self._whole, self._settings, self._asked, self._access, chosen, self._clock, quiet)
         return await _build_here(self._whole, self._settings, quiet)
 
     def _show(self) -> None:

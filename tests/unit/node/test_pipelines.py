@@ -42,7 +42,14 @@ def served(monkeypatch: pytest.MonkeyPatch, *, enabled: bool, ways: set[Any]) ->
     monkeypatch.setattr(pipelines, "build_node", too_large)
     monkeypatch.setattr(pipelines, "_build_spread", over_others)
     whole: Any = SimpleNamespace(
-        fleet=None, home=None, offer=offer, models=SimpleNamespace(bound=None), attach=offer, show_plan=said_of, keep=said_of
+        fleet=None,
+        home=None,
+        offer=offer,
+        models=SimpleNamespace(bound=None),
+        slots=SimpleNamespace(taken=0),
+        attach=offer,
+        show_plan=said_of,
+        keep=said_of,
     )
     asked = Constraints(frozenset(ways), PipelineOrder(PipelineSettings(enabled=enabled)))
     told = LoadTold(lambda *_: None, lambda *_: None, lambda _: None, said.append)
@@ -94,7 +101,9 @@ async def replanned(monkeypatch: pytest.MonkeyPatch, fails: set[Way]) -> tuple[l
 
     monkeypatch.setattr(pipelines, "_build_here", lambda *_: build(ALONE))
     monkeypatch.setattr(pipelines, "_build_spread", lambda *_: build(PIPELINE))
-    whole: Any = SimpleNamespace(models=SimpleNamespace(change=change, is_loaded=lambda _: True), show_plan=show)
+    whole: Any = SimpleNamespace(
+        models=SimpleNamespace(change=change, is_loaded=lambda _: True), slots=SimpleNamespace(taken=0), show_plan=show
+    )
     asked = Constraints(frozenset({ALONE, PIPELINE}), PipelineOrder(PipelineSettings()))
     eyes: Any = Eyes(CARDS)
     best = pipelines.plan(CARDS, PlanRequest("m", orchestrator=eyes.node_id))
