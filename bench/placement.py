@@ -26,7 +26,7 @@ from paceline.fleet.placement import plan
 from paceline.fleet.plan import ALONE, PlanRequest
 from paceline.fleet.ways import Alone
 from paceline.machine.build import build_engine, introduced
-from paceline.machine.capability import SelfPortrait
+from paceline.machine.capability import CapabilityReport
 from paceline.machine.devices import stream_rate
 from paceline.machine.settings import NodeSettings
 from paceline.machine.timing import PromptMaker, drive
@@ -52,7 +52,7 @@ def compare(model: str, rounds: int, threads: int | None, home: Home) -> dict[st
     built = build_engine(NodeSettings(model, threads=threads, max_running=1, prefix_cache=False))
     try:
         warm = introduced(built, home, clock)
-        portrait = SelfPortrait(NodeId("here"), home)
+        portrait = CapabilityReport(NodeId("here"), home)
         portrait.look([warm])
         card = replace(portrait.card(), memory_bytes_per_s=int(two_digits(stream_rate(built.setup.threads))))
         never_ran = replace(

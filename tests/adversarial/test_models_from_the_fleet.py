@@ -22,7 +22,7 @@ from paceline.core.errors import DownloadError, HubSilent, ModelNotFound, WrongB
 from paceline.core.ids import Trust
 from paceline.core.manifest import FileEntry, ModelManifest, manifest_digest
 from paceline.fleet.card import ModelOffer, Role
-from paceline.machine.capability import Shelf
+from paceline.machine.capability import LocalOffers
 from paceline.machine.devices import local_devices
 from paceline.store.bounded_tokenizer import BoundedTokenizer
 from paceline.store.catalog import MANIFEST, open_model
@@ -312,7 +312,7 @@ async def test_22_without_a_hub_nodes_that_have_other_files_beside_the_same_weig
         for home, other in zip(homes, ({}, {"tokenizer_config.json": json.dumps(settings).encode()}), strict=True)
     )
     assert honest.digest == evil.digest
-    told, other = (next(one for one in Shelf(home, 1, local_devices(home)).offers() if one.model_id == REF) for home in homes)
+    told, other = (next(one for one in LocalOffers(home, 1, local_devices(home)).offers() if one.model_id == REF) for home in homes)
     assert told.files
     assert other.files not in {"", told.files}
     honest, evil = replace(honest, files=told.files), replace(evil, files=other.files)

@@ -253,7 +253,7 @@ def _key() -> str | None:
     return os.environ.get("PACELINE_API_KEY")
 
 
-Use = dict[str, Any]  # fields of `machine.room.ModelUse`
+Use = dict[str, Any]  # fields of `machine.memory_budget.ModelUse`
 
 
 def run_ps(*, as_json: bool) -> None:

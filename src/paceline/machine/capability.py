@@ -25,8 +25,7 @@ from paceline.core.stats import EngineStats
 from paceline.core.weights import tensor_shapes
 from paceline.fleet.card import Device, Link, MeasuredDraft, ModelOffer, ModelShape, NodeCard, Role, ShardState, StepTime
 from paceline.fleet.figures import kept, settled, settled_within
-from paceline.machine.devices import LocalDevice, local_devices, usable_cores
-from paceline.machine.ring import mlx_version, probe_ring_environment
+from paceline.machine.devices import LocalDevice, local_devices, mlx_version, probe_ring_environment, usable_cores
 from paceline.machine.sizing import fits_gpu, model_shape
 from paceline.machine.speed import Speed, SpeedCache, SpeedKey
 from paceline.store.catalog import ModelLocation, locations, open_weights
@@ -79,7 +78,7 @@ class _Head:
         return self.digest != "" and all(identity_key(file, "head") == key for file, key in self.keys.items())
 
 
-class Shelf:
+class LocalOffers:
     """The models on this machine's disk. Remembers the heads of files it has read."""
 
     def __init__(self, home: Home, threads: int, devices: Sequence[LocalDevice]) -> None:
@@ -233,7 +232,7 @@ class Seen:
     ring_address: str
 
 
-class SelfPortrait:
+class CapabilityReport:
     """One node's account of itself.
 
     Args:
@@ -242,7 +241,7 @@ class SelfPortrait:
 
     def __init__(self, node_id: NodeId, home: Home, devices: Sequence[LocalDevice] | None = None) -> None:
         self._node_id, self._devices = node_id, local_devices(home) if devices is None else devices
-        self._shelf = Shelf(home, usable_cores(), self._devices)
+        self._offers_here = LocalOffers(home, usable_cores(), self._devices)
         self._seen: Seen | None = None
         self._memory_rates: list[float] = []
         self._shards: tuple[ModelOffer, ...] = ()
@@ -264,7 +263,7 @@ class SelfPortrait:
         shown = before.devices if before else [None] * len(self._devices)
         self._seen = Seen(
             devices=tuple(map(_device, self._devices, self._memory_rates, shown)),
-            models=_steady((*self._shelf.offers(warm, beside), *drafts), before.models if before else ()),
+            models=_steady((*self._offers_here.offers(warm, beside), *drafts), before.models if before else ()),
             ring_address=probe_ring_environment().address,
         )
         return self._seen != before

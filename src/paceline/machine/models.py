@@ -33,7 +33,7 @@ from paceline.core.generation import GenerationChunk, GenerationRequest
 from paceline.core.inference import ChunkStream, ModelFacts, Progress, ServedModel, fingerprint_of
 from paceline.core.stats import EngineStats
 from paceline.machine.host import EngineHost
-from paceline.machine.room import HostedModel, ModelUse, bound_beside, make_room
+from paceline.machine.memory_budget import HostedModel, ModelUse, bound_beside, make_room
 from paceline.machine.settings import MemoryBound, NodeSettings
 from paceline.machine.setup import set_up
 from paceline.store.bounded_tokenizer import BoundedTokenizer

@@ -8,7 +8,7 @@ from paceline.backends.options import LoadProgress
 from paceline.core.clock import Clock, SystemClock
 from paceline.machine.build import build_engine, introduced
 from paceline.machine.host import EngineHost
-from paceline.machine.room import HostedModel
+from paceline.machine.memory_budget import HostedModel
 from paceline.machine.settings import NodeSettings
 from paceline.store.home import Home
 from paceline.ways.draft.sources import NodeDrafts

@@ -57,9 +57,9 @@ def explained(request: PlanRequest, view: View | None = None) -> Explained:
 
 def this_machine(beside: ModelLocation | None = None) -> Sequence[NodeCard]:
     """A fleet of one: this machine's own card, with a model that lies elsewhere than in its home."""
-    from paceline.machine.capability import SelfPortrait, own_name
+    from paceline.machine.capability import CapabilityReport, own_name
 
-    portrait = SelfPortrait(NodeId(own_name()), Home.from_environment())
+    portrait = CapabilityReport(NodeId(own_name()), Home.from_environment())
     portrait.look(beside=() if beside is None else (beside,))
     return (portrait.card(),)
 

@@ -19,7 +19,7 @@ from paceline.core.background import in_background
 from paceline.core.clock import Clock
 from paceline.fleet.card import Link, ModelOffer, NodeCard, Role
 from paceline.fleet.plan import Choice
-from paceline.machine.capability import SelfPortrait, WarmModel, as_served, learn_digest, learn_digests
+from paceline.machine.capability import CapabilityReport, WarmModel, as_served, learn_digest, learn_digests
 from paceline.machine.models import Models
 from paceline.machine.settings import NodeSettings
 from paceline.machine.weights import give_weights
@@ -43,7 +43,7 @@ from paceline.ways.pipeline.routes.meter import PipelineMeter, pipeline_metrics
 
 
 class Portrait:
-    """`SelfPortrait` with what is loaded.
+    """`CapabilityReport` with what is loaded.
 
     Args:
         drafts: what this node proposes tokens with.
@@ -52,7 +52,7 @@ class Portrait:
 
     def __init__(
         self,
-        portrait: SelfPortrait,
+        portrait: CapabilityReport,
         warm: tuple[WarmModel, ...] = (),
         drafts: tuple[ModelOffer, ...] = (),
         beside: Sequence[ModelLocation] = (),
@@ -121,7 +121,7 @@ class FleetServing:
         self.models = models or Models(build_node, NodeSettings(), home, clock)
         offers = tuple(one.offer for one in proposers)
         self._beside = list(beside)
-        portrait = self._portrait = Portrait(SelfPortrait(folder.identity().node_id, home), (), offers, self._beside)
+        portrait = self._portrait = Portrait(CapabilityReport(folder.identity().node_id, home), (), offers, self._beside)
         self.fleet = FleetNode(settings, folder, portrait, clock)
         self.drafting = DraftService(self.fleet, proposers)
         self._local = LocalModels(None, (), self.fleet.meter)

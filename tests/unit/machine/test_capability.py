@@ -24,7 +24,7 @@ from paceline.fleet.card import ModelOffer, Role, ShardState
 from paceline.fleet.figures import two_digits
 from paceline.machine import devices as rates
 from paceline.machine.build import build_engine, introduced
-from paceline.machine.capability import SelfPortrait, Shelf, learn_digests
+from paceline.machine.capability import CapabilityReport, LocalOffers, learn_digests
 from paceline.machine.devices import LocalDevice, local_devices, processor_name, usable_cores
 from paceline.machine.settings import NodeSettings
 from paceline.machine.sizing import model_shape
@@ -190,7 +190,7 @@ def test_a_shape_adds_up_to_what_the_weights_take(home: Home) -> None:
 
 
 def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
-    shelf = Shelf(home, 2, local_devices(home))
+    shelf = LocalOffers(home, 2, local_devices(home))
     (before,) = shelf.offers()
     assert (before.model_id, before.weights, before.digest, before.warm) == (BUNDLED, "stored", "", False)
     assert learn_digests(home, lambda: True) == 0
@@ -205,7 +205,7 @@ def test_a_digest_is_empty_until_it_is_known(home: Home) -> None:
 
 def test_a_model_that_was_loaded_once_has_its_speed(home: Home) -> None:
     learn_digests(home, lambda: False)
-    shelf = Shelf(home, 2, local_devices(home))
+    shelf = LocalOffers(home, 2, local_devices(home))
     (offer,) = shelf.offers()
     SpeedCache(home).keep(SpeedKey(offer.digest, "stored", 2), Speed(123.4, 567.8, "n", True, "v"))
     (offer,) = shelf.offers()
@@ -218,7 +218,7 @@ def test_a_damaged_model_hides_no_other(home: Home, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "x.gguf").write_bytes(b"GGUF nothing")
     (folder / MANIFEST).write_text(json.dumps({"files": {"x.gguf": {}}}))
-    shelf = Shelf(home, 2, local_devices(home))
+    shelf = LocalOffers(home, 2, local_devices(home))
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
     assert learn_digests(home, lambda: False) == 1
     assert [offer.model_id for offer in shelf.offers()] == [BUNDLED]
@@ -228,7 +228,7 @@ def test_a_damaged_model_hides_no_other(home: Home, tmp_path: Path) -> None:
 
 
 def test_a_card_is_measured(home: Home) -> None:
-    portrait = SelfPortrait(NodeId("me"), home)
+    portrait = CapabilityReport(NodeId("me"), home)
     card = portrait.card(("10.0.0.1:1",))
     assert (card.node_id, card.addresses, card.version) == ("me", ("10.0.0.1:1",), 0)
     for figure in (card.memory_total_bytes, card.memory_free_bytes, card.memory_bytes_per_s):
@@ -244,13 +244,13 @@ def test_a_card_is_measured(home: Home) -> None:
 def test_a_look_that_sees_the_same_changes_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10_400_000_000, 10_600_000_000, 10_400_000_000, 10_700_000_000, 11_000_000_000])
     monkeypatch.setattr("paceline.machine.devices.available_bytes", lambda: next(free))
-    portrait = SelfPortrait(NodeId("me"), home)
+    portrait = CapabilityReport(NodeId("me"), home)
     assert [portrait.look() for _ in range(5)] == [True, False, False, False, True]
     assert portrait.card().memory_free_bytes == 11_000_000_000
 
 
 def test_shards_come_and_go_without_a_look(home: Home) -> None:
-    portrait = SelfPortrait(NodeId("me"), home)
+    portrait = CapabilityReport(NodeId("me"), home)
     before = portrait.card()
     assert not before.serves_shards
     idle = ShardState(LayerRange(0, 8), max_streams=4, memory_bytes=123_456_789)
@@ -276,7 +276,7 @@ def test_each_device_of_a_card_has_its_own_memory_and_speed_and_what_fits_it(hom
     gpu = LocalDevice(Kernels.CUDA, (WeightsFormat.BF16,), lambda: "some GPU", lambda: gpu_bytes, lambda: gpu_bytes // 2, lambda: 9e11)
     (own,) = local_devices(home)
     processors = replace(own, weights=(WeightsFormat.STORED, WeightsFormat.INT4), free_bytes=lambda: 7 << 30, memory_rate=lambda: 5e10)
-    portrait = SelfPortrait(NodeId("me"), home, (gpu, processors))
+    portrait = CapabilityReport(NodeId("me"), home, (gpu, processors))
     portrait.show_shards((), [gpu_bytes // 4, 6 << 30])
     card = portrait.card()
     for weights, device, rate, shards in (("bf16", "some GPU", 9e11, gpu_bytes // 4), ("stored", own.name(), 5e10, 6 << 30)):
@@ -291,7 +291,7 @@ def test_what_is_loaded_is_warm_and_measured(home: Home, monkeypatch: pytest.Mon
     built = build_engine(NodeSettings(context=512))
     try:
         warm = introduced(built, home, SystemClock())
-        portrait = SelfPortrait(NodeId("me"), home)
+        portrait = CapabilityReport(NodeId("me"), home)
         portrait.look([warm])
         (offer,) = portrait.card().models
         assert offer.warm

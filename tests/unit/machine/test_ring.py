@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from paceline.machine import ring
-from paceline.machine.ring import RingEnvironment, mlx_version, probe_ring_environment
+from paceline.machine import devices
+from paceline.machine.devices import RingEnvironment, mlx_version, probe_ring_environment
 
 needs_mlx = pytest.mark.skipif(not mlx_version(), reason="mlx is not installed (there are wheels for Linux with glibc 2.35 and for macOS)")
 
 RANK = """
 import json
 import mlx.core as mx
-from paceline.machine.ring import probe_ring_environment
+from paceline.machine.devices import probe_ring_environment
 seen = probe_ring_environment()
 group = mx.distributed.init(backend=seen.backend, strict=True)
 total = mx.distributed.all_sum(mx.array([float(seen.rank + 1)]), group=group, stream=mx.cpu)
@@ -75,7 +75,7 @@ def test_a_rank_says_so_without_opening_a_socket(tmp_path: Path) -> None:
 
 
 def test_without_mlx_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "mlx_version", lambda: "")
+    monkeypatch.setattr(devices, "mlx_version", lambda: "")
     assert probe_ring_environment({"MLX_RANK": "0", "MLX_HOSTFILE": "x"}) == RingEnvironment(
         is_available=False, failure_reason="mlx is not installed"
     )
@@ -106,7 +106,7 @@ def test_without_mlx_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_wrong_is_reported(
     variables: dict[str, str], said: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring, "mlx_version", lambda: "0.30")
+    monkeypatch.setattr(devices, "mlx_version", lambda: "0.30")
     if said is not None:
         (tmp_path / "hosts.json").write_bytes(said.encode("utf-8", "surrogateescape"))
         variables = {**variables, "MLX_HOSTFILE": str(tmp_path / "hosts.json")}
@@ -122,7 +122,7 @@ def test_a_broken_mlx_is_reported(broken: Exception, tmp_path: Path, monkeypatch
         def __getattr__(self, name: str) -> Any:
             raise broken
 
-    monkeypatch.setattr(ring, "mlx_version", lambda: "0.30")
+    monkeypatch.setattr(devices, "mlx_version", lambda: "0.30")
     for name in ("mlx", "mlx.core"):
         monkeypatch.setitem(sys.modules, name, Broken())
     (tmp_path / "hosts.json").write_text('[["a:1"]]')

@@ -116,7 +116,7 @@ class Hosting:
 
 
 class ShowsShards(Protocol):
-    """`capability.SelfPortrait`."""
+    """`capability.CapabilityReport`."""
 
     def show_shards(self, shards: tuple[ModelOffer, ...], memory_bytes: Sequence[int] | None) -> bool: ...
 
