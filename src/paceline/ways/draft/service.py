@@ -121,6 +121,8 @@ DESK_ROWS: tuple[Row[ProposerDesk], ...] = (
     counter("paceline_proposer_blocks", "Blocks drafted for whoever asked.", lambda desk: _each(desk.stats, "blocks"), "model"),
     counter("paceline_proposer_tokens", "Tokens of these blocks.", lambda desk: _each(desk.stats, "tokens"), "model"),
     counter("paceline_proposer_forward_passes", "Forward passes that they took.", lambda desk: _each(desk.stats, "forward_passes"), "model"),
+    counter("paceline_proposer_diffusion_steps", "Of proposers that refine whole blocks: steps that they took.",
+            lambda desk: _each(desk.stats, "diffusion_steps"), "model"),
     counter("paceline_proposer_failures", "Blocks asked for and not had.", lambda desk: _each(desk.stats, "failures"), "model"),
     gauge("paceline_proposer_sessions", "Texts that proposers here remember.", lambda desk: desk.sessions),
     gauge("paceline_proposer_session_tokens", "Tokens of these texts.", lambda desk: desk.tokens),
