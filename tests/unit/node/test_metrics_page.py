@@ -14,6 +14,7 @@ from tests.fakes.scripted_inference import ByteTokenizer, ScriptedInference
 from tests.unit.machine.weights.conftest import new_home  # noqa: F401
 from tests.unit.net.member.nodes import in_loop, until
 from tests.unit.net.member.test_engine_offers import SHAPE
+from tests.unit.ways.draft.proposers import Scripted
 from tests.unit.ways.pipeline.host.test_serving import Homes, nodes
 
 from paceline.core.clock import SystemClock
@@ -73,6 +74,7 @@ async def test_a_page_of_a_node_in_a_fleet_with_a_pipeline_layers_for_others_and
         speed = Speed(1.0, 1.0, "test", holds_identity=True, vocabulary="")
         warm = WarmModel("echo", "d" * 64, WeightsFormat.INT4, SHAPE, 100, 1 << 20, speed)
         node.drafting.attach(drafts, warm, ByteTokenizer(), EngineStats)
+        node.drafting._desk.add("draft", Scripted())  # pyright: ignore[reportPrivateUsage]
         drafts.meter.of("draft")
         drafts.meter.failures["other", "UNAVAILABLE"] += 1
         assert node.shards is not None
