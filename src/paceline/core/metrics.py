@@ -1,6 +1,6 @@
-"""Metrics as data: each room lists its rows, and one collector reads them when the page is scraped.
+"""Metrics as data: each package lists its rows, and one collector reads them when the page is scraped.
 
-A row is a family's name, type, help and labels, and a function that reads its value from the room's source: a number or a histogram, or,
+A row is a family's name, type, help and labels, and a function that reads its value from the package's source: a number or a histogram, or,
 by label, a mapping of them. Nothing is computed between scrapes.
 """
 
@@ -48,7 +48,7 @@ def histogram(name: str, documentation: str, read: Read[Source], *labels: str) -
 
 
 class Metrics(Collector, Generic[Source]):
-    """The rows of one room, for `server.metrics.MetricsPage.add`.
+    """The rows of one package, for `server.metrics.MetricsPage.add`.
 
     Args:
         source: what the rows are read from, asked for once a scrape; None: there is none at present, and no family.

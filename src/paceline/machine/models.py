@@ -311,7 +311,7 @@ class Models(Generic[Hosted]):
         if task is None:
             self._sign_s = self._clock.monotonic()
             task = self._loading[name] = asyncio.create_task(self._load(name), name=f"load of {name}")
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits raises it, if anybody still does
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # a request that still waits raises it
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             while not task.done() and not stopped.done():

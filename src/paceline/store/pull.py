@@ -156,9 +156,20 @@ def _pull_listed(client: httpx.Client, listed: hub.Listed, home: Home, progress:
             raise DownloadError(f"{part} can't be renamed: {error.strerror}", "Check who may write there, and try again") from error
         if file.checksum.kind == "sha256":
             digests.remember(folder / file.name, file.checksum.hex)
+    return list_fetched(folder, *entries_of(listed), home)
+
+
+def list_fetched(folder: Path, about: dict[str, object], files: dict[str, dict[str, object]], home: Home) -> LocalModel:
+    """Open the model of files that were fetched into a folder, and list it.
+
+    Raises:
+        ModelFileError, UnsupportedModel: it can't be run.
+        ConfigError: the manifest can't be written.
+    """
+    first = next(iter(gguf_models(files)), None)
     path = folder if first is None else folder / first
     open_model(str(path), home)
-    write_manifest(folder, *entries_of(listed))
+    write_manifest(folder, about, files)
     return describe(next(location for location in locations(home) if location.path == path), home)
 
 

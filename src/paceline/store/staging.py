@@ -19,13 +19,13 @@ from typing import Any, BinaryIO, Final, cast
 from paceline.core.errors import ConfigError, WrongBytes
 from paceline.core.manifest import PIECE, FileEntry, ModelManifest, PieceRun, manifest_digest
 from paceline.store import hub
-from paceline.store.catalog import MANIFEST, LocalModel, describe, locations, open_model
+from paceline.store.catalog import MANIFEST, LocalModel
 from paceline.store.digests import FileSums, remember_sums
 from paceline.store.faults import can_not_write
 from paceline.store.home import Home, only_one, read_json_object
 from paceline.store.hub import verify
 from paceline.store.partial import PartNote, Runs, make_way, read_note, write_note
-from paceline.store.pull import check_space, entries_of, folder_lock, unlist, write_manifest
+from paceline.store.pull import check_space, entries_of, folder_lock, list_fetched, unlist
 from paceline.store.selection import BESIDE, gguf_models
 
 _LONGEST_NAME: Final = 200
@@ -203,14 +203,12 @@ class Staging:
             _place(self._folder / entry.name, folder / entry.name)
             # Another node that asks this one next gets it without its being read once more.
             remember_sums(folder / entry.name, FileSums(entry.size, entry.sha256, entry.pieces), self._home)
-        first = next(iter(gguf_models(entry.name for entry in entries)), None)
-        path = folder if first is None else folder / first
-        open_model(str(path), self._home)
         about, files = ({}, {}) if self._listed is None else entries_of(self._listed)
         files = files or {entry.name: {"size": entry.size, "sha256": entry.sha256} for entry in entries}
-        write_manifest(folder, about, {file: {**said, **self._origin} for file, said in files.items()})
+        said = {file: {**entry, **self._origin} for file, entry in files.items()}
+        model = list_fetched(folder, about, said, self._home)
         shutil.rmtree(self._folder, ignore_errors=True)
-        return describe(next(location for location in locations(self._home) if location.path == path), self._home)
+        return model
 
     def _handle(self, file: int) -> BinaryIO:
         """The file, open, of the size it will have."""
