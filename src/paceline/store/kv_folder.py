@@ -1,0 +1,254 @@
+"""KV blocks on disk, found by the key that names their tokens: one file a block, in a folder of its own for each model, format, kernels and layers.
+
+Law: what is read is what was written under that key, or it is a miss. A file appears whole (written under another name, then renamed) and carries a
+checksum; one that is damaged is removed and counted. Nothing is waited for: a block may be lost to a power cut, never be wrong.
+
+Several processes may use one folder. Files count for all of them within one budget: the one that was not used for longest goes first, and one that was
+not used for `ttl_s` is gone. When a file was used stands in its modification time, so there is no index to be damaged.
+
+    <home>/cache/kv/<name>/<first two digits of the key>/<key in hex>        a header of 48 bytes, then the block's bytes
+
+Any thread may call anything here.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+from paceline.core.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+_HEADER: Final = struct.Struct("<8s16sQIIQ")
+"""Magic and version, key, bytes of the block, CRC-32 of them, CRC-32 of what stands before in the header, nothing."""
+_MAGIC: Final = b"PACEKV\x00\x01"
+_SWEEP_SHARE: Final = 0.95
+"""Of the budget, what a sweep leaves."""
+_SWEEP_BYTES: Final = 64 << 20
+"""Written by this process between two looks at what all processes keep, at most. Raising it: the budget is passed by more."""
+_STALE_S: Final = 600.0
+"""After which a file that was never renamed is one of a process that was killed."""
+_REST_S: Final = 30.0
+"""For which nothing is written after the disk was full."""
+
+
+@dataclass(slots=True)
+class KvFolderCounts:
+    """What happened since the start of the process."""
+
+    read: int = 0
+    missed: int = 0
+    """Blocks that were asked for and are not there, or not whole."""
+    damaged: int = 0
+    written: int = 0
+    evicted: int = 0
+    """For the budget or for their age."""
+    failed: int = 0
+    """Blocks that could not be written."""
+
+
+BLOCK_COUNTS: Final = tuple(field.name for field in fields(KvFolderCounts))
+
+
+class KvFolder:
+    """Blocks of one size under one name.
+
+    Args:
+        folder: that all names share: the budget is of all in it.
+        name: of what decides a block's bytes beside its tokens.
+        block_bytes: of each.
+        budget_bytes: of all files in `folder`.
+        ttl_s: since a block was used.
+    """
+
+    def __init__(self, folder: Path, name: str, block_bytes: int, budget_bytes: int, ttl_s: float, clock: Clock) -> None:
+        self.counts = KvFolderCounts()
+        self.total_bytes = 0
+        """Of all names, when they were last looked at, and what was written here since."""
+        self._folder, self._own = folder, folder / name
+        self._block_bytes, self._budget_bytes, self._ttl_s = block_bytes, budget_bytes, ttl_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._keys: set[bytes] = set()
+        """Of blocks that were here when they were last looked for: a file may be gone since, or be another process's and not known yet."""
+        self._unswept_bytes = 0
+        self._full_until = -1.0
+        self.sweep()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def run_of(self, keys: Sequence[bytes]) -> int:
+        """How many of a chain's blocks are here, from the first on."""
+        return next((place for place, key in enumerate(keys) if key not in self._keys), len(keys))
+
+    def write(self, key: bytes, block: memoryview) -> bool:
+        """Keep a block; one that is here is not written again.
+
+        Returns:
+            whether it is here now. A full disk, or one that fails, is counted, and no error: the block can be computed again.
+        """
+        assert block.nbytes == self._block_bytes
+        if key in self._keys:
+            return True
+        if self._clock.monotonic() < self._full_until:
+            return False
+        header = _header(key, block)
+        path = self._path(key)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self._folder, self._own, path.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                _write_all(handle, header, block)
+                self._use(handle)
+            finally:
+                os.close(handle)
+            unfinished.rename(path)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            self._failed(error)
+            return False
+        n_bytes = len(header) + block.nbytes
+        with self._lock:
+            self._keys.add(key)
+            self.counts.written += 1
+            self.total_bytes += n_bytes
+            self._unswept_bytes += n_bytes
+            sweep = self.total_bytes > self._budget_bytes or self._unswept_bytes > _SWEEP_BYTES
+        if sweep:
+            self.sweep()
+        return True
+
+    def read(self, key: bytes, block: memoryview) -> bool:
+        """Fill `block` with the block of that key, and call it used.
+
+        Returns:
+            whether it was here, whole. If not, `block` holds anything.
+        """
+        assert block.nbytes == self._block_bytes
+        path = self._path(key)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            self._missed(key)
+            return False
+        read = 0
+        try:
+            header = bytearray(_HEADER.size)
+            read = os.readv(handle, [header, block])
+            # A file system may give less at a time than it was asked for.
+            while read >= len(header) and (more := os.readv(handle, [block[read - len(header) :]])) > 0:
+                read += more
+            is_whole = read == len(header) + block.nbytes and bytes(header) == _header(key, block) and not os.read(handle, 1)
+            if is_whole:
+                self._use(handle)
+        except OSError:
+            is_whole = False
+        finally:
+            os.close(handle)
+        if not is_whole:
+            path.unlink(missing_ok=True)
+            self._missed(key)
+            with self._lock:
+                self.counts.damaged += 1
+            logger.warning("a block of KV in %s was damaged, and is removed", path.parent)
+            return False
+        with self._lock:
+            self.counts.read += 1
+        return True
+
+    def sweep(self) -> None:
+        """Look at what all processes keep, and remove what is too old, what is over the budget, and what a killed process left half-written."""
+        now_s = self._clock.wall()
+        found = list(_files(self._folder))
+        kept: list[tuple[float, int, Path]] = []
+        evicted = 0
+        for used_s, n_bytes, path in found:
+            is_unfinished = path.name.startswith(".")
+            # A clock that jumped ahead and back leaves times to come: those count as now.
+            age_s = max(0.0, now_s - used_s)
+            if age_s > (_STALE_S if is_unfinished else self._ttl_s):
+                path.unlink(missing_ok=True)
+                evicted += not is_unfinished
+            elif not is_unfinished:
+                kept.append((min(used_s, now_s), n_bytes, path))
+        total = sum(n_bytes for _, n_bytes, _ in kept)
+        if total > self._budget_bytes:
+            kept.sort(reverse=True)
+            while kept and total > self._budget_bytes * _SWEEP_SHARE:
+                _, n_bytes, path = kept.pop()
+                path.unlink(missing_ok=True)
+                total -= n_bytes
+                evicted += 1
+        keys = {key for _, _, path in kept if path.parent.parent == self._own and (key := _key_of(path)) is not None}
+        with self._lock:
+            self._keys = keys
+            self.total_bytes, self._unswept_bytes = total, 0
+            self.counts.evicted += evicted
+
+    def _use(self, handle: int) -> None:
+        now_s = self._clock.wall()
+        os.utime(handle, (now_s, now_s))
+
+    def _path(self, key: bytes) -> Path:
+        digits = key.hex()
+        return self._own / digits[:2] / digits
+
+    def _missed(self, key: bytes) -> None:
+        with self._lock:
+            self._keys.discard(key)
+            self.counts.missed += 1
+
+    def _failed(self, error: OSError) -> None:
+        with self._lock:
+            self.counts.failed += 1
+            rests = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
+            if rests:
+                self._full_until = self._clock.monotonic() + _REST_S
+        logger.warning("a block of KV could not be kept in %s: %s", self._own, error.strerror or error)
+
+
+def _header(key: bytes, block: memoryview) -> bytes:
+    fields = (_MAGIC, key, block.nbytes, zlib.crc32(block))
+    return _HEADER.pack(*fields, zlib.crc32(_HEADER.pack(*fields, 0, 0)), 0)
+
+
+def _write_all(handle: int, header: bytes, block: memoryview) -> None:
+    written = os.writev(handle, [header, block])
+    while written < len(header) + block.nbytes:
+        more = os.write(handle, block[max(0, written - len(header)) :]) if written >= len(header) else 0
+        if not more:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += more
+
+
+def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
+    """When they were used, bytes, path. What goes away meanwhile is left out."""
+    for base, _, names in os.walk(folder):
+        for name in names:
+            path = Path(base, name)
+            try:
+                status = path.lstat()
+            except OSError:
+                continue
+            yield status.st_mtime, status.st_size, path
+
+
+def _key_of(path: Path) -> bytes | None:
+    try:
+        key = bytes.fromhex(path.name)
+    except ValueError:
+        return None
+    return key if len(key) == 16 and path.parent.name == path.name[:2] else None

@@ -1,0 +1,209 @@
+"""KV blocks on disk: what is read is what was written, or it is a miss."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+from tests.fakes.clock import FakeClock
+
+from paceline.store.kv_folder import KvFolder
+
+BLOCK = 4096
+FILE = BLOCK + 48
+
+
+def key_of(number: int) -> bytes:
+    return blake2b(str(number).encode(), digest_size=16).digest()
+
+
+def block_of(key: bytes) -> memoryview:
+    """What stands for a block's bytes: they follow from its key."""
+    return memoryview(random.Random(key).randbytes(BLOCK))
+
+
+def opened(folder: Path, clock: FakeClock, name: str = "m", budget: int = 1 << 30, ttl_s: float = 1000.0) -> KvFolder:
+    return KvFolder(folder, name, BLOCK, budget, ttl_s, clock)
+
+
+def read(kept: KvFolder, key: bytes) -> bytes | None:
+    block = memoryview(bytearray(BLOCK))
+    return bytes(block) if kept.read(key, block) else None
+
+
+def test_a_block_is_found_by_its_key_and_at_the_next_start(tmp_path: Path) -> None:
+    clock = FakeClock()
+    kept = opened(tmp_path, clock)
+    keys = [key_of(number) for number in range(5)]
+    for key in keys[:3]:
+        assert kept.write(key, block_of(key))
+    for again in (kept, opened(tmp_path, clock)):
+        assert again.run_of(keys) == 3
+        assert again.run_of(keys[3:]) == 0
+        assert [read(again, key) for key in keys] == [*(block_of(key).tobytes() for key in keys[:3]), None, None]
+    assert opened(tmp_path, clock, "other").run_of(keys) == 0
+    assert kept.counts.written == 3
+    assert (kept.counts.read, kept.counts.missed) == (3, 2)
+    assert kept.total_bytes == 3 * FILE
+
+
+def test_it_is_only_for_its_owner(tmp_path: Path) -> None:
+    kept = opened(tmp_path / "kv", FakeClock())
+    kept.write(key_of(1), block_of(key_of(1)))
+    for path in (tmp_path / "kv").rglob("*"):
+        assert not path.stat().st_mode & 0o077, path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda data, place=place: data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :] for place in (0, 7, 8, 24, 35, 39, 47, 48, FILE - 1)),
+        lambda data: b"",
+        lambda data: data[:40],
+        lambda data: data[:48],
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: b"\0" * len(data),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_a_miss_and_removed(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    kept, key = opened(tmp_path, FakeClock()), key_of(1)
+    kept.write(key, block_of(key))
+    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    path.write_bytes(damage(path.read_bytes()))
+    assert read(kept, key) is None
+    assert kept.counts.damaged == 1
+    assert not path.exists()
+    assert kept.run_of([key]) == 0
+    assert kept.write(key, block_of(key)), "it is kept anew"
+    assert read(kept, key) == block_of(key)
+
+
+def test_a_block_under_another_name_is_a_miss(tmp_path: Path) -> None:
+    kept, one, other = opened(tmp_path, FakeClock()), key_of(1), key_of(2)
+    kept.write(one, block_of(one))
+    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    wrong = path.parents[1] / other.hex()[:2] / other.hex()
+    wrong.parent.mkdir(exist_ok=True)
+    path.rename(wrong)
+    assert read(kept, other) is None
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"")
+    wrong.symlink_to(elsewhere)
+    assert read(kept, other) is None
+    assert elsewhere.exists()
+
+
+def test_what_was_not_used_for_longest_goes_first_whoever_keeps_it(tmp_path: Path) -> None:
+    clock = FakeClock()
+    budget = 10 * FILE
+    one, other = opened(tmp_path, clock, "one", budget), opened(tmp_path, clock, "other", budget)
+    keys = [key_of(number) for number in range(11)]
+    for place, key in enumerate(keys[:10]):
+        (one, other)[place % 2].write(key, block_of(key))
+        clock.advance(1)
+    assert read(one, keys[0]) is not None, "it is used again"
+    clock.advance(1)
+    one.sweep()  # what the other wrote is known now
+    one.write(keys[10], block_of(keys[10]))
+    left = {key for kept in (one, other) for key in keys if read(kept, key) is not None}
+    assert left == {keys[0], *keys[3:]}, "9 files are 95 % of the budget, or less"
+    assert one.counts.evicted == 2
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= budget
+
+
+def test_what_is_too_old_is_gone(tmp_path: Path) -> None:
+    clock = FakeClock()
+    kept = opened(tmp_path, clock, ttl_s=100)
+    for number in (1, 2):
+        kept.write(key_of(number), block_of(key_of(number)))
+    clock.advance(60)
+    assert read(kept, key_of(1)) is not None
+    clock.advance(60)
+    kept = opened(tmp_path, clock, ttl_s=100)
+    assert (read(kept, key_of(1)), read(kept, key_of(2))) == (block_of(key_of(1)), None)
+
+
+def test_a_clock_that_was_ahead_keeps_nothing_for_ever(tmp_path: Path) -> None:
+    clock = FakeClock()
+    clock.advance(10_000)
+    opened(tmp_path, clock).write(key_of(1), block_of(key_of(1)))
+    back = FakeClock()
+    kept = opened(tmp_path, back, budget=2 * FILE)
+    assert read(kept, key_of(1)) is not None
+    back.advance(1)
+    for number in (2, 3):
+        kept.write(key_of(number), block_of(key_of(number)))
+    assert read(kept, key_of(1)) is None
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.unit.store.test_kv_folder import block_of, key_of, opened, read
+from tests.fakes.clock import FakeClock
+
+folder, first, budget = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+kept = opened(folder, FakeClock(), budget=budget)
+print("begun", flush=True)
+for number in range(first, first + 100_000):
+    key = key_of(number % 50)
+    assert read(kept, key) in {None, block_of(key).tobytes()}
+    assert kept.write(key, block_of(key))
+"""
+
+
+def writer(folder: Path, first: int, budget: int) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(first), str(budget)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+def test_processes_that_are_killed_leave_whole_blocks_or_none(tmp_path: Path) -> None:
+    """Two at a time, in one folder with too little room, so that each removes what the other reads."""
+    clock = FakeClock()
+    for seed in range(3):
+        both = [writer(tmp_path, first, 20 * FILE) for first in (0, 25)]
+        kept = opened(tmp_path, clock, budget=20 * FILE)
+        for number in random.Random(seed).choices(range(50), k=400):
+            assert read(kept, key_of(number)) in {None, block_of(key_of(number)).tobytes()}
+        for process in both:
+            assert process.poll() is None, "it met wrong bytes"
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        after = opened(tmp_path, clock)
+        for number in range(50):
+            assert read(after, key_of(number)) in {None, block_of(key_of(number)).tobytes()}
+        assert after.counts.read
+        assert after.counts.damaged == 0
+    (tmp_path / "m" / "00").mkdir(exist_ok=True)
+    (tmp_path / "m" / "00" / ".half.1.1").write_bytes(b"half")
+    os.utime(tmp_path / "m" / "00" / ".half.1.1", (clock.wall() - 1000, clock.wall() - 1000))
+    opened(tmp_path, clock)
+    assert not (tmp_path / "m" / "00" / ".half.1.1").exists()
+
+
+def test_a_full_disk_costs_what_could_have_been_kept(tmp_path: Path) -> None:
+    clock, key = FakeClock(), key_of(1)
+    kept = opened(tmp_path, clock)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert not kept.write(key, block_of(key))
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()], "half of a file"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert kept.counts.failed == 1
+    assert not kept.write(key, block_of(key)), "it rests"
+    clock.advance(31)
+    assert kept.write(key, block_of(key))
+    assert read(kept, key) == block_of(key)
