@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange
 from paceline.engine.local import Int32, RowPlan, WireBits
 
@@ -79,6 +80,18 @@ class NullRunner:
 
     def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
         """Nothing, likewise."""
+
+    kv_layout = "null"
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self._kv.itemsize
+
+    def export_block(self, block: BlockId, into: memoryview) -> None:
+        into[:] = self._kv[block].tobytes()
+
+    def import_block(self, block: BlockId, data: memoryview) -> None:
+        self._kv[block] = np.frombuffer(data, self._kv.dtype)
 
     def close(self) -> None:
         self.wipe()

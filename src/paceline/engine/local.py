@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.ids import BatchId, SequenceId
+from paceline.core.ids import BatchId, BlockId, SequenceId
 from paceline.core.model import LayerRange
 from paceline.engine.executor import HeldSequence, StepBatch, StepOutput
 
@@ -216,6 +216,24 @@ class LayerRunner(Protocol[Activations]):
 
     def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
         """Likewise, of `logits`."""
+        ...
+
+    @property
+    def kv_layout(self) -> str:
+        """How the bytes of a block lie: blocks may be copied between runners whose layers, layout and numerics id are equal."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block's keys and values in all layers."""
+        ...
+
+    def export_block(self, block: BlockId, into: memoryview) -> None:
+        """Copy a block out. Any thread may, beside batches that do not write the block."""
+        ...
+
+    def import_block(self, block: BlockId, data: memoryview) -> None:
+        """Fill a block with what was exported. Any thread may, beside batches that do not name the block."""
         ...
 
     def close(self) -> None: ...

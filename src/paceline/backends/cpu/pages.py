@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -28,6 +29,7 @@ from numba.extending import intrinsic
 
 from paceline.backends.cpu.simd import I32, Emit, H, I, Value, lowered
 from paceline.backends.cpu.sizes import BLOCK, NEIGHBOURS
+from paceline.core.ids import BlockId
 
 
 @intrinsic
@@ -113,6 +115,10 @@ class KvPages:
         self._present = 0
         """Groups of each layer."""
         self._closed = False
+        shape = (len(kv) // layer_bytes, layer_bytes // group_bytes, kv_heads, NEIGHBOURS, group_bytes // (NEIGHBOURS * kv_heads))
+        self._blocks = kv.reshape(shape)
+        """[layers, groups, heads, neighbours, bytes]; there may be no layers."""
+        self._placing = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "paceline-kv-pages")
         self.brought = self._thread.submit(self._bring, AHEAD)
         """Done when what was asked for last is present."""
@@ -130,7 +136,21 @@ class KvPages:
         self._closed = True
         self._thread.shutdown(cancel_futures=True)
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block in all layers and heads."""
+        return self._blocks.shape[0] * self._blocks.shape[2] * self._blocks.shape[4]
+
+    def block(self, block: BlockId) -> npt.NDArray[np.uint8]:
+        """A block where it lies, [layers, heads, bytes]."""
+        place = int(self.places_of(np.array([block], np.int32))[0])
+        return self._blocks[:, place // (NEIGHBOURS * self._kv_heads), :, place % NEIGHBOURS]
+
     def _give_places(self, ids: Int32) -> None:
+        with self._placing:  # another thread may fill a block
+            self._place(ids[self._places[ids] < 0])
+
+    def _place(self, ids: Int32) -> None:
         groups = -(-self._used // NEIGHBOURS)
         order = np.arange(self._used, self._used + len(ids), dtype=np.int32)
         self._places[ids] = order // NEIGHBOURS * (NEIGHBOURS * self._kv_heads) + order % NEIGHBOURS

@@ -23,6 +23,7 @@ from paceline.backends.cpu.sizes import BLOCK, N_PIECE, NEIGHBOURS, record_bytes
 from paceline.backends.cpu.team import Team, control_words
 from paceline.backends.cpu.weights import PackedModel
 from paceline.backends.cpu.working import cutter_of, product_bytes, thread_bytes
+from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.core.weights import GROUP, rope_tables
 from paceline.engine.local import Int32, RowPlan
@@ -246,6 +247,21 @@ class CpuRunner:
 
     def from_wire(self, x_TD: Bf16) -> Bf16:
         return x_TD
+
+    kv_layout = "pairs of 16"
+    """See `pages`."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self._kv.block_bytes
+
+    def export_block(self, block: BlockId, into: memoryview) -> None:
+        source = self._kv.block(block)
+        np.copyto(np.frombuffer(into, np.uint8).reshape(source.shape), source)
+
+    def import_block(self, block: BlockId, data: memoryview) -> None:
+        target = self._kv.block(block)
+        np.copyto(target, np.frombuffer(data, np.uint8).reshape(target.shape))
 
     def close(self) -> None:
         if not self._closed:

@@ -29,9 +29,10 @@ from paceline.backends.numerics import ROWS, Numerics, SeededWeights, measure, s
 from paceline.backends.options import LoadOptions, LoadProgress
 from paceline.backends.torch.loading import cuts_agree, load_model, seeded_rows, tensor_bytes
 from paceline.backends.torch.paged import PAGE, CudaPool, CudaStep, Tables, host_tables, to_device
-from paceline.backends.torch.runner import Layer, TorchModel, edges_of, from_bits, run_watched, wire_bits
+from paceline.backends.torch.runner import Layer, TorchModel, bytes_of, copy_in, copy_out, edges_of, from_bits, run_watched, wire_bits
 from paceline.backends.torch.step import Rope
 from paceline.core.errors import ConfigError, UnsupportedModel
+from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, WeightsFormat
 from paceline.core.weights import WeightSource
 from paceline.engine.executor import Path
@@ -177,6 +178,20 @@ class CudaRunner:
 
     def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
         """Nothing, likewise."""
+
+    kv_layout = "torch cuda"
+
+    @property
+    def block_bytes(self) -> int:
+        return bytes_of(self._pool.block(0))
+
+    @torch.inference_mode()
+    def export_block(self, block: BlockId, into: memoryview) -> None:
+        copy_out(self._pool.block(block), into)
+
+    @torch.inference_mode()
+    def import_block(self, block: BlockId, data: memoryview) -> None:
+        copy_in(self._pool.block(block), data)
 
     def close(self) -> None:
         """Free weights, KV and graphs. Idempotent."""

@@ -22,6 +22,7 @@ from paceline.backends.torch.attention import CpuStep, KvPool
 from paceline.backends.torch.blocks import RmsNorm
 from paceline.backends.torch.linear import Table
 from paceline.backends.torch.step import Rope, Step, of_path
+from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec
 from paceline.engine.executor import Path
 from paceline.engine.local import Int32, RowPlan, StepWatch, WireBits
@@ -121,6 +122,20 @@ class TorchRunner:
     def rehearse_logits(self, x_TD: WireBits, rows_R: Int32) -> None:
         """Nothing, likewise."""
 
+    kv_layout = "torch cpu"
+
+    @property
+    def block_bytes(self) -> int:
+        return bytes_of(self._pool.block(0))
+
+    @torch.inference_mode()
+    def export_block(self, block: BlockId, into: memoryview) -> None:
+        copy_out(self._pool.block(block), into)
+
+    @torch.inference_mode()
+    def import_block(self, block: BlockId, data: memoryview) -> None:
+        copy_in(self._pool.block(block), data)
+
     def close(self) -> None:
         """Free weights and KV. Idempotent."""
         self._model = TorchModel(self._model.spec, LayerRange(0, 0), (), None, self._model.one_path)
@@ -154,6 +169,28 @@ def wire_bits(x_TD: Tensor) -> WireBits:
 def from_bits(x_TD: WireBits) -> Tensor:
     """The bf16 tensor that has these bits, on the CPU."""
     return torch.from_numpy(np.ascontiguousarray(x_TD).view(np.int16)).view(torch.bfloat16)
+
+
+def bytes_of(parts: Sequence[Tensor]) -> int:
+    """That tensors take together."""
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def copy_out(parts: Sequence[Tensor], into: memoryview) -> None:
+    """Copy bf16 tensors one behind the other, whatever device they are on."""
+    start = 0
+    for part in parts:
+        data = wire_bits(part).reshape(-1).view(np.uint8)
+        into[start : start + len(data)] = data.data
+        start += len(data)
+
+
+def copy_in(parts: Sequence[Tensor], data: memoryview) -> None:
+    """Fill bf16 tensors with what `copy_out` gave."""
+    bits, start = np.frombuffer(data, np.uint16), 0
+    for part in parts:
+        part.copy_(from_bits(bits[start : start + part.numel()]).view(part.shape))
+        start += part.numel()
 
 
 def edges_of(model: TorchModel) -> Edges:

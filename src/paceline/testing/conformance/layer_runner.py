@@ -22,6 +22,7 @@ import pytest
 from paceline.backends.numerics import SeededWeights
 from paceline.backends.options import LoadOptions, LoadProgress, PromptWeights
 from paceline.core.errors import OutOfMemory
+from paceline.core.ids import BlockId
 from paceline.core.model import LayerRange, ModelSpec, WeightsFormat
 from paceline.core.weights import DenseTensor, StoredTensor, WeightSource, tensor_shapes
 from paceline.engine.executor import Path
@@ -243,6 +244,37 @@ class LayerRunnerSuite:
         mixed = run(runner, second, prompt)
         assert same(runner, alone, mixed[0])
         assert same(runner, run(runner, prompt)[0], mixed[1])
+
+    def test_a_prefix_exported_by_one_runner_is_the_prefix_of_another(
+        self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows
+    ) -> None:
+        """Into other blocks, beside others; the rows behind it have the bytes they have behind the prefix that was computed."""
+        full = LENGTH // runner.block_size
+        if not full:
+            pytest.skip(f"no block of {runner.block_size} tokens is full")
+        held = full * runner.block_size
+        ahead = Rows(prompt.ids[:held], 0, prompt.table)
+        behind = Rows(prompt.ids[held:], held, prompt.table)
+        run(runner, ahead)
+        computed = run(runner, behind)[0]
+        other = case.runner(threads=2)
+        try:
+            assert (other.kv_layout, other.block_bytes) == (runner.kv_layout, runner.block_bytes)
+            used = Rows(tokens(40, case.spec.vocab, 7), 0, blocks(other, 40))
+            before = run(other, used)[0]
+            table = blocks(other, LENGTH, len(used.table))
+            assert table != prompt.table[: len(table)]
+            for source, target in zip(prompt.table[:full], table, strict=False):
+                data = memoryview(bytearray(runner.block_bytes))
+                runner.export_block(BlockId(source), data)
+                other.import_block(BlockId(target), data)
+                again = memoryview(bytearray(runner.block_bytes))
+                other.export_block(BlockId(target), again)
+                assert again == data
+            assert same(other, run(other, Rows(behind.ids, held, table))[0], computed)
+            assert same(other, run(other, used)[0], before)
+        finally:
+            other.close()
 
     def test_threads_change_nothing(self, case: RunnerCase, runner: LayerRunner[Any], prompt: Rows) -> None:
         other = case.runner(threads=2)
